@@ -51,7 +51,7 @@ from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
 from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
-from finetune.training.objectives.answers import make_answer_objectives
+from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.user_loss import FunctionObjective, LossFunction
@@ -748,9 +748,7 @@ class Session:
                 )
             return FunctionObjective(loss, counts_pairs=facts.documents > 1)
         if facts.rows == "answers" and self.recipe.teacher is None:
-            steps = self._count_steps()
-            objectives = make_answer_objectives(self.recipe, self.tokenizer, steps)
-            return objectives.training
+            return make_answer_objective(self.recipe, self.tokenizer, self._count_steps())
         if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "

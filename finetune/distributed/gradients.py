@@ -9,7 +9,8 @@ gradients overflow and lowers the scale: that is how it finds the right scale, n
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,8 @@ LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does no
 
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates gradients without an all-reduce between replicas: for all micro-batches of a step
-    but the last.
+    """In this block a backward accumulates gradients without an all-reduce between replicas. For
+    all micro-batches of a step but the last.
 
     DDP skips the reduction. FSDP still reduce-scatters in every micro-batch, because unsharded
     gradients would take the memory that it saves. Hybrid FSDP2 reduces within a replica only.
@@ -75,23 +76,22 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     if isinstance(model, Fsdp1):
         return model.clip_grad_norm_(bound)
     by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
-    gradients = [p.grad for parameters in by_mesh for p in parameters if p.grad is not None]
+    gradients: list[Any] = [p.grad for p in chain.from_iterable(by_mesh)]
     pipeline = find_pipeline(model)
-    if len(by_mesh) == 1 and pipeline is None:
+    if pipeline is not None:
+        copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
+        norm = _norm_over_meshes(gradients, copied, pipeline.size)
+    elif len(by_mesh) == 1:
         norm = gather_whole(_total_norm(gradients))
     else:
-        if pipeline:
-            copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
-        else:
-            copied = set[int]()
-        norm = _norm_over_meshes(gradients, copied, pipeline.size if pipeline else 1)
+        norm = _norm_over_meshes(gradients)
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
 
 
 def _norm_over_meshes(
-    gradients: list[torch.Tensor], copied: Collection[int], stages: int
+    gradients: list[torch.Tensor], copied: Collection[int] = (), stages: int = 1
 ) -> torch.Tensor:
     """Computes the 2-norm of gradients that are sharded over different meshes.
 
@@ -102,19 +102,20 @@ def _norm_over_meshes(
         copied: `id` of each gradient that another stage counts.
         stages: Groups of ranks that hold different layers.
     """
-    by_copies: dict[int, list[torch.Tensor]] = {}
-    for gradient in (each for each in gradients if id(each) not in copied):
+    shards_by_copies: dict[int, list[torch.Tensor]] = {}  # ranks that hold the shard -> shards
+    for gradient in gradients:
+        if id(gradient) in copied:
+            continue
         assert isinstance(gradient, DTensor)
-        parts = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-        different = prod(size for size, placement in parts if not isinstance(placement, Replicate))
-        by_copies.setdefault(dist.get_world_size() // stages // different, []).append(
-            gradient.to_local()
-        )
-    nothing = torch.zeros_like(local_part(measure_norm(gradients[0])))
-    squares = sum(
-        (_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()),
-        start=nothing,
-    )
+        shards = 1
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
+            if not isinstance(placement, Replicate):
+                shards *= size
+        copies = dist.get_world_size() // stages // shards
+        shards_by_copies.setdefault(copies, []).append(gradient.to_local())
+    squares = torch.zeros_like(local_part(measure_norm(gradients[0])))
+    for copies, own in shards_by_copies.items():
+        squares = squares + _total_norm(own).square() / copies
     dist.all_reduce(squares)
     return squares.sqrt()
 
@@ -125,23 +126,24 @@ def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(
-            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
-        ).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
     return list(groups.values())
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Computes the 2-norm of gradients of one mesh: a DTensor if they are sharded."""
     if not gradients or gradients[0].device.type != "cpu":
         return nn.utils.get_total_norm(gradients)
     return combine_norms([measure_norm(gradient) for gradient in gradients])
 
 
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards' norms.
+    """Computes the 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards'
+    norms.
 
-    On a CPU it is computed in fp64: torch's fp32 sum is 1e-4 too low for millions of numbers, by
-    the sharding.
+    On a CPU it is computed in fp64: torch's fp32 sum of millions of numbers is up to 1e-4 too low,
+    and by how much depends on the sharding.
     """
     if gradient.device.type == "cpu":
         dtype = torch.float64
@@ -152,7 +154,7 @@ def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients from that of each."""
+    """Computes the 2-norm of all gradients from that of each."""
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

@@ -1,5 +1,5 @@
-"""Joining and leaving the ranks: process group, Accelerate's objects, meshes; and what the machine
-of this rank is.
+"""Joining and leaving the ranks: process group, Accelerate's objects, meshes; and the facts about
+this rank's machine.
 """
 
 import ctypes
@@ -40,17 +40,17 @@ from finetune.distributed.world import (
 )
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
-POLL_SECONDS = 0.5
-# what a launcher would have set
+POLL_SECONDS = 0.5  # between two looks at the other ranks' processes
+# the variables that a launcher would have set
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 Process = tuple[str, int, float]
 """Host name, process id and creation time (seconds since the epoch)."""
 _left_groups: list[ProcessGroup] = []
-"""Those of the world that was left last, until the next is joined.
+"""The process groups of the world that was left last, until the next is joined.
 
-A model of DDP holds its group too, and frees it with Python's lock taken. Were it the last to do
-so, it would wait for gloo's thread, which may wait for the lock to free a collective's tensor.
+A model of DDP holds its group too, and frees it while it holds Python's lock. If nothing else held
+the group, freeing it would wait for gloo's thread, which may wait for the lock to free a tensor.
 """
 
 
@@ -59,27 +59,28 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     becomes a world of one.
 
     Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP
-    is on where it was asked for. What this machine cannot do, the rules have refused before.
+    is on if it was asked for. The rules have refused a layout that this machine cannot run.
     """
     _end_with_launcher()
     _left_groups.clear()
     before = dict(os.environ)
-    device = _device(sharding)
+    device = _choose_device(sharding)
     _use_own_cores(device, sharding)
     renew_thread_pool()
-    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a
-    # collective give up.
+    # A collective gives up after the watchdog, which waits for SECONDS_FOR_CAUSE and shows every
+    # rank's stacks.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
         _join_process_group(device, timeout)
     accelerator = make_accelerator(sharding, device)
     rank = accelerator.process_index
     sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
-    set_timeouts(timeout)  # of the groups of the meshes too
+    set_timeouts(timeout)  # the meshes have groups of their own
     if dist.is_initialized():
         left = watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
     else:
         left = threading.Event()
+    changed = {name for name, _ in before.items() ^ os.environ.items()}
     world = World(
         rank=rank,
         size=accelerator.num_processes,
@@ -90,11 +91,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         accelerator=accelerator,
         collective_timeout=timeout,
         sequence_group=sequence_group,
-        environment={
-            name: before.get(name)
-            for name in before.keys() | os.environ.keys()
-            if before.get(name) != os.environ.get(name)
-        },
+        environment={name: before.get(name) for name in changed},
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,11 +105,11 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 
 
 def renew_thread_pool() -> None:
-    """Makes torch's pool of threads again, in a process that was forked from one that has it.
+    """Makes torch's pool of threads again in a process that was forked from one that has it, such
+    as by a notebook's launcher.
 
-    Such a process (of a notebook's launcher, say) makes it at its first computation. Two threads
-    that compute first at once would find it gone: "Invalid thread pool". Ranks of `finetune launch`
-    are started, not forked.
+    Else it is made at the first computation, and two threads that compute first at the same time
+    fail: "Invalid thread pool".
     """
     torch.set_num_threads(torch.get_num_threads())
 
@@ -121,9 +118,9 @@ def leave(world: World) -> None:
     """Destroys the process group once every rank has called this; afterwards the process can join
     another world.
 
-    What joining has changed in the environment is undone: a launcher's variables would make the
-    next world wait for other ranks, and Accelerate's would make it, and whatever this process
-    starts, an FSDP world.
+    Restores the environment from before joining: with a launcher's variables the next world would
+    wait for other ranks, and Accelerate's would make it, and any process started from here, an FSDP
+    world.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -142,8 +139,8 @@ def leave(world: World) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clears what DTensor has kept by mesh: an equal mesh of the next world would get the groups of
-    this one, which are gone.
+    """Clears DTensor's caches, whose keys are meshes: an equal mesh of the next world would get
+    this one's groups, which are destroyed.
     """
     from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -153,45 +150,45 @@ def _forget_meshes() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has
+    """Makes Linux send this rank SIGTERM, on which a run saves and stops, once torchrun's agent has
     ended.
 
-    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody
-    can see or stop them.
+    An agent that is killed by SIGKILL ends no rank: they would train on, unseen.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints,
-    offload, counts).
+    """Joins the default process group: gloo on a CPU; with a GPU also NCCL for tensors there, while
+    gloo carries what stays on the host (checkpoints, offload, counts).
 
-    A process without a launcher meets nobody: its store is in memory and takes no port.
+    A process without a launcher is alone: its store is in memory and takes no port.
     """
-    how: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
+    options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
-        how["device_id"] = device
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     if "RANK" not in os.environ:
         os.environ |= ALONE
-        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(timeout=timeout, **how)
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(timeout=timeout, **options)
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: those of a device mesh have torch's 30
-    minutes.
-    """
+    """Sets the timeout of every process group of this rank; torch gives a mesh's 30 minutes."""
+    if not dist.is_initialized():
+        return
     set_timeout: Any = getattr(dist, "set_timeout", None)  # torch from 2.14
-    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
-        (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout, group)
+    if set_timeout is None:
+        set_timeout = dist.distributed_c10d._set_pg_timeout
+    for group in dist.distributed_c10d._world.pg_map:
+        set_timeout(timeout, group)
 
 
 @contextmanager
 def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """In this block torch runs only kernels whose results are the same bits each time.
-
-    Not `on`: any kernel.
+    """In this block torch runs only kernels whose results are the same bits each time; if not `on`,
+    any kernel.
 
     Raises:
         UserError: For an operation that has no such kernel.
@@ -200,7 +197,7 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Filling costs time, and every tensor here is written before it is read.
+    # torch would fill new tensors, which costs time: all of ours are written before they are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -215,14 +212,14 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
 
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules, before it joins the others.
+    """Describes this rank's machine for the rules, before it joins the others.
 
-    `with_liger`: import Liger, which is slow.
+    `with_liger`: whether to import Liger, which is slow.
     """
-    device = _device(sharding)
-    families = None
+    device = _choose_device(sharding)
     if device.type == "cpu":
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
+    families = None
     if with_liger:
         with suppress(ImportError):
             from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -239,7 +236,8 @@ def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> Machine
     )
 
 
-def _device(sharding: Sharding) -> torch.device:
+def _choose_device(sharding: Sharding) -> torch.device:
+    """This rank's GPU, or the CPU. Raises `UserError` if there are more local ranks than GPUs."""
     if sharding.use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -255,20 +253,20 @@ def _device(sharding: Sharding) -> torch.device:
 
 
 def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
-    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process
-    that a bare `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the
-    host.
+    """Undoes OMP_NUM_THREADS=1, which launchers set, if the CPU has work: for the one process that
+    a bare `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
 
-    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
+    If the user set OMP_NUM_THREADS for the launcher, it is kept.
     """
-    alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    has_work = alone if device.type == "cpu" else sharding.cpu_offload
+    is_alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    has_work = is_alone if device.type == "cpu" else sharding.cpu_offload
     if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
-        torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, count_cores() // local_ranks))
 
 
 def _launcher_has_threads() -> bool:
-    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
+    """Whether OMP_NUM_THREADS is in the environment of the process that started this one."""
     try:
         return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):
@@ -276,7 +274,7 @@ def _launcher_has_threads() -> bool:
 
 
 def this_process() -> Process:
-    """This process, as other ranks find it."""
+    """Describes this process, so that other ranks of its node can find it."""
     return os.uname().nodename, os.getpid(), psutil.Process().create_time()
 
 
@@ -287,12 +285,11 @@ def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float)
     `processes`: every rank's `this_process()`. A rank that this process cannot see (another host,
     another container) is not watched. The thread ends when the returned event is set.
     """
-    host = os.uname().nodename
-    peers = {
-        peer: (process, created)
-        for peer, (of, process, created) in enumerate(processes)
-        if peer != rank and of == host and is_alive(process, created)
-    }
+    own_host = os.uname().nodename
+    peers = {}
+    for peer, (host, process, created) in enumerate(processes):
+        if peer != rank and host == own_host and is_alive(process, created):
+            peers[peer] = (process, created)
     left = threading.Event()
     if peers:
         arguments = (rank, peers, timeout_seconds, left)
@@ -301,7 +298,7 @@ def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float)
 
 
 def is_alive(process: int, created: float) -> bool:
-    """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
+    """Whether the process runs; a zombie, which has ended and waits for its parent, does not."""
     try:
         running = psutil.Process(process)
         return bool(running.create_time() == created and running.status() != psutil.STATUS_ZOMBIE)
@@ -312,6 +309,9 @@ def is_alive(process: int, created: float) -> bool:
 def _watch(
     rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event
 ) -> None:
+    """Waits until a peer has died, and ends this process `timeout_seconds` later, unless `left` is
+    set before.
+    """
     while not left.wait(POLL_SECONDS):
         dead = [peer for peer, process in peers.items() if not is_alive(*process)]
         if dead and not left.wait(timeout_seconds):
@@ -331,20 +331,16 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
 
     Call it after the process group, if there is one, is initialized.
     """
-    for variable in [
-        name
-        for name in os.environ
-        if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))
-    ]:
-        # plugin fields left None would be filled from these: the config is read once, by us
-        del os.environ[variable]
+    # Accelerate would fill fields of the plugin from these variables: the config is read by us.
+    for name in list(os.environ):
+        if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
+            del os.environ[name]
     on_cpu = device.type == "cpu"
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     PartialState(cpu=on_cpu)
     if on_cpu and sharding.is_fsdp:
-        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would
-        # train plain DDP.
+        # Accelerate makes FSDP only of a GPU-like distributed type; of MULTI_CPU it makes DDP.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         PartialState._shared_state["device"] = device
     accelerator = Accelerator(
@@ -352,7 +348,7 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
         mixed_precision=sharding.mixed_precision,
         fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
     )
-    # Accelerate's own mesh refuses ranks that divide tensors alone, and its sequence parallelism is
+    # Accelerate's mesh refuses tensor parallelism alone, and its sequence parallelism is
     # DeepSpeed's.
     mesh = make_mesh(sharding, device.type)
     if mesh is not None:
@@ -362,7 +358,7 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
 
 
 class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
-    """Names for Accelerate the dimensions of our mesh over which FSDP replicates and shards."""
+    """Says to Accelerate over which dimensions of our mesh FSDP replicates and shards."""
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
@@ -374,38 +370,38 @@ class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:
-    """Accelerate's plugin with every field given that it would otherwise take from the
-    environment.
-    """
-    version = 2 if sharding.layout == "fsdp2" else 1
-    if version == 2:
-        by_version: dict[str, Any] = {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
+    """Makes Accelerate's plugin, with all fields that the environment would fill otherwise."""
+    cpu_offload: Any = sharding.cpu_offload
+    if sharding.layout == "fsdp2":
+        options: dict[str, Any] = {
+            "fsdp_version": 2,
+            "reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP",
+        }
+        if sharding.cpu_offload:
+            cpu_offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     else:
-        by_version = {
+        options = {
+            "fsdp_version": 1,
             "use_orig_params": True,
             "sync_module_states": False,
             "forward_prefetch": sharding.forward_prefetch,
             "backward_prefetch": "BACKWARD_PRE",
         }
     return FullyShardedDataParallelPlugin(
-        fsdp_version=version,
-        cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        if version == 2 and sharding.cpu_offload
-        else sharding.cpu_offload,
-        # By size too is by class, once the model exists and can be measured: see
-        # parallelize.find_wrap_classes.
+        cpu_offload=cpu_offload,
+        # Wrapping by size too is by class: `find_wrap_classes` finds the large ones.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,  # the model's own is used: see models/decoder_layers.py
         cpu_ram_efficient_loading=False,
-        mixed_precision_policy=_precision(sharding),
-        **by_version,
+        mixed_precision_policy=_precision_policy(sharding),
+        **options,
     )
 
 
-def _precision(sharding: Sharding) -> Any:
-    """Compute in bf16 or fp16, reduce in fp32, keep outputs: Accelerate's policy would round the
-    loss to bf16.
+def _precision_policy(sharding: Sharding) -> Any:
+    """The policy that computes in bf16 or fp16, reduces in fp32 and keeps the dtype of outputs;
+    Accelerate's would round the loss to bf16.
     """
     if sharding.mixed_precision == "no":
         return None
@@ -421,14 +417,16 @@ def _precision(sharding: Sharding) -> Any:
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
-    """The mesh of all ranks, which call it together; None where the world is one dimension."""
+    """Makes the mesh of all ranks, which call it together; None if the world has one dimension."""
     sizes = sharding.mesh_sizes
     stages = sharding.pipeline_parallel_size
-    if stages > 1:  # outermost: what passes between stages is the least traffic
+    if stages > 1:
         ranks = dist.get_world_size() // stages
-        replicas, _, _, tensors = (
-            sizes or {"": 1, "shards": ranks, "sequences": 1, "tensors": 1}
-        ).values()
+        if sizes is None:
+            replicas = tensors = 1
+        else:
+            replicas, _, _, tensors = sizes.values()
+        # stages are the outermost dimension: they have the least traffic between them
         shape = (stages, replicas, ranks // (replicas * tensors), tensors)
         names = (PIPELINE, REPLICATE, FSDP, TENSOR)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -445,9 +443,9 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
 
 
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """The ranks that share a row's tokens with this one; None if it has whole rows.
+    """Makes the group of ranks that share a row's tokens with this one; None if it has whole rows.
 
-    All `ranks` call it.
+    All ranks call it; `ranks`: their number.
     """
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
@@ -459,9 +457,10 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
 
 
 def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in
-    EXPERT divide the experts of a layer between them; FSDP shards each of them over EXPERT_SHARD,
-    the ranks of a replica that have the same experts.
+    """Makes the mesh of the experts of a mixture. All ranks call it; `ranks`: their number.
+
+    The ranks of dimension EXPERT divide the experts of a layer between them. FSDP shards each
+    expert over EXPERT_SHARD, the ranks of a replica that have the same experts.
     """
     stages = sharding.pipeline_parallel_size
     replicas = sharding.replicate_size or 1
@@ -470,7 +469,6 @@ def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> Device
     mesh = init_device_mesh(
         device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT)
     )
-    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each
-    # dimension.
+    # so that a norm is one sum over all ranks of a replica, which is the same on each of them
     mesh[EXPERT_SHARD, EXPERT]._flatten()
     return mesh

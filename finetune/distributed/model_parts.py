@@ -1,8 +1,9 @@
-"""The parts of a model: what its wrappers hold, its language model and decoder layers, and a rank's
-part of a tensor.
+"""The parts of a model: the model in its wrappers, its language model and decoder layers, and a
+rank's part of a tensor.
 
-A vision-language model is loaded whole. Its language model and output head are trained on text; the
-rest (the vision tower, the projector) is frozen, sharded with them, and never computed.
+The trunk is the language model without its output head. A vision-language model is loaded whole. If
+it is trained on text alone, its other parts (vision tower, projector) are frozen, sharded with the
+rest, and never computed.
 """
 
 import re
@@ -18,39 +19,40 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.constants import SCORES
 
-PARTS = ("language_model", "text_model")  # what transformers calls it
+PARTS = ("language_model", "text_model")  # transformers' names of a trunk beside other parts
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 
 Stored = TypeVar("Stored")
 Slices = tuple[slice, ...]
 Values = Callable[[str, Slices], torch.Tensor]
-"""The value of a named parameter or persistent buffer within the given slices: from files, from a
-seed, wherever.
+"""(the name of a parameter or persistent buffer, slices) -> the value within them, from files or
+from a seed.
 """
 
 
 def trunk_of(model: Any) -> Any:
-    """Returns the trunk of `model`, a `...ForCausalLM` or a vision-language one: all between the
+    """Returns the trunk of `model`, a `...ForCausalLM` or a vision-language model: all between the
     tokens and the output head.
     """
     base = base_of(model)
-    part = next(
-        (part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base
-    )
-    # Llama 4 holds a ...ForCausalLM
-    if hasattr(part, "lm_head") and part is not base:
-        return part.model
-    return part
+    for name in PARTS:
+        part = getattr(base, name, None)
+        if isinstance(part, nn.Module):
+            # Llama 4 has a ...ForCausalLM there
+            return part.model if hasattr(part, "lm_head") else part
+    return base
 
 
 def head_of(model: Any) -> Any:
-    """The output head of `model`: the vocabulary's, or that of scores."""
+    """The output head of `model`, of the vocabulary or of scores; None without one."""
     head = model.get_output_embeddings()
     return getattr(model, SCORES, None) if head is None else head
 
 
 def head_modules(model: Any) -> set[nn.Module]:
-    """The output head's modules: of an adapted head, its base layer too; none without a head."""
+    """The output head and the modules in it, such as the base layer of an adapted one; none without
+    a head.
+    """
     head = head_of(model)
     return set() if head is None else set(head.modules())
 
@@ -66,14 +68,14 @@ def has_scores(model: Any) -> bool:
 
 
 def language_model_of(model: Any) -> Any:
-    """The model that transformers' switches of its language model are to be set on: itself, if it
-    is nothing else.
+    """The model on which transformers' switches of a language model are set: the trunk, if `model`
+    has other parts.
     """
     return trunk_of(model) if has_other_parts(model) else model
 
 
 def has_other_parts(model: Any) -> bool:
-    """Whether `model` is more than a language model."""
+    """Whether `model` has parts beside the language model."""
     return trunk_of(model) is not base_of(model)
 
 
@@ -82,26 +84,27 @@ def other_parts(model: Any) -> list[nn.Module]:
     if not has_other_parts(model):
         return []
     trunk = trunk_of(model)
-    return [
-        part
-        for part in base_of(model).children()
-        if all(module is not trunk for module in part.modules())
-    ]
+    parts = []
+    for part in base_of(model).children():
+        holds_trunk = any(module is trunk for module in part.modules())
+        if not holds_trunk:
+            parts.append(part)
+    return parts
 
 
 def text_names(model: Any) -> tuple[str, ...]:
-    """The beginnings of the names of all parameters that work on text; ("",) where all do."""
+    """The prefixes of the names of all parameters that work on text; ("",) if all do."""
     if not has_other_parts(model):
         return ("",)
-    ends = (trunk_of(model), head_of(model))
-    return tuple(
-        f"{name}." for name, module in model.named_modules() if any(module is end for end in ends)
-    )
+    trunk = trunk_of(model)
+    head = head_of(model)
+    names = [name for name, module in model.named_modules() if module is trunk or module is head]
+    return tuple(f"{name}." for name in names)
 
 
 def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The language model's tensors in the files of a vision-language checkpoint, by the names of
-    its text class.
+    """Returns the language model's tensors of a vision-language checkpoint, by the names that a
+    `...ForCausalLM` gives them.
 
     >>> names = (
     ...     "model.language_model.norm.weight",
@@ -113,10 +116,12 @@ def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """
     renamed = {}
     for name, tensor in stored.items():
-        inside = IN_FILES.fullmatch(name)
-        short = inside[1] if inside else name
-        if inside or short.startswith("lm_head."):
-            renamed[short if short.startswith("lm_head.") else f"model.{short}"] = tensor
+        in_trunk = IN_FILES.fullmatch(name)
+        short = in_trunk[1] if in_trunk else name
+        if short.startswith("lm_head."):
+            renamed[short] = tensor
+        elif in_trunk:
+            renamed[f"model.{short}"] = tensor
     return renamed
 
 
@@ -129,14 +134,14 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def base_of(model: Any) -> Any:
-    """`model` without its output head."""
+    """Returns the module that is `model` without its output head."""
     inner = getattr(model, model.base_model_prefix, model)
-    # Llama 4's text class has another name there
+    # the prefix of Llama 4's text class is not the name of its module
     return getattr(model, "model", model) if inner is model else inner
 
 
 def has_trained(model: nn.Module) -> bool:
-    """Whether anything in `model` is trained; nothing of a teacher is."""
+    """Whether any parameter of `model` is trained."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -148,36 +153,34 @@ def unwrap(model: nn.Module) -> Any:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of the language model that transformers itself would not split over devices."""
+    """The decoder layers of the language model: the modules that transformers would not split over
+    devices.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
-    return [
-        module
-        for _, module in text_modules(model)
-        if type(module).__name__.removeprefix("FSDP") in classes
-    ]
+    layers = []
+    for _, module in text_modules(model):
+        # FSDP2 changes the class of a sharded module: it is FSDPLlamaDecoderLayer, say.
+        if type(module).__name__.removeprefix("FSDP") in classes:
+            layers.append(module)
+    return layers
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The second names of tied parameters -> the first; both as transformers names them, in every
-    layout.
+    """Returns the other names of tied parameters -> the first name, as transformers names them in
+    every layout.
     """
-    first: dict[nn.Parameter, str] = {}
-    names = (
-        (clean_tensor_name(name), parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    )
-    return {
-        name: first[parameter]
-        for name, parameter in names
-        if first.setdefault(parameter, name) != name
-    }
+    first_names: dict[nn.Parameter, str] = {}
+    tied = {}
+    for wrapped_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = clean_tensor_name(wrapped_name)
+        first = first_names.setdefault(parameter, name)
+        if first != name:
+            tied[name] = first
+    return tied
 
 
 def find_local_slices(tensor: torch.Tensor) -> Slices:
-    """The slices of the whole tensor that this rank holds; all of it if the tensor is not
-    sharded.
-    """
+    """Finds the slices of a tensor that this rank holds: all of it, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -187,10 +190,10 @@ def find_local_slices(tensor: torch.Tensor) -> Slices:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded.
+    """Returns this rank's part of a tensor that may be sharded.
 
-    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on
-    the weight itself.
+    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits, since optimizers and
+    checkpoints need the weight.
     """
     if isinstance(tensor, DTensor):
         local: torch.Tensor = tensor.to_local()
@@ -200,7 +203,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, or of a sum, whose parts may be on several ranks.
+    """Returns the whole tensor, or the sum, whose parts may be on several ranks.
 
     All ranks of its mesh call it.
     """
@@ -208,7 +211,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def product_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which a product of `tensor` runs: autocast's, where that is on."""
+    """The dtype in which a product of `tensor` runs: autocast's, if that is on."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -216,7 +219,7 @@ def product_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor of this rank's `part`, sharded as `like` is."""
+    """Returns a tensor sharded like `like`, of which this rank has `part`."""
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -225,12 +228,10 @@ def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold all experts of a layer in one parameter each."""
+    """The modules that hold a layer's experts: one parameter has a matrix of all of them."""
     return [module for module in model.modules() if is_experts(module)]
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers computes `module` by one of its experts implementations, which its
-    decorator marks.
-    """
-    return hasattr(type(module), "_apply_gate")
+    """Whether transformers computes `module` by one of its experts implementations."""
+    return hasattr(type(module), "_apply_gate")  # set by the decorator of such classes

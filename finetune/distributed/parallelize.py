@@ -1,5 +1,7 @@
-"""Sharding or replicating a finished model over the ranks, and what training then does differently
-for each layout.
+"""Sharding or replicating a built model over the ranks, and what depends on the layout afterwards.
+
+A unit is a group of parameters that FSDP gathers at once. `values` reads a parameter's slices from
+the files of weights.
 """
 
 import functools
@@ -51,17 +53,17 @@ def shard_as_fsdp1(
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
     FSDP1 flattens a unit after materializing it whole, so the units are filled one after another,
-    and no rank holds more than one of them beside its shards. Raises `UserError` where this layout
+    and no rank holds more than one of them beside its shards. Raises `UserError` if this layout
     cannot hold the model.
     """
 
     plugin = world.accelerator.state.fsdp_plugin
-    # of tied ones, the first name
+    # the first name of those that are tied
     names = {parameter: name for name, parameter in model.named_parameters()}
-    every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    tied: dict[torch.Tensor, nn.Parameter | None] = {
-        p: None for p, uses in Counter(every).items() if uses > 1
-    }
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    # Parameters on meta with two names -> the filled one. Others must not be kept here, or a rank
+    # would hold them all.
+    tied: dict[torch.Tensor, nn.Parameter] = {}
 
     def fill(module: nn.Module) -> None:
         for leaf, on_meta in list(module._parameters.items()):
@@ -72,8 +74,7 @@ def shard_as_fsdp1(
                 whole = torch.empty_like(on_meta, device=world.device)
                 whole.copy_(values(names[on_meta], tuple(slice(0, size) for size in whole.shape)))
                 parameter = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
-            # one tensor under two names; any other must not be kept here, or a rank holds them all
-            if on_meta in tied:
+            if uses[on_meta] > 1:
                 tied[on_meta] = parameter
             module._parameters[leaf] = parameter
         for leaf, buffer in list(module._buffers.items()):
@@ -83,7 +84,7 @@ def shard_as_fsdp1(
     with torch.no_grad():
         return Fsdp1(
             model,
-            device_mesh=_mesh(world),
+            device_mesh=_make_mesh(world),
             sharding_strategy=ShardingStrategy[world.sharding.strategy],
             auto_wrap_policy=_wrap_policy(model, world.sharding, classes),
             mixed_precision=plugin.mixed_precision_policy,
@@ -96,57 +97,57 @@ def shard_as_fsdp1(
         )
 
 
-def _mesh(world: World) -> Any:
-    """A mesh that is given: on CPU torch would take a rank for a node, and HYBRID_SHARD reduce over
-    wrong ranks.
+def _make_mesh(world: World) -> Any:
+    """Makes the mesh of FSDP1. Without one, torch on a CPU would take each rank for a node, and
+    HYBRID_SHARD would reduce over the wrong ranks.
     """
     if world.sharding.strategy != "HYBRID_SHARD":
         return init_device_mesh(world.device.type, (world.size,))
-    shard = world.local_size
-    if shard == world.size or shard == 1:
+    node_size = world.local_size
+    nodes = world.size // node_size
+    if nodes == 1 or node_size == 1:
         raise UserError(
             f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over "
-            f"nodes, but this is {counted(world.size // shard, 'node')} of "
-            f"{counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 with parallelism_config sizes"
+            f"nodes, but this is {counted(nodes, 'node')} of {counted(node_size, 'rank')}; "
+            "use FULL_SHARD, or FSDP2 with parallelism_config sizes"
         )
     mesh = init_device_mesh(
-        world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard")
+        world.device.type, (nodes, node_size), mesh_dim_names=("replicate", "shard")
     )
     set_timeouts(world.collective_timeout)
     return mesh
 
 
 def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...]) -> Any:
+    """The policy by which FSDP1 makes a module a unit; None makes the model the only one."""
     if sharding.wrapping == "NO_WRAP":
-        layers: Any = None
+        by_layer: Any = None
     elif sharding.wrapping == "SIZE_BASED_WRAP":
-        layers = functools.partial(
+        by_layer = functools.partial(
             size_based_auto_wrap_policy, min_num_params=sharding.min_num_params
         )
     else:
         layer_classes = {
             type(module) for module in model.modules() if type(module).__name__ in classes
         }
-        layers = functools.partial(
+        by_layer = functools.partial(
             transformer_auto_wrap_policy, transformer_layer_cls=layer_classes
         )
     if len({parameter.dtype for parameter in model.parameters()}) == 1:
-        return layers
+        return by_layer
 
     # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their
     # bf16 base.
     def is_adapter_leaf(module: nn.Module) -> bool:
         own = list(module.parameters(recurse=False))
-        return (
-            bool(own)
-            and not list(module.children())
-            and all(parameter.requires_grad for parameter in own)
-        )
+        if not own or list(module.children()):
+            return False
+        return all(parameter.requires_grad for parameter in own)
 
-    adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)
-    return functools.partial(
-        _or_policy, policies=[policy for policy in (layers, adapters) if policy is not None]
-    )
+    policies: list[Any] = [functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)]
+    if by_layer is not None:
+        policies.insert(0, by_layer)
+    return functools.partial(_or_policy, policies=policies)
 
 
 def parallelize(
@@ -163,14 +164,14 @@ def parallelize(
         values: Reads a named parameter within given slices.
         world: The ranks and their layout.
         unfilled: Names of parameters that get memory but no values (not under FSDP1).
-        shared: Of `frozen_parts`: what frozen parameters are, without memory of their own (not
+        shared: Of `frozen_parts`: frozen parameters take this memory in place of their own (not
             under FSDP1).
 
     Returns:
         The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
 
     Raises:
-        UserError: The layout names a class that the model does not have.
+        UserError: If the layout names a class that the model does not have.
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
@@ -181,61 +182,60 @@ def parallelize(
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
     _materialize(model, values, world.device, world.device, unfilled, shared)
     if not has_trained(model):
-        return model  # each rank has all of it, and DDP refuses a model without gradients to reduce
-    # Rotary frequencies are computed alike on every rank: DDP need not send them around in every
-    # forward.
+        return model  # DDP refuses a model without gradients to reduce
+    # Every rank computes the same rotary frequencies: DDP need not send them in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
-    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too
-    # where a launcher started it on a CPU.
-    alone = world.sharding.layout == "single"
-    prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=alone)
+    # Accelerate would wrap the model of a single process in DDP too, if a launcher started it on a
+    # CPU; evaluation_mode keeps it from that.
+    is_single = world.sharding.layout == "single"
+    prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=is_single)
     return prepared
 
 
 def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """The classes that become units of sharding: those that the config names, else the model's own
-    decoder layers.
+    """Finds the classes that become units: those that the config names, else the model's decoder
+    layers; and the parts beside the language model.
 
-    Raises `UserError` where the config names a class that no module of the model has.
+    Raises `UserError` if the config names a class that no module of the model has.
     """
-    own = tuple(sorted({type(module).__name__ for module in decoder_layers(model)}))
+    layer_classes = tuple(sorted({type(module).__name__ for module in decoder_layers(model)}))
     present = {type(module).__name__ for module in model.modules()}
     missing = [name for name in sharding.wrap_classes if name not in present]
     if missing and sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
         raise UserError(
             f"{sharding.source}: wraps {', '.join(missing)}, but {type(model).__name__} is made of "
-            f"{', '.join(own)}; name that class, or remove the key, and the class is found"
+            f"{', '.join(layer_classes)}; name that class, or remove the key, and the class is "
+            "found"
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
-        return _classes_of_size(model, sharding.min_num_params)
-    # a unit each, which text never gathers
+        return _find_large_classes(model, sharding.min_num_params)
+    # a unit each, since a forward of text alone does not gather them
     beside = tuple(type(part).__name__ for part in other_parts(model))
-    return (*(sharding.wrap_classes or own), *beside)
+    return (sharding.wrap_classes or layer_classes) + beside
 
 
-def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
-    """The classes of modules with at least `min_num_params` parameters.
+def _find_large_classes(model: Any, min_num_params: int) -> tuple[str, ...]:
+    """Finds the classes of modules with at least `min_num_params` parameters.
 
-    Leaves out lists of modules, which have no forward, and what holds the embedding, which is a
-    unit of its own.
+    Leaves out lists of modules, which have no forward, and modules that hold the embedding, which
+    is a unit of its own.
     """
     embedding = model.get_input_embeddings()
-    large = {
-        type(module).__name__
-        for module in model.modules()
-        if sum(p.numel() for p in module.parameters()) >= min_num_params
-        and not isinstance(module, nn.ModuleList)
-        and all(inner is not embedding for inner in module.modules())
-    }
+    large = set()
+    for module in model.modules():
+        is_large = sum(p.numel() for p in module.parameters()) >= min_num_params
+        holds_embedding = any(inner is embedding for inner in module.modules())
+        if is_large and not holds_embedding and not isinstance(module, nn.ModuleList):
+            large.add(type(module).__name__)
     return tuple(sorted(large - {type(head_of(model)).__name__}))
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Gathers the parameters of `module`'s FSDP2 unit, in the compute dtype, for the block.
+    """In this block the parameters of the unit `module` are gathered, in the compute dtype.
 
-    All ranks enter it.
+    All ranks enter it. Only FSDP2 shards them.
     """
     if not isinstance(module, FSDPModule):
         yield
@@ -248,9 +248,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def list_groups(unit: FSDPModule) -> list[Any]:
-    """The groups of parameters that one unit of FSDP2 gathers at once; torch before 2.13 has at
-    most one.
-    """
+    """Lists the groups of parameters of a unit of FSDP2; torch before 2.13 has at most one."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
@@ -261,11 +259,10 @@ def list_groups(unit: FSDPModule) -> list[Any]:
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """Gathers all parameters under FSDP2, in the compute dtype, and keeps them for the block.
+    """In this block all parameters under FSDP2 stay gathered, in the compute dtype.
 
-    All ranks enter it.
-
-    Forwards within it meet no other rank, so that each rank may run as many as it needs.
+    All ranks enter it. A forward within it meets no other rank, so that each rank may run as many
+    as it needs.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states = [(unit, unit._get_fsdp_state(), list_groups(unit)) for unit in units]
@@ -287,8 +284,8 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshards each unit of FSDP2: after a forward without a backward the root's parameters are
-    still gathered.
+    """Reshards each unit of FSDP2: a forward without a backward leaves the root's parameters
+    gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -297,11 +294,10 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
-    """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's
-    forward.
+    """In this block the model inside its wrapper may be called, such as by `generate`.
 
-    Does what FSDP1's forward does: gathers the root's own parameters (embedding, norm, head) and
-    casts the inputs.
+    Such a call bypasses FSDP1's forward, so the block does what that does: it gathers the root's
+    own parameters (embedding, norm, head) and casts the inputs.
     """
     if not isinstance(model, Fsdp1):
         yield
@@ -317,7 +313,7 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
-    """Counts the units of sharding by their class, for the log."""
+    """Counts the units by their class, for the first screen."""
     counts: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -332,10 +328,9 @@ def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
 
 @contextmanager
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
-    """Keeps Accelerate from converting trained parameters to fp32 under FSDP's mixed precision.
+    """In this block Accelerate does not convert trained parameters to fp32 for mixed precision.
 
-    The recipe's `dtype` decides here, as it does under DDP. The compute dtype is in the plugin's
-    policy.
+    The recipe's `dtype` decides, as it does under DDP. The compute dtype is in the plugin's policy.
     """
     state = world.accelerator.state
     before = state._mixed_precision
@@ -380,28 +375,25 @@ def _fsdp2(
 
 
 def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
-    """The modules that FSDP2 need not manage in a shard group of one rank: nothing is gathered
-    there, but FSDP2 copies each parameter at every forward and backward all the same.
+    """Finds the modules that FSDP2 need not manage in a shard group of one rank: nothing is
+    gathered there, but FSDP2 copies each parameter at every forward and backward all the same.
 
-    They are frozen and in the dtype of the computation. In a world of one they may also be trained,
-    where all that is trained belongs to modules that cast their parameters themselves
-    (`casts_parameters`): no gradient is reduced, and all are plain tensors.
+    They are frozen and in the compute dtype. In a world of one they may also be trained, if all
+    trained parameters belong to modules that cast them themselves (`casts_parameters`): no gradient
+    is reduced, and all are plain tensors.
     """
     sharding = world.sharding
-    if (
-        world.shard_group_size > 1
-        or sharding.cpu_offload
-        or sharding.fp8 is not None
-        or sharding.divides_matrices
-    ):
+    needs_fsdp = sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices
+    if world.shard_group_size > 1 or needs_fsdp:
         return []
     policy = world.accelerator.state.fsdp_plugin.mixed_precision_policy
-    casting = [module for module in model.modules() if getattr(module, "casts_parameters", False)]
-    cast_by_module = {parameter for module in casting for parameter in module.parameters()}
-    if world.size > 1 or any(
-        p.requires_grad and p not in cast_by_module for p in model.parameters()
-    ):
-        cast_by_module = set()
+    cast_by_module: set[nn.Parameter] = set()
+    for module in model.modules():
+        if getattr(module, "casts_parameters", False):
+            cast_by_module.update(module.parameters())
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    if world.size > 1 or not trained <= cast_by_module:
+        cast_by_module.clear()
 
     def is_managed(parameter: nn.Parameter) -> bool:
         if parameter in cast_by_module:
@@ -417,8 +409,8 @@ def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
 
 
 def _overlap_collectives(model: Any, world: World) -> None:
-    """Overlaps communication: reductions get a process group of their own, and gathers begin one
-    layer earlier.
+    """Overlaps communication with computation: reductions get a process group of their own, and
+    each layer gathers the next one's parameters.
     """
     has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
     if has_own_group and world.shard_group_size > 1 and has_trained(model):
@@ -437,26 +429,29 @@ def _materialize(
     unfilled: frozenset[str],
     shared: Mapping[str, torch.Tensor] = NOTHING,
 ) -> None:
-    """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only
-    this rank's slices; frozen ones that are `shared` become those.
+    """Gives meta parameters memory and fills them from `values`, reading only this rank's slices.
+
+    Frozen ones that are `shared` take that memory; the `unfilled` keep no values.
     """
-    # real: rotary frequencies are computed
+    # they have values already: rotary frequencies are computed
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tied = tied_names(model)
-    kept = _find_kept(model, shared)
-    for name in (*kept, *(name for name, first in tied.items() if first in kept)):
-        _set_parameter(model, name, kept[tied.get(name, name)])
-    have_memory = {id(parameter) for parameter in kept.values()}
-    # as `to_empty`, but for these
+    shared_parameters = _find_shared(model, shared)
+    for name, parameter in shared_parameters.items():
+        _set_parameter(model, name, parameter)
+    for name, first in tied.items():
+        if first in shared_parameters:
+            _set_parameter(model, name, shared_parameters[first])
+    have_memory = {id(parameter) for parameter in shared_parameters.values()}
+
+    def give_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in have_memory:
+            return tensor.detach()
+        return torch.empty_like(tensor, device=parameters_on)
+
     apply: Any = model._apply
-    apply(
-        lambda tensor: (
-            tensor.detach()
-            if id(tensor) in have_memory
-            else torch.empty_like(tensor, device=parameters_on)
-        )
-    )
-    for name, first in tied.items():  # now each name has a tensor of its own
+    apply(give_memory)
+    for name, first in tied.items():  # `_apply` has given each name a tensor of its own
         _set_parameter(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
@@ -464,7 +459,7 @@ def _materialize(
             model.get_submodule(parent)._buffers[leaf] = buffer.to(buffers_on)
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
-            if local.numel() and name not in unfilled and name not in kept:
+            if local.numel() and name not in unfilled and name not in shared_parameters:
                 local.copy_(values(name, find_local_slices(parameter)))
 
 
@@ -474,8 +469,8 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
-    """This rank's part of each frozen parameter, by its name in the base, for a model of another
-    adapter.
+    """Returns this rank's part of each frozen parameter, by its name in the base: a model with
+    another adapter can share them.
     """
     return {
         base_name(name): local_part(parameter).detach()
@@ -484,19 +479,18 @@ def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _find_kept(model: nn.Module, shared: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
-    """The frozen parameters of a model on meta that are `shared`, as they are to be."""
-    return {
-        name: nn.Parameter(place_like(parameter, shared[base_name(name)]), requires_grad=False)
-        for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and base_name(name) in shared
-    }
+def _find_shared(model: nn.Module, shared: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Makes those frozen parameters of a model on meta that are `shared`, in that memory."""
+    parameters = {}
+    for name, on_meta in model.named_parameters():
+        local = shared.get(base_name(name))
+        if not on_meta.requires_grad and local is not None:
+            parameters[name] = nn.Parameter(place_like(on_meta, local), requires_grad=False)
+    return parameters
 
 
 def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> None:
-    """Gives a model on meta memory on `device` and all of its `values`, whatever the layout,
-    without other ranks.
-    """
+    """Gives a model on meta memory on `device` and all of its `values`, without other ranks."""
     _materialize(model, values, device, device, frozenset())
 
 
@@ -505,47 +499,46 @@ def take_master_weights(
     model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]
 ) -> None:
     """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to
-    `dtype`.
+    `dtype`. Call it before the first forward.
 
-    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit
-    what it would have cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it
-    before the first forward.
+    One after another, so that no two copies of the model exist. FSDP2 gathers the same bits as if
+    it had cast the fp32 shard, and a gradient keeps the dtype that it had.
     """
-    for group in _groups_of(model):
-        kept = set()
+    for group in _list_all_groups(model):
+        gradient_dtypes = set()
         for held in group.fsdp_params:
             held.reset_sharded_param()  # weights that are tied were tied again after sharding
             parameter = held.sharded_param
             if not parameter.requires_grad or parameter.dtype == dtype:
                 continue
             take(parameter)
-            kept.add(parameter.dtype)
+            gradient_dtypes.add(parameter.dtype)
             lower = nn.Parameter(parameter.detach().to(dtype))
             lower.grad_dtype = parameter.dtype
             torch.utils.swap_tensors(parameter, lower)  # type: ignore[no-untyped-call]  # the same object, so that ties and names stay
             held.reset_sharded_param()
-        if kept:
-            _keep_gradient_dtype(group, kept.pop())
+        if gradient_dtypes:
+            _set_gradient_dtype(group, gradient_dtypes.pop())
 
 
-def _keep_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    """FSDP2 casts a reduced gradient to its parameter's dtype, which it looks up again at every
-    `unshard`.
+def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    """Makes FSDP2 cast the reduced gradients of `group` to `dtype`, in place of the parameters'
+    dtype, which it looks up again at every `unshard`.
     """
     look_up = group._init_mp_dtypes
 
-    def look_up_and_keep() -> None:
+    def look_up_others() -> None:
         look_up()
         group._orig_dtype = dtype
 
-    group._init_mp_dtypes = look_up_and_keep
+    group._init_mp_dtypes = look_up_others
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's groups of parameters, each once: a group may lie over several modules."""
-    seen: set[int] = set()
+def _list_all_groups(model: nn.Module) -> list[Any]:
+    """Lists FSDP2's groups of parameters, each once: a group may belong to several modules."""
+    groups: dict[int, Any] = {}
     for module in model.modules():
-        for group in list_groups(module) if isinstance(module, FSDPModule) else ():
-            if id(group) not in seen:
-                seen.add(id(group))
-                yield group
+        if isinstance(module, FSDPModule):
+            for group in list_groups(module):
+                groups.setdefault(id(group), group)
+    return list(groups.values())

@@ -1,15 +1,15 @@
-"""Sequence parallelism: ranks share the tokens of a row, and trade them for heads, or gather them,
-around attention.
+"""Sequence parallelism: the ranks of a sequence divide the tokens of a row, and trade them for
+heads, or gather them, around attention.
 
-A decoder layer works on this rank's tokens. Where the ranks divide the heads (DeepSpeed-Ulysses,
-Jacobs et al. 2023, arXiv:2309.14509), an all-to-all before attention trades tokens for heads: a
-rank gets every token of its heads. A second one trades back after attention. The backward of each
-is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both
-in the same order. Fewer key-value heads than ranks are repeated.
+A decoder layer works on this rank's tokens. If there are enough heads, the ranks divide them
+(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): an all-to-all before attention trades
+tokens for heads, so that a rank has every token of its heads, and a second one trades back after
+attention. The backward of each is an all-to-all of the gradients; under activation checkpointing
+every rank repeats both in the same order. Fewer key-value heads than ranks are repeated.
 
-More ranks than heads gather the keys and values of the row, and each attends from its own tokens
-(Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Backward, their gradients are
-summed over the ranks.
+If there are more ranks than heads, they gather the keys and values of the row, and each attends
+from its own tokens (Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). The
+backward sums the gradients of keys and values over the ranks.
 """
 
 import math
@@ -25,41 +25,42 @@ from finetune.distributed.world import all_to_all
 def trade_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
+    """Trades all heads of this rank's tokens for all tokens of this rank's heads, in one
+    all-to-all.
 
     Args:
         query: [rows, heads, tokens of this rank, head size].
-        key, value: [rows, key-value heads, tokens of this rank, head size]. Every rank has as many
-            tokens, in order of rank.
+        key: [rows, key-value heads, tokens of this rank, head size].
+        value: As `key`, with its own head size.
+        group: The ranks of the sequence. Each has the same number of tokens, in order of rank.
 
     Returns:
-        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one
-        row.
+        [rows, heads / ranks, tokens, head size] of each; views of one tensor if there is one row.
     """
     ranks = group.size()
-    states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
     rows, _, tokens, _ = query.shape
-    sizes = [(each.shape[1] // ranks, each.shape[3]) for each in states]
-    parts = [
-        # [ranks, rows, tokens, heads of a rank x head size]
-        each.transpose(1, 2).reshape(rows, tokens, ranks, count * size).movedim(2, 0)
-        for each, (count, size) in zip(states, sizes, strict=True)
-    ]
+    parts = []
+    shapes = []  # (heads of a rank, head size)
+    for states in (query, _repeat_heads(key, ranks), _repeat_heads(value, ranks)):
+        heads = states.shape[1] // ranks
+        size = states.shape[3]
+        by_rank = states.transpose(1, 2).reshape(rows, tokens, ranks, heads * size)
+        parts.append(by_rank.movedim(2, 0))  # [ranks, rows, tokens, heads of a rank x head size]
+        shapes.append((heads, size))
     received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
-    split = torch.split(received, [count * size for count, size in sizes], dim=-1)
+    split = torch.split(received, [heads * size for heads, size in shapes], dim=-1)
     query, key, value = (
-        each.view(rows, ranks * tokens, *shape).transpose(1, 2)
-        for each, shape in zip(split, sizes, strict=True)
+        states.view(rows, ranks * tokens, *shape).transpose(1, 2)
+        for states, shape in zip(split, shapes, strict=True)
     )
     return query, key, value
 
 
 def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention
-    returns.
+    """Trades the output of attention, all tokens of this rank's heads, for all heads of this rank's
+    tokens.
 
-    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head
-    size].
+    [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
     """
     rows, tokens, heads, size = output.shape
     sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
@@ -68,15 +69,16 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size], with
-    gradients.
+    """Gathers the keys or values of the row's tokens, with gradients.
+
+    [rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size].
     """
     gathered: Tensor = _GatherTokens.apply(states, group)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a tensor [heads] that holds one number for every head."""
+    """Takes this rank's part of a tensor that has one number for every head, [heads]."""
     return of_heads.chunk(group.size())[group.rank()]
 
 
@@ -98,8 +100,9 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(states: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
-    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without
-    gradients.
+    """Gathers the tokens of a row, without gradients.
+
+    [rows, tokens of this rank, ...] -> [rows, tokens, ...]; `dim`: that of the tokens.
     """
     parts = [
         torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())
@@ -115,7 +118,7 @@ def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     Args:
         tensor: This rank's part of the sum.
-        group: The ranks that share a sequence; None returns `tensor`.
+        group: The ranks of the sequence; None returns `tensor`.
     """
     if group is None:
         return tensor

@@ -3,9 +3,12 @@ transformers' config.
 
 A column-wise layer computes a part of its outputs on each rank, a row-wise one reads such parts and
 sums over the group (Shoeybi et al. 2019, arXiv:1909.08053, section 3). So attention computes a part
-of its heads, the MLP a part of its intermediate features; what enters and leaves a layer is whole
-on every rank. Embedding and head are divided over the vocabulary. FSDP then shards what a rank
-holds over the ranks of the mesh's other dimensions.
+of its heads on each rank, the MLP a part of its intermediate features; the input and the output of
+a decoder layer are whole on every rank. Embedding and head are divided over the vocabulary. FSDP
+then shards a rank's part over the mesh's other dimensions.
+
+The plan has a style, such as "colwise", for each module. Norms of heads are replicated; of their
+gradients, a rank computes the part of its own heads.
 """
 
 import inspect
@@ -28,20 +31,19 @@ from torch.distributed.tensor.parallel import (
 )
 
 from finetune.config.layout import describe_sizes
-from finetune.distributed.model_parts import find_local_slices, head_of
+from finetune.distributed.model_parts import find_local_slices, head_of, local_part
 from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
 
-GRADIENT_STYLE = "replicated_with_grad_allreduce"
-# the attribute of a module whose parameters' gradients each rank knows a part of
-PARTIAL = "gradient_is_partial"
+GRADIENT_STYLE = "replicated_with_grad_allreduce"  # of norms of heads
+PARTIAL = "gradient_is_partial"  # marks a module: each rank computes a part of its gradients
 
 
 class _Columns(ColwiseParallel):
-    """torch's style without its all-reduce of the input's gradient.
+    """torch's style without the all-reduce of the input's gradient.
 
-    Several layers read the same input. `_SumOfGradients` sums its gradient once, where the input
-    enters their module; torch's style would sum it once for each layer.
+    Several layers of a module read the same input. `_SumOfGradients` sums its gradient once for the
+    module; torch's style would sum it once for each layer.
     """
 
     @staticmethod
@@ -72,10 +74,10 @@ class _SumOfGradients(torch.autograd.Function):
         return summed, None
 
 
-def _enter(
+def _sum_input_gradient(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Wraps the input of attention or MLP, given by position or as `hidden_states`."""
+    """A forward pre-hook of attention and MLP, whose input is the first or `hidden_states`."""
     if args:
         return (_SumOfGradients.apply(args[0], group), *args[1:]), kwargs  # type: ignore[no-untyped-call]
     return args, kwargs | {"hidden_states": _SumOfGradients.apply(kwargs["hidden_states"], group)}  # type: ignore[no-untyped-call]
@@ -92,10 +94,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def divide_matrices(model: Any, world: World) -> None:
     """Shards the matrices of `model` over each tensor-parallel group.
 
-    The model is on meta and may have adapters.
-
-    Call it before FSDP shards the model. Raises `UserError` if transformers' plan for the model is
-    not understood.
+    The model is on meta and may have adapters. Call it before FSDP shards the model. Raises
+    `UserError` if transformers' plan for the model is not understood.
     """
     if not world.sharding.divides_matrices:
         return
@@ -104,32 +104,41 @@ def divide_matrices(model: Any, world: World) -> None:
     )
     assert world.mesh is not None
     mesh = world.mesh[TENSOR]
-    tied = model.get_input_embeddings().weight is head_of(model).weight
-    plan = {
-        f"{model.base_model_prefix}.{pattern}": style
-        for pattern, style in model.config.base_model_tp_plan.items()
-    }
-    patterns = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
-    styles = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
-    for name, module in model.named_modules():
-        if styles.get(name) == GRADIENT_STYLE:
-            setattr(module, PARTIAL, True)
-    for parent in {
-        name.rpartition(".")[0] for name, style in styles.items() if style.startswith("colwise")
-    }:
-        hook = partial(_enter, group=mesh.get_group())
-        model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
-    parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
     embedding = model.get_input_embeddings()
     head = head_of(model)
+    is_tied = embedding.weight is head.weight
+    styles = _find_styles(model)
+    read_by_columns = set()  # modules whose layers read one input column-wise
+    for name, style in styles.items():
+        if style == GRADIENT_STYLE:
+            setattr(model.get_submodule(name), PARTIAL, True)
+        elif style.startswith("colwise"):
+            read_by_columns.add(name.rpartition(".")[0])
+    for name in read_by_columns:
+        hook = partial(_sum_input_gradient, group=mesh.get_group())
+        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+    parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
     parallelize_module(
         embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None
     )
     for path, part in head.named_modules():
-        if not path.startswith("lora_A"):  # of an adapted head, whose states all ranks have
+        # lora_A of an adapted head is replicated: it works on the hidden states
+        if not path.startswith("lora_A"):
             _divide_rows(part, mesh)
-    if tied:
+    if is_tied:
         getattr(head, "base_layer", head).weight = embedding.weight
+
+
+def _find_styles(model: Any) -> dict[str, str]:
+    """Finds each module's style in transformers' plan, which has * for the index of a layer."""
+    plan = model.config.base_model_tp_plan
+    styles = {}
+    for name, _ in model.named_modules():
+        prefix, _, inner = name.partition(".")
+        pattern = re.sub(r"\.\d+\.", ".*.", inner)
+        if prefix == model.base_model_prefix and pattern in plan:
+            styles[name] = plan[pattern]
+    return styles
 
 
 def _divide_rows(module: nn.Module, mesh: Any) -> None:
@@ -141,6 +150,9 @@ def _divide_rows(module: nn.Module, mesh: Any) -> None:
 
 
 def _check_plan(model: Any, where: str) -> None:
+    """Raises `UserError` if torch is too old, or if the plan is empty, has an unknown style, or
+    lacks the norms of heads.
+    """
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
         raise UserError(
             f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is "
@@ -148,32 +160,28 @@ def _check_plan(model: Any, where: str) -> None:
         )
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     kind = model.config.model_type
-    of_heads = plan.get("layers.*.self_attn.q_proj") == "colwise"
-    if of_heads:
-        norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {
-            "q_norm",
-            "k_norm",
-        }
-    else:
-        norms = set()
-    unplanned = [
-        name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE
-    ]
-    unknown = sorted(
-        {style for name, style in plan.items() if name != "embed_tokens"}
-        - {*STYLES, GRADIENT_STYLE}
-    )
-    if not plan or unplanned or unknown:
+    divides_heads = plan.get("layers.*.self_attn.q_proj") == "colwise"
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    unplanned = []
+    for norm in ("k_norm", "q_norm"):
+        is_planned = plan.get(f"layers.*.self_attn.{norm}") == GRADIENT_STYLE
+        if divides_heads and norm in modules and not is_planned:
+            unplanned.append(norm)
+    styles = {style for name, style in plan.items() if name != "embed_tokens"}
+    unknown = sorted(styles - {*STYLES, GRADIENT_STYLE})
+    if unknown:
+        problem = f"has {unknown[0]}"
+    elif unplanned:
+        problem = f"lacks {', '.join(unplanned)}"
+    elif not plan:
         problem = "is empty"
-        if unknown:
-            problem = f"has {unknown[0]}"
-        elif unplanned:
-            problem = f"lacks {', '.join(unplanned)}"
-        raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, "
-            "and is not understood; use a version that this project is tested with, or no tensor "
-            "parallelism"
-        )
+    else:
+        return
+    raise UserError(
+        f"{where}: the plan of transformers {transformers.__version__} for {kind} {problem}, "
+        "and is not understood; use a version that this project is tested with, or no tensor "
+        "parallelism"
+    )
 
 
 class _VocabularyParallel(RowwiseParallel):
@@ -185,7 +193,7 @@ class _VocabularyParallel(RowwiseParallel):
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
-        # FSDP hangs its hook on what a module returns, and loses it on a view.
+        # FSDP puts its hook on a module's output, and would lose it on a view.
         summed = RowwiseParallel._prepare_output_fn(
             output_layouts, use_local_output, mod, outputs, device_mesh
         )  # type: ignore[no-untyped-call]
@@ -193,47 +201,59 @@ class _VocabularyParallel(RowwiseParallel):
 
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:
-    """torch's style for each sharded module; of an adapted layer, for the base and one of its
-    adapter's matrices.
+    """Makes torch's style for each sharded module; of an adapted layer, for the base and for the
+    one of the adapter's matrices that is divided.
     """
     torch_styles = {}
     for name, style in styles.items():
         if style not in STYLES:
             continue
+        make_style = STYLES[style]
         layer = model.get_submodule(name)
         if isinstance(layer, nn.Linear):
-            torch_styles[name] = STYLES[style]()
+            torch_styles[name] = make_style()
+            continue
+        torch_styles[f"{name}.base_layer"] = make_style()
+        if style.startswith("rowwise"):
+            torch_styles[f"{name}.lora_A.default"] = make_style()
         else:
-            divided = "lora_A" if style.startswith("rowwise") else "lora_B"
-            if divided == "lora_B":  # and its input's gradient, so A's too, are parts
-                setattr(layer.get_submodule("lora_A.default"), PARTIAL, True)
-            torch_styles |= {
-                f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")
-            }
+            torch_styles[f"{name}.lora_B.default"] = make_style()
+            # A's gradient comes from B's columns of this rank
+            setattr(layer.get_submodule("lora_A.default"), PARTIAL, True)
     return torch_styles
 
 
 class VocabularyShard(NamedTuple):
-    """The rows of a head that this rank has."""
+    """The rows of a head that this rank has: one for each id from `first` on."""
 
     first: int
     rows: int  # of the whole vocabulary
-    group: Any  # the ranks that have the others
+    group: Any  # the ranks that have the other rows
 
     def log_softmax(
         self, logits: Tensor, labels: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those
-        of `labels` [tokens] as by `label_log_probabilities`; the same on every rank of the group,
-        which all call it.
+        """Computes log-probabilities from this shard's logits. All ranks of the group call it.
+
+        Args:
+            logits: [tokens, rows of this shard].
+            labels: int64[tokens].
+            label_smoothing: As in `label_log_probabilities`.
+
+        Returns:
+            (those of this shard's rows, in place of `logits`; those of the labels, [tokens], the
+            same on every rank).
         """
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         # torch's logsumexp takes another tensor of this size
-        own = (logits - largest.unsqueeze(1)).exp_().sum(1)
+        exponentials = (logits - largest.unsqueeze(1)).exp_().sum(1)
         is_here, rows = self._find(labels, logits)
         of_labels = torch.where(is_here, logits.gather(1, rows.unsqueeze(1)).squeeze(1), 0.0)
-        sums = torch.stack([own, of_labels, *([logits.sum(1)] if label_smoothing else [])])
+        parts = [exponentials, of_labels]
+        if label_smoothing:
+            parts.append(logits.sum(1))
+        sums = torch.stack(parts)
         dist.all_reduce(sums, group=self.group)
         normalizer = largest + sums[0].log()
         of_labels = sums[1] - normalizer
@@ -242,61 +262,54 @@ class VocabularyShard(NamedTuple):
         return logits.sub_(normalizer.unsqueeze(1)), of_labels
 
     def gradient(self, log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-        """This shard's columns of `cross_entropy_gradient`, in place of `log_probabilities`."""
+        """Computes this shard's columns of `cross_entropy_gradient`, in place of
+        `log_probabilities`.
+        """
         is_here, rows = self._find(labels, log_probabilities)
         grad = log_probabilities.exp_()
-        grad.scatter_add_(
-            1, rows.unsqueeze(1), (is_here * (label_smoothing - 1)).to(grad.dtype).unsqueeze(1)
-        )
+        of_labels = (is_here * (label_smoothing - 1)).to(grad.dtype)
+        grad.scatter_add_(1, rows.unsqueeze(1), of_labels.unsqueeze(1))
         if label_smoothing:
             grad -= label_smoothing / self.rows
         return grad
 
     def _find(self, labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each label is in this shard, and its row there (any row, where it is not)."""
+        """Returns (whether each label is in this shard, its row there, or any row if it is not)."""
         rows = labels - self.first
-        return (rows >= 0) & (rows < logits.shape[1]), rows.clamp(0, logits.shape[1] - 1)
+        is_here = (rows >= 0) & (rows < logits.shape[1])
+        return is_here, rows.clamp(0, logits.shape[1] - 1)
 
 
 def find_local_head(
     weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """Returns (weight, bias) of a head as this rank has them, and their place in the vocabulary;
-    None if it is all here.
+    """Returns (weight, bias, shard) of a head as this rank has them; the shard is None if the whole
+    vocabulary is here.
     """
     if not isinstance(weight, DTensor):
         return weight, bias, None
-    (rows, _), mesh = find_local_slices(weight), weight.device_mesh
+    rows, _ = find_local_slices(weight)
+    shard = VocabularyShard(rows.start, weight.shape[0], weight.device_mesh.get_group())
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
-    return (
-        weight.to_local(),
-        local_bias,
-        VocabularyShard(rows.start, weight.shape[0], mesh.get_group()),
-    )
+    return weight.to_local(), local_bias, shard
 
 
 def sum_partial_gradients(model: nn.Module, world: World) -> None:
-    """All-reduces the gradients of replicated norms within each tensor-parallel group.
+    """All-reduces the gradients of the modules marked PARTIAL within each tensor-parallel group:
+    each rank has computed a part of them.
 
-    Each rank has computed them from its own heads only. Called after the last micro-batch of a
-    step.
+    Called after the last micro-batch of a step.
     """
     if world.mesh is None or not world.sharding.divides_matrices:
         return
-    parameters = (
-        p
-        for module in model.modules()
-        if hasattr(module, PARTIAL)
-        for p in module.parameters(recurse=False)
-    )
-    gradients = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-        for p in parameters
-        if p.grad is not None
-    ]
+    gradients = []
+    for module in model.modules():
+        if hasattr(module, PARTIAL):
+            for parameter in module.parameters(recurse=False):
+                if parameter.grad is not None:
+                    gradients.append(local_part(parameter.grad))
     if gradients:
-        # Where they are offloaded, they still cross between the devices, to which the group
-        # belongs.
+        # offloaded ones too are summed on the devices, which the group connects
         together = torch.cat([gradient.flatten() for gradient in gradients]).to(world.device)
         dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
         parts = torch.split(together, [gradient.numel() for gradient in gradients])

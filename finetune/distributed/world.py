@@ -1,6 +1,7 @@
-"""The ranks of a run: what this one is among them, and what they exchange without pickles.
+"""The ranks of a run: the place of this one among them, and what they exchange without pickles.
 
-They exchange tensors, values as JSON, and actions that succeed on all ranks or fail on all.
+They exchange tensors, values as JSON, and actions that succeed on all ranks or fail on all. A stage
+is the ranks with the same layers: all of them, except under pipeline parallelism.
 """
 
 import errno
@@ -29,7 +30,7 @@ PIPELINE = "pp"
 REPLICATE = "dp_replicate"
 FSDP = "fsdp"
 TENSOR = "tp"
-STAGE = "stage"  # of a pipeline: the ranks with the same layers, which the last three divide
+STAGE = "stage"  # the ranks with the same layers: REPLICATE, FSDP and TENSOR together
 BATCH = "batch"
 SEQUENCE = "sp"
 EXPERT_SHARD = "expert_shard"
@@ -38,15 +39,15 @@ EXPERT = "expert"
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of
-    their tokens.
+    """The share of a step's rows, and of their tokens, that a rank trains on: part `rank` of `size`
+    parts.
     """
 
     rank: int
     size: int
     local_rank: int  # on this node, of all ranks
     device: torch.device
-    sequence_rank: int = 0  # of those that divide the tokens of a row between them
+    sequence_rank: int = 0  # among the ranks that divide the tokens of a row between them
     sequence_size: int = 1
 
 
@@ -58,20 +59,21 @@ def alone() -> DataParallelRank:
 def gather_json(
     value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[Any]:
-    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
+    """Returns every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
 
     All ranks of `group` call it.
     """
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device), group)
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group)
     longest = int(max(size.item() for size in sizes))
-    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
-    return [
-        json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)
-    ]
+    texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())), group)
+    values = []
+    for text, size in zip(texts, sizes, strict=True):
+        values.append(json.loads(bytes(text[: int(size.item())].tolist())))
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,9 @@ class World:
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
     # the ranks that divide a row's tokens; None: a rank has whole rows
     sequence_group: dist.ProcessGroup | None = None
-    # What the environment said, before joining, of the variables that joining changes; None:
-    # nothing.
+    # The variables that joining changed -> their values before; None: they were not set.
     environment: dict[str, str | None] = field(default_factory=dict)
-    # set by `leave`: peers may end from then on
+    # set by `leave`: from then on other ranks may end
     left: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -103,90 +104,95 @@ class World:
 
     @property
     def stages(self) -> int:
-        """Groups of ranks that hold different layers: one but under pipeline parallelism."""
+        """The number of stages."""
         return self.sharding.pipeline_parallel_size
 
     @property
     def stage_size(self) -> int:
-        """The number of ranks that hold the same layers."""
+        """The number of ranks in a stage."""
         return self.size // self.stages
 
     @property
     def rank_in_stage(self) -> int:
-        """This rank's index among those that hold the same layers."""
+        """This rank's index in its stage."""
         return self.rank % self.stage_size
 
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same layers; None where all do."""
+        """The ranks of this rank's stage; None if all ranks are in it."""
         if self.mesh is None or self.stage_size == self.size:
             return None
         return self.mesh[STAGE].get_group()
 
     @property
     def shard_group_size(self) -> int:
-        """The number of ranks that share one replica of the model, or of these layers."""
+        """The number of ranks over which a replica of the stage's layers is sharded."""
         return self.sharding.count_replica_ranks(self.stage_size, self.local_size)
 
     @property
     def shard_rank(self) -> int:
-        """This rank's position in its shard group, which ranks of a tensor-parallel group share."""
+        """This rank's position in its shard group; the ranks of a tensor-parallel group have the
+        same one.
+        """
         return self.sharding.tensor_group_of(self.rank_in_stage % self.shard_group_size)
 
     @property
     def data_parallel(self) -> DataParallelRank:
-        """This rank among those with rows of their own; the ranks of a sequence or tensor group
-        count as one.
+        """This rank's share of a step's rows; the ranks of a sequence or tensor group have the same
+        rows.
         """
-        sequence = self.sharding.sequence_parallel_size
-        shared = self.sharding.ranks_per_row
-        rank = self.rank_in_stage // shared
-        size = self.stage_size // shared
-        part = self.tensor_group_index % sequence
-        return DataParallelRank(rank, size, self.local_rank, self.device, part, sequence)
+        sequence_size = self.sharding.sequence_parallel_size
+        return DataParallelRank(
+            rank=self.rank_in_stage // self.sharding.ranks_per_row,
+            size=self.stage_size // self.sharding.ranks_per_row,
+            local_rank=self.local_rank,
+            device=self.device,
+            sequence_rank=self.tensor_group_index % sequence_size,
+            sequence_size=sequence_size,
+        )
 
     @property
     def is_first_of_batch(self) -> bool:
-        """Whether no rank before this one trains on the same rows: what all of them know is counted
-        once.
+        """Whether this is the first of the ranks that train on the same rows; what all of them know
+        is counted on it alone.
         """
         return self.rank < self.stage_size and self.rank % self.sharding.ranks_per_row == 0
 
     @property
     def tensor_group_index(self) -> int:
-        """This rank's tensor-parallel group among `tensor_group_count`: its ranks compute the same
-        losses.
+        """The index of this rank's tensor-parallel group among `tensor_group_count`; its ranks
+        compute the same losses.
         """
         return self.sharding.tensor_group_of(self.rank_in_stage)
 
     @property
     def tensor_group_count(self) -> int:
-        """The number of tensor-parallel groups with the same layers, over which gradients are
-        averaged, or of ranks.
+        """The number of tensor-parallel groups in a stage, over which gradients are averaged;
+        without tensor parallelism each rank is one.
         """
         return self.sharding.tensor_group_of(self.stage_size)
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """The mesh of `join.make_mesh`; None where the world is one dimension."""
+        """The mesh of `join.make_mesh`; None if the world has one dimension."""
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
         return mesh
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum of every rank's `tensor`, in place, on every rank."""
+        """Returns the element-wise sum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor)
         return tensor
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The element-wise maximum of every rank's `tensor`, in place, on every rank."""
+        """Returns the element-wise maximum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As `sum`, with ranks that know the same `tensor` (a tensor parallel group, a pipeline)
-        counted once.
+        """As `sum`, but the ranks of a tensor-parallel group or of a pipeline have the same
+        `tensor`, and count once.
         """
         summed = self.sum(tensor)
         copies = self.size // self.tensor_group_count
@@ -199,15 +205,13 @@ class World:
         return flag
 
     def barrier(self) -> None:
-        """Waits for every rank. Over gloo, so that a GPU's queue is left alone."""
+        """Waits for every rank; over gloo, so that no GPU is waited for."""
         self.sum(torch.zeros(1))
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Every rank's `value` (anything JSON can say), in order of rank, on every rank.
+        """Returns every rank's `value` (of JSON), in order of rank, on every rank.
 
-        No pickle crosses the wire.
-
-        A thread beside the loop gives a gloo `group` of its own.
+        `group`: of gloo; a thread beside the training loop needs its own.
         """
         if dist.is_initialized():
             return gather_json(value, group)
@@ -216,44 +220,35 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks that agree, over a process group.
-
-    A thread beside the training loop needs its own group.
-    """
+    """The ranks of a process group, which run actions that succeed or fail on all of them."""
 
     world: "World"
-    group: dist.ProcessGroup | None = None  # None: the default group
+    # None: the default group; a thread beside the training loop needs its own
+    group: dist.ProcessGroup | None = None
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on each rank; returns the results (anything JSON can say), in order of
-        rank, on every rank.
+        """Runs `action` on each rank; returns the results (of JSON), in order of rank, on every
+        rank.
 
-        Where it raises `OSError` or `UserError` on one rank, every rank raises the same
-        `AgreedError`; anything else is a fault of the program, which is raised as it is where it
-        happens.
+        If it raises `OSError` or `UserError` on one rank, every rank raises the same `AgreedError`.
+        Any other exception is a fault of the program: it is raised as it is, on its rank.
         """
         result = None
         error = None
         try:
             result = action()
-        except (
-            Exception
-        ) as failure:  # the other ranks must learn of it first, since they wait for this one
+        except Exception as failure:  # raised below: the other ranks wait for this one's result
             error = failure
-        outcomes = self.world.gather(
-            {"result": result, "error": error and _sentence(error)}, self.group
-        )
-        failed = {
-            rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]
-        }
+        sentence = None if error is None else _sentence(error)
+        outcomes = self.world.gather({"result": result, "error": sentence}, self.group)
         if error is not None and not isinstance(error, OSError | UserError):
             raise error
-        if len(set(failed.values())) == 1:
-            raise AgreedError(next(iter(failed.values()))) from error
+        sentences = [outcome["error"] for outcome in outcomes]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text]
+        if len(set(filter(None, sentences))) == 1:
+            raise AgreedError(next(filter(None, sentences))) from error
         if failed:
-            raise AgreedError(
-                "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            ) from error
+            raise AgreedError("; ".join(failed)) from error
         return [outcome["result"] for outcome in outcomes]
 
     def on_main(self, action: Callable[[], Any]) -> Any:
@@ -262,6 +257,7 @@ class RankGroup:
 
 
 def _sentence(error: Exception) -> str:
+    """What is wrong, for a person."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}{_describe_full_disk(error)}"
     if isinstance(error, UserError):
@@ -270,8 +266,8 @@ def _sentence(error: Exception) -> str:
 
 
 def _describe_full_disk(error: OSError) -> str:
-    """Says what to do where a disk, or a user's quota, has no bytes or no files left; empty for
-    other errors.
+    """Says what to do if a disk, or a user's quota, has no bytes or no files left; empty for other
+    errors.
     """
     folder = Path(error.filename or ".").parent
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():
@@ -294,18 +290,17 @@ def all_to_all(
     sent: list[int] | None = None,
     received: list[int] | None = None,
 ) -> torch.Tensor:
-    """Sends `sent[r]` of the rows to each rank r of the group, and returns the rows received, in
-    order of rank.
+    """Sends `sent[r]` of the rows to each rank r of the group; returns the rows from all ranks,
+    `received[r]` from rank r, in order of rank.
 
-    Its backward returns the gradients the same way. By default every rank sends and receives as
-    many.
+    Its backward sends the gradients back. None: each rank sends and receives the same number.
     """
     exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-# torch.distributed.nn has the same and is deprecated; the functional collectives return a tensor
-# that waits later, and that a layer's views and saved tensors would all be.
+# torch.distributed.nn's is deprecated. A functional collective returns a wrapper that waits later,
+# and all views and saved tensors of a layer would be such wrappers.
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -316,9 +311,8 @@ class _AllToAll(torch.autograd.Function):
         received: list[int] | None,
     ) -> torch.Tensor:
         ctx.arguments = group, received, sent
-        arriving = rows.new_empty(
-            (len(rows) if received is None else sum(received), *rows.shape[1:])
-        )
+        count = len(rows) if received is None else sum(received)
+        arriving = rows.new_empty(count, *rows.shape[1:])
         dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
         return arriving
 

@@ -1,5 +1,5 @@
-"""Code of others that watches a run: callbacks and metrics that the recipe names, and experiment
-trackers.
+"""Code of others that watches a run: the user's callbacks and metrics, which the recipe names (its
+hooks), and experiment trackers.
 """
 
 import difflib
@@ -8,12 +8,13 @@ import json
 import math
 import os
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -25,6 +26,7 @@ from finetune.errors import UserError, first_line
 from finetune.files.json_files import MAX_DIGITS, parse_json, read_json_object
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
+KNOWN_EVENTS = f"there are {', '.join(EVENTS)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,8 @@ class Event:
 class Callback:
     """Inherit it and define the events that you need.
 
-    Each is called on every rank, by all ranks together.
-
-    What one raises ends the run, after a checkpoint of the steps done.
+    Each event is called on every rank, by all ranks together. An error that one raises ends the
+    run, after a checkpoint of the steps done.
     """
 
     def on_start(self, event: Event) -> None:
@@ -69,7 +70,7 @@ class Callback:
     def on_end(self, event: Event) -> None:
         """Called after the last evaluation, before the export.
 
-        Not where a signal or an error ends the run.
+        Not called if a signal or an error ends the run.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,8 +78,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back, on every rank, what `state_dict` gave, where the run resumes; before
-        `on_start`.
+        """Called before `on_start` of a run that resumes, on every rank, with what `state_dict`
+        returned.
         """
 
 
@@ -90,16 +91,16 @@ class Hooks:
     metrics: Mapping[str, Callable[[str, str, str], float]] = field(default_factory=dict)
 
     def call(self, name: str, event: Event) -> None:
-        """Calls each callback that has the event `name`. Raises `UserError` for what one raises."""
+        """Calls the event `name` of each callback. Raises `UserError` for what one raises."""
         for callback_name, callback in self.callbacks.items():
             on_event = getattr(callback, name, lambda _: None)
             with explained(f"{callback_name}.{name}", on_event):
                 on_event(event)
 
     def read_states(self) -> dict[str, Any]:
-        """The callbacks' states, by name.
+        """Returns the callbacks' states that are not empty, by the callback's name.
 
-        Raises `UserError` where one fails, or would not come back as it is.
+        Raises `UserError` if a callback fails, or if a state would change in a checkpoint.
         """
         states: dict[str, Any] = {}
         for name, callback in self.callbacks.items():
@@ -116,89 +117,101 @@ class Hooks:
                 raise UserError(
                     f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text"
                 )
-            states |= {name: kept} if state else {}
+            if state:
+                states[name] = kept
         return states
 
     def load_states(self, progress: Progress) -> None:
         """Gives the callbacks the states that `progress` holds."""
         for name, state in (progress.callbacks or {}).items():
-            if (
-                load_state := getattr(self.callbacks.get(name), "load_state_dict", None)
-            ) is not None:
+            load_state = getattr(self.callbacks.get(name), "load_state_dict", None)
+            if load_state is not None:
                 with explained(f"{name}.load_state_dict", load_state):
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
-        """The mean of each metric over the (prompt, answer, expected answer) of all rows, as
-        `metrics/NAME`.
+        """Computes the mean of each metric over the answers, under `metrics/NAME`.
+
+        `answers`: (prompt, answer, expected answer) of each row.
         """
-        metrics = {}
+        means = {}
         for name, metric in self.metrics.items():
-            scores = []
-            for answer in answers:
-                with explained(name, metric):
-                    returned = metric(*answer)
-                score = math.nan
-                with suppress(Exception):  # whatever cannot be a number
-                    score = float(returned)
-                if not math.isfinite(score):
-                    shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
-                    raise UserError(
-                        f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number"
-                    )
-                scores.append(score)
-            metrics[f"metrics/{name.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
-        return metrics
+            scores = [_score_answer(name, metric, answer) for answer in answers]
+            means[f"metrics/{_function_name(name)}"] = math.fsum(scores) / len(scores)
+        return means
+
+
+def _score_answer(
+    name: str, metric: Callable[[str, str, str], float], answer: tuple[str, str, str]
+) -> float:
+    """The metric of one answer. Raises `UserError` if it is no finite number."""
+    with explained(name, metric):
+        returned = metric(*answer)
+    score = math.nan
+    with suppress(Exception):  # whatever cannot be a number
+        score = float(returned)
+    if not math.isfinite(score):
+        shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
+        raise UserError(f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number")
+    return score
+
+
+def _function_name(name: str) -> str:
+    """The name of a function in a file: b of a.py:b."""
+    return name.rpartition(":")[2]
 
 
 def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
-    """The metrics and callbacks that the recipe names, and `callbacks` after them.
+    """Loads the metrics and callbacks that the recipe names; `callbacks` come after them.
 
     Raises:
-        UserError: Where a file cannot be run, or what it holds is no callback or metric.
+        UserError: If a file cannot be run, or if it holds no such callback or metric.
     """
     metrics = {name: load(name) for name in recipe.run.metrics}
-    if len({name.rpartition(":")[2] for name in metrics}) < len(recipe.run.metrics):
+    if len(set(map(_function_name, metrics))) < len(recipe.run.metrics):
         raise UserError(
             f"{recipe.place_of('metrics')}: metrics: two functions have the same name; rename one"
         )
-    made = []
+    named = []
     for name in recipe.run.callbacks:
-        kind = load(name)
-        with explained(name, kind):
-            made.append(kind())
+        make_callback = load(name)
+        with explained(name, make_callback):
+            named.append(make_callback())
     by_name: dict[str, Any] = {}
-    for callback in (*made, *callbacks):
+    counts: Counter[str] = Counter()
+    for callback in (*named, *callbacks):
         _check_events(callback)
         name = type(callback).__name__
-        same = sum(other.partition(" ")[0] == name for other in by_name)
-        by_name[f"{name} {same + 1}" if same else name] = callback
+        counts[name] += 1
+        by_name[name if counts[name] == 1 else f"{name} {counts[name]}"] = callback
     return Hooks(by_name, metrics)
 
 
 def _check_events(callback: Any) -> None:
-    """Raises `UserError` where a callback is a class, or has no event or an unknown one."""
+    """Raises `UserError` if a callback is a class, or has no event or an unknown one."""
     if isinstance(callback, type):
         raise UserError(
             f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()"
         )
     kind = type(callback)
-    events = [
-        name
-        for name in dir(callback)
-        if name.startswith("on_") and callable(getattr(callback, name))
-    ]
-    unknown = [name for name in events if name not in EVENTS]
-    advice = f"there are {', '.join(EVENTS)}"
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], EVENTS, n=1)
-        place = place_of(getattr(callback, unknown[0]))
+    has_event = False
+    for name in dir(callback):
+        if not name.startswith("on_") or not callable(getattr(callback, name)):
+            continue
+        if name not in EVENTS:
+            _refuse_event(callback, name)
+        has_event = True
+    if not has_event:
         raise UserError(
-            f"{place}callbacks: {kind.__name__}: {unknown[0]} is no event; "
-            + (f"did you mean {close[0]}?" if close else advice)
+            f"{place_of(kind)}callbacks: {kind.__name__}: it has no event; {KNOWN_EVENTS}"
         )
-    if not events:
-        raise UserError(f"{place_of(kind)}callbacks: {kind.__name__}: it has no event; {advice}")
+
+
+def _refuse_event(callback: Any, name: str) -> NoReturn:
+    close = difflib.get_close_matches(name, EVENTS, n=1)
+    advice = f"did you mean {close[0]}?" if close else KNOWN_EVENTS
+    place = place_of(getattr(callback, name))
+    raise UserError(f"{place}callbacks: {type(callback).__name__}: {name} is no event; {advice}")
 
 
 PROJECT_VARIABLES = {
@@ -207,26 +220,23 @@ PROJECT_VARIABLES = {
     "trackio": "TRACKIO_PROJECT",
 }
 WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
-# in the run's folder: the tracker's id of the run, by which a resumed run continues there
+# in the run's folder: each tracker's id of the run, by which a resumed run continues there
 IDENTITY = "tracker.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """An open tracker of Accelerate's. Whatever its library raises comes out as it is."""
+    """An open tracker of Accelerate's. Its methods raise whatever the tracker's library raises."""
 
     name: str  # as in report_to
-    inner: Any
+    inner: Any  # Accelerate's
     watch: str  # the page or the command that shows the run
 
     def log(self, line: dict[str, Any]) -> None:
         """Logs the numbers of a line of metrics."""
-        numbers = {
-            key: value
-            for key, value in line.items()
-            if isinstance(value, int | float) and key != "step"
-        }
-        self.inner.log(numbers, step=line["step"])
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+        step = numbers.pop("step")
+        self.inner.log(numbers, step=step)
 
     def close(self) -> None:
         """Ends the run in the tracker.
@@ -243,7 +253,8 @@ class Tracker:
 
 
 def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The trackers that `report_to` names, each once; all: those whose packages are installed.
+    """Lists the trackers that `report_to` names, each once; all: those whose packages are
+    installed.
 
     >>> list_trackers("none"), list_trackers(("wandb", "wandb", "mlflow"))
     ((), ('wandb', 'mlflow'))
@@ -257,23 +268,22 @@ def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
 def open_tracker(
     report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int
 ) -> Tracker:
-    """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
+    """Opens the tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
 
-    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main
-    rank. Raises `UserError` where the tracker does not start. TensorBoard writes under `folder`;
-    the others where their own environment says.
+    A run that resumes at `start_step` > 0 continues in the tracker too. TensorBoard writes under
+    `folder`; the others where their own environment says. To be called on the main rank.
+
+    Raises `UserError` if the tracker does not start.
     """
-    if start_step:
-        identity = read_json_object(folder / IDENTITY).get(report_to)
-    else:
-        identity = None
+    identities = read_json_object(folder / IDENTITY)
+    identity = identities.get(report_to) if start_step else None
     try:
         with _quiet():
             inner = _make_tracker(report_to, run_name, folder, identity, start_step)
             inner.start()
         if identity is None or report_to not in WRITE_ONCE:
-            _store(report_to, inner, settings)
-        identities = read_json_object(folder / IDENTITY) | {report_to: _identity(report_to, inner)}
+            _store_settings(report_to, inner, settings)
+        identities[report_to] = _find_identity(report_to, inner)
         (folder / IDENTITY).write_text(json.dumps(identities) + "\n", encoding="utf-8")
     except Exception as error:  # whatever a tracker's library raises
         raise UserError(
@@ -286,16 +296,15 @@ def open_tracker(
 def _make_tracker(
     report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int
 ) -> Any:
+    """Makes Accelerate's tracker; `identity`: its id of the run, if the run resumes."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
     make = LOGGER_TYPE_TO_CLASS[report_to]
-    if report_to == "tensorboard":  # what a killed run logged after its checkpoint is logged again
-        return make(
-            run_name,
-            logging_dir=str(folder / "tensorboard"),
-            purge_step=start_step + 1 if identity else None,
-        )
+    if report_to == "tensorboard":
+        # a killed run has logged steps after its checkpoint, which are logged again
+        purge_step = start_step + 1 if identity else None
+        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=purge_step)
     if report_to == "mlflow":
         return make(experiment_name=project, run_name=run_name, run_id=identity)
     if report_to == "wandb":
@@ -304,20 +313,21 @@ def _make_tracker(
     return make(project, name=identity or run_name, resume="allow" if identity else "never")
 
 
-def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
-    """The recipe: numbers and texts as they are, lists and mappings as JSON."""
-    plain = {
-        key: value if isinstance(value, int | float | str) else json.dumps(value)
-        for key, value in settings.items()
-    }
-    # Accelerate's own would make a second run for them, named by the clock
+def _store_settings(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
+    """Stores the recipe in the tracker: numbers and texts as they are, other values as JSON."""
+    plain = dict(settings)
+    for key, value in settings.items():
+        if not isinstance(value, int | float | str):
+            plain[key] = json.dumps(value)
     if report_to == "tensorboard":
+        # Accelerate's method would make a second run for them, named by the clock
         inner.tracker.add_hparams(plain, {}, run_name=".")
     else:
         inner.store_init_configuration(plain)
 
 
-def _identity(report_to: str, inner: Any) -> str:
+def _find_identity(report_to: str, inner: Any) -> str:
+    """The tracker's id of the run, by which `_make_tracker` continues it."""
     run = inner.tracker
     if report_to == "mlflow":
         return str(run.info.run_id)
@@ -327,6 +337,7 @@ def _identity(report_to: str, inner: Any) -> str:
 
 
 def _find_page(report_to: str, inner: Any, folder: Path) -> str:
+    """The page or the command that shows the run."""
     run = inner.tracker
     if report_to == "tensorboard":
         return f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
@@ -341,8 +352,8 @@ def _find_page(report_to: str, inner: Any, folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for
-    them.
+    """In this block trackers print no greetings into the run's first screen, unless the environment
+    asks for them.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

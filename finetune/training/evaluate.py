@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.manifest import Progress
-from finetune.data.batches import StepBatch
+from finetune.constants import round_up
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.model_parts import unwrap
@@ -25,7 +27,7 @@ from finetune.training.watch import SignalListener
 
 SAMPLES = "samples.jsonl"
 ACCURACY = "rewards/accuracies"  # the share of pairs whose chosen answer has the larger reward
-REWARD = "reward"  # of answers to held-out prompts, their mean
+REWARD = "reward"  # the mean reward of answers to held-out prompts
 SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
 
 
@@ -37,8 +39,7 @@ class Sample:
     answer: str
     expected: str
     token_ids: tuple[int, ...] = ()  # of the answer, with the token that ends it
-    # of each token; none where `Generation` asks for none
-    log_probabilities: tuple[float, ...] = ()
+    log_probabilities: tuple[float, ...] = ()  # of each token, if `Generation` asks for them
 
     def texts(self) -> dict[str, str]:
         """The sample's texts, for samples.jsonl."""
@@ -46,6 +47,7 @@ class Sample:
 
     @property
     def is_exact(self) -> bool:
+        """Whether the answer is the expected one, up to the white space around it."""
         return self.answer.strip() == self.expected.strip()
 
 
@@ -53,7 +55,7 @@ class Sample:
 class Generation:
     """How answers are generated."""
 
-    max_new_tokens: int = SAMPLE_TOKENS  # without expected answers, which allow twice the longest
+    max_new_tokens: int = SAMPLE_TOKENS  # if no answer is expected; else see `_count_new_tokens`
     temperature: float = 0.0  # 0: greedily; above it, by torch's generators
     stop: tuple[str, ...] = ()  # texts at which an answer ends
     with_log_probabilities: bool = False
@@ -67,53 +69,63 @@ def evaluate(
     progress: Progress,
     watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] = lambda batches: batches,
 ) -> Progress:
-    """Logs the held-out loss, where something is held out, and answers `sample_prompts`.
+    """Logs the held-out loss, if data is held out, and answers `sample_prompts`.
 
-    Returns the progress with that loss, on every rank. What this run has logged of the step before
-    is not repeated. `watch`: wraps the held-out batches, and may raise before one.
+    Repeats nothing that an earlier start of the run has logged of this step.
+
+    `watch`: wraps the held-out batches, and may raise before one. Returns the progress with the
+    loss, on every rank.
     """
     step = progress.step
-    results = run.results.setdefault(progress.step, {})
+    results = run.results.setdefault(step, {})
     round_from_step(run.model, run.recipe.quantization_aware, step)
+    held_out = run.data.evaluation
     line = None
-    if run.data.evaluation is not None and "eval_loss" not in results:
-        held_out = run.data.evaluation
-
-        def batches() -> Iterator[StepBatch]:
-            return watch(run.watchdog.watched(held_out.batches(), "evaluating"))
-
-        with run.phases.timed("evaluation"):
-            loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
-        results["eval_loss"] = loss
-        if step == 0 and run.recipe.method_facts.needs_reference:
-            metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
-        shown = {f"eval_{name}": value for name, value in metrics.items()}
-        line = {"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown}
-        run.log.write(line)
-        run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics)}")
+    if held_out is not None and "eval_loss" not in results:
+        line = _log_held_out_loss(
+            run, progress, lambda: watch(run.watchdog.watched(held_out.batches(), "evaluating"))
+        )
+        results["eval_loss"] = line["eval_loss"]
     if run.sample_prompts and "sample_prompts" not in results:
-        with run.phases.timed("evaluation"):
-            samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
-        for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
-            run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
-        _write_samples(run, step, samples)
+        _answer_sample_prompts(run, step)
         results["sample_prompts"] = True
     if "eval_loss" in results:
         progress = progress.after_evaluation(results["eval_loss"])
-    else:
-        progress = progress
     if line is not None:
         run.notify("on_evaluate", progress, line)
     return progress
 
 
-def describe_order(metrics: Mapping[str, float]) -> str:
-    """The share of pairs in order, the mean reward, the accuracy of classes, or recall; empty where
-    none was measured.
+def _log_held_out_loss(
+    run: TrainingRun, progress: Progress, batches: Callable[[], Iterator[StepBatch]]
+) -> dict[str, Any]:
+    """Measures the held-out loss over `batches`; writes and returns its line of metrics."""
+    with run.phases.timed("evaluation"):
+        loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
+    if progress.step == 0 and run.recipe.method_facts.needs_reference:
+        metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
+    line = {"step": progress.step, "epoch": progress.epoch, "eval_loss": loss}
+    line |= {f"eval_{name}": value for name, value in metrics.items()}
+    run.log.write(line)
+    run.log.say(f"step {progress.step}: held-out loss {loss:.4f}{describe_quality(metrics)}")
+    return line
 
-    >>> describe_order({ACCURACY: 0.75}), describe_order({"reward": 0.5}), describe_order({})
+
+def _answer_sample_prompts(run: TrainingRun, step: int) -> None:
+    with run.phases.timed("evaluation"):
+        samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
+    for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
+        run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
+    _write_samples(run, step, samples)
+
+
+def describe_quality(metrics: Mapping[str, float]) -> str:
+    """Describes recall, the accuracy of classes, the mean reward or the share of pairs in order;
+    empty if none was measured.
+
+    >>> describe_quality({ACCURACY: 0.75}), describe_quality({"reward": 0.5}), describe_quality({})
     (', 75% of the pairs in order', ', mean reward 0.5', '')
-    >>> describe_order({"accuracy": 0.75, "f1_macro": 0.7})
+    >>> describe_quality({"accuracy": 0.75, "f1_macro": 0.7})
     ', accuracy 75.0%, F1 0.700'
     """
     if "recall@1" in metrics:
@@ -128,13 +140,16 @@ def describe_order(metrics: Mapping[str, float]) -> str:
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
-    """Evaluates a model that has not been trained yet; nothing where the run is resumed.
+    """Evaluates a model that has not been trained yet; does nothing if the run is resumed.
 
-    Raises `Preempted` where a signal asks to stop meanwhile.
+    Raises `Preempted` if a signal has asked to stop, while the model was loaded or since.
     """
-    saved = f"after step {progress.step}, which is saved"
-    stopped = run.preempted(saved if progress.step else "before the first step")
-    if signals.agree(run.world).stop:  # while the model was loaded
+    if progress.step:
+        where = f"after step {progress.step}, which is saved"
+    else:
+        where = "before the first step"
+    stopped = run.preempted(where)
+    if signals.agree(run.world).stop:
         raise stopped
     if progress.step == 0:
         evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
@@ -144,7 +159,7 @@ def evaluate_before_training(run: TrainingRun, progress: Progress, signals: Sign
 def evaluate_after_training(
     run: TrainingRun, progress: Progress, signals: SignalListener
 ) -> Progress:
-    """The last evaluation of a run. Raises `Preempted` where a signal asks to stop meanwhile."""
+    """Evaluates at the end of a run. Raises `Preempted` if a signal asks to stop meanwhile."""
     stopped = run.preempted(f"during the last evaluation; all {progress.step} steps are saved")
     progress = evaluate(
         run, progress, lambda batches: signals.interrupt(batches, run.world, stopped)
@@ -157,8 +172,8 @@ def evaluate_after_training(
 
 
 def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
-    """Logs the share of held-out prompts that the model answers exactly, where this run has not
-    logged it before.
+    """Logs the share of held-out prompts that the model answers exactly, unless an earlier start of
+    the run has logged it at this step.
     """
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
@@ -176,42 +191,38 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     _write_samples(run, progress.step, samples)
     answers = [(sample.prompt, sample.answer, sample.expected) for sample in samples]
     scores: dict[str, float] = RankGroup(run.world).on_main(lambda: run.hooks.score(answers))
-    run.log.write(line | scores)
-    shown = "".join(
-        f", {name.removeprefix('metrics/')} {score:.4g}" for name, score in scores.items()
-    )
-    run.log.say(
-        f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered "
-        f"exactly{shown}"
-    )
-    run.notify("on_evaluate", progress, line | scores)
+    line |= scores
+    run.log.write(line)
+    shown = f"{share:.0%} of {len(samples)} held-out questions answered exactly"
+    for name, score in scores.items():
+        shown += f", {name.removeprefix('metrics/')} {score:.4g}"
+    run.log.say(f"step {progress.step}: {shown}")
+    run.notify("on_evaluate", progress, line)
 
 
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
     """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
     if run.world.is_main:
-        try:
-            append_json_lines(
-                run.folder / SAMPLES, ({"step": step} | sample.texts() for sample in samples)
-            )
-        except OSError as error:
-            run.log.say(
-                f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues"
-            )
+        path = run.folder / SAMPLES
+        with run.log.report_unwritable(path):
+            append_json_lines(path, ({"step": step} | sample.texts() for sample in samples))
 
 
 @torch.no_grad()
 def measure_held_out(
     model: nn.Module, batches: Callable[[], Iterator[StepBatch]], world: World, objective: Objective
 ) -> tuple[float, dict[str, float]]:
-    """The objective's loss and metrics over all of `batches` and all ranks.
+    """Measures the objective's loss and metrics over all batches and all ranks.
 
-    An objective may go through them twice.
+    `batches`: begins to yield them again at each call; an objective may read them twice.
     """
     model.eval()
-    objective = objective.prepare(
-        model, lambda: (each for batch in batches() for each in batch.micro_batches), world
-    )
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        for batch in batches():
+            yield from batch.micro_batches
+
+    objective = objective.prepare(model, micro_batches, world)
     total = Measured(torch.zeros((), device=world.device))
     count = 0
     for batch in batches():
@@ -232,39 +243,36 @@ def answer(
     eot_tokens: tuple[str, ...] = (),
     how: Generation = GREEDY,
 ) -> list[Sample]:
-    """Every prompt answered, on every rank in the same order; each rank (each tensor parallel
-    group, whose ranks run the same forwards) answers its share.
+    """Answers every prompt; returns the answers on every rank, in the order of the prompts.
 
-    An answer ends with a turn, or at twice the longest expected length; without one, at
-    `max_new_tokens`.
+    The prompts are dealt out to the tensor parallel groups; the ranks of a group run the same
+    forwards. An answer ends with a turn, or at twice the longest expected length; if none is
+    expected, at `max_new_tokens`.
 
-    Raises `UserError` on all ranks where a sharded tower would run on some of them alone.
+    Raises `UserError` on all ranks if some would run a sharded vision tower and others would not.
     """
     model.eval()
     groups = world.tensor_group_count
-    padded = len(prompts) + -len(prompts) % groups  # every group answers the same number
-    mine = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
-    batches = [mine] if mine else []
-    # Caches of rows of several lengths cannot change their frequencies each at its own token.
+    padded = round_up(len(prompts), groups)  # every group answers the same number
+    own = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
+    batches = [own] if own else []
+    # One by one: rotary frequencies that depend on a row's length would be the longest row's, and
+    # cross attention reads the images of one prompt.
     if depends_on_length(model) or reads_across(unwrap(model)):
-        batches = [[prompt] for prompt in mine]
+        batches = [[prompt] for prompt in own]
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
-    if world.sharding.is_fsdp and any(each != have_images for each in world.gather(have_images)):
+    if world.sharding.is_fsdp and any(other != have_images for other in world.gather(have_images)):
         raise UserError(
             "exact_match_samples: a rank's held-out questions have images and another's have "
             "none, and a sharded tower runs on all ranks together; hold out rows with images "
             "alone, or set exact_match_samples: 0"
         )
-    answers = [
-        sample
-        for batch in batches
-        for sample in _generate(model, batch, tokenizer, world, eot_tokens, how)
-    ]
-    by_rank = world.gather([asdict(sample) for sample in answers])
-    return [
-        Sample(**by_rank[i % groups * (world.stage_size // groups)][i // groups])
-        for i in range(len(prompts))
-    ]
+    samples: list[Sample] = []
+    for batch in batches:
+        samples += _generate(model, batch, tokenizer, world, eot_tokens, how)
+    by_rank = world.gather([asdict(sample) for sample in samples])
+    by_group = by_rank[:: world.stage_size // groups][:groups]  # of its first rank each
+    return [Sample(**by_group[i % groups][i // groups]) for i in range(len(prompts))]
 
 
 def _generate(
@@ -275,14 +283,14 @@ def _generate(
     eot_tokens: tuple[str, ...],
     how: Generation,
 ) -> list[Sample]:
-    """Generates the answers to `prompts` as one batch."""
+    """Generates the answers to `prompts` in one batch."""
     transformer: Any = unwrap(model)
     pad = _choose_pad(tokenizer)
     stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
     inputs = _pad_left(prompts, pad)
     prompt_length = inputs["input_ids"].shape[1]
-    # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would
-    # run uncompiled.
+    # Compiled for generation's many shapes, torch.compile would reach its limit of graphs, and
+    # training would run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             **{name: ids.to(world.device) for name, ids in inputs.items()},
@@ -297,7 +305,7 @@ def _generate(
             output_logits=how.with_log_probabilities,
         )
     token_ids = generated.sequences[:, prompt_length:]
-    answers = [row[: _length(row, stop_ids, pad)] for row in token_ids.tolist()]
+    answers = [row[: _count_answer(row, stop_ids, pad)] for row in token_ids.tolist()]
     scores: list[tuple[float, ...]] = [()] * len(prompts)
     if how.with_log_probabilities:
         padded = _log_probabilities(generated.logits, token_ids, how.temperature or 1.0).tolist()
@@ -311,15 +319,19 @@ def _make_samples(
     scores: Sequence[tuple[float, ...]],
     tokenizer: Any,
 ) -> list[Sample]:
-    """Decodes questions and answers. `scores`: each answer's log-probabilities, or nothing."""
+    """Decodes questions and answers.
+
+    `scores`: the log-probabilities of each answer's tokens; empty ones if they are not asked for.
+    """
     prompt_ids = [list(prompt.prompt_ids) for prompt in prompts]
     questions = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    rows = zip(questions, texts, prompts, answers, scores, strict=True)
-    return [
-        Sample(question.strip(), text.strip(), prompt.answer, tuple(ids), of_tokens)
-        for question, text, prompt, ids, of_tokens in rows
-    ]
+    samples = []
+    for i, prompt in enumerate(prompts):
+        question = questions[i].strip()
+        text = texts[i].strip()
+        samples.append(Sample(question, text, prompt.answer, tuple(answers[i]), scores[i]))
+    return samples
 
 
 def _choose_pad(tokenizer: Any) -> int:
@@ -331,7 +343,7 @@ def _choose_pad(tokenizer: Any) -> int:
 
 
 def _pad_left(prompts: Sequence[Prompt], pad: int) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask`, int64[prompts, longest prompt]."""
+    """Makes `input_ids` and `attention_mask`, int64[prompts, longest], padded on the left."""
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), longest), pad)
     attention_mask = torch.zeros_like(input_ids)
@@ -345,8 +357,8 @@ def _pad_left(prompts: Sequence[Prompt], pad: int) -> dict[str, Tensor]:
 def _read_images(
     transformer: Any, tokenizer: Any, prompts: Sequence[Prompt], input_ids: Tensor
 ) -> Mapping[str, Any]:
-    """The tower's inputs for the images of `prompts`; none where they have none."""
-    images = [image for prompt in prompts for image in prompt.images]
+    """Makes the vision tower's inputs for the images of `prompts`; empty if they have none."""
+    images = list(chain.from_iterable(prompt.images for prompt in prompts))
     if not images:
         return {}
     inputs = tokenizer.images.make_generation_inputs(transformer, input_ids, images)
@@ -354,13 +366,14 @@ def _read_images(
 
 
 def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation) -> int:
-    """Counts the tokens that an answer may have: twice the longest expected answer."""
-    expected = [
-        len(tokenizer.encode(prompt.answer, add_special_tokens=False))
-        for prompt in prompts
-        if prompt.answer
-    ]
-    return 2 * max(expected) + 2 if expected else how.max_new_tokens
+    """Counts the tokens that an answer may have: twice the longest expected answer, and 2."""
+    expected_tokens = []
+    for prompt in prompts:
+        if prompt.answer:
+            expected_tokens.append(len(tokenizer.encode(prompt.answer, add_special_tokens=False)))
+    if not expected_tokens:
+        return how.max_new_tokens
+    return 2 * max(expected_tokens) + 2
 
 
 def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:
@@ -379,22 +392,25 @@ def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[st
 
 
 def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature: float) -> Tensor:
-    """fp32[rows, tokens]: of each token, from the logits [rows, vocabulary] at each place."""
+    """Computes the log-probability of each token, fp32[rows, tokens].
+
+    `logits`: [rows, vocabulary] for each place of the answers.
+    """
     columns = []
     for place, scores in enumerate(logits):
-        of_all = (scores.float() / temperature).log_softmax(-1)
-        columns.append(of_all.gather(-1, token_ids[:, place : place + 1]))
+        log_probabilities = (scores.float() / temperature).log_softmax(-1)
+        columns.append(log_probabilities.gather(-1, token_ids[:, place : place + 1]))
     return torch.cat(columns, 1)
 
 
-def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
+def _count_answer(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
     """Counts the tokens of a row's answer: up to the first that ends it, that one
     included.
 
     >>> (
-    ...     _length([5, 6, 2, 0, 0], [2], pad=0),
-    ...     _length([5, 6, 7], [2], pad=0),
-    ...     _length([5, 0, 0], [2], pad=0),
+    ...     _count_answer([5, 6, 2, 0, 0], [2], pad=0),
+    ...     _count_answer([5, 6, 7], [2], pad=0),
+    ...     _count_answer([5, 0, 0], [2], pad=0),
     ... )
     (3, 3, 1)
     """
@@ -402,6 +418,6 @@ def _length(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
         if token in stop_ids:
             return place + 1
     length = len(token_ids)
-    while length and token_ids[length - 1] == pad:  # behind the text of `stop`
+    while length and token_ids[length - 1] == pad:  # an answer that ended with a text of `stop`
         length -= 1
     return length

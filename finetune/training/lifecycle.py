@@ -4,7 +4,7 @@ finished.json).
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
 from finetune.checkpoint.manifest import Progress, find_damage, hash_recipe, read_state
@@ -43,11 +44,11 @@ from finetune.files.run_files import drop_later_lines
 from finetune.flops import flop_per_token_of, forward_flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
-from finetune.training.callbacks import Hooks, Tracker, list_trackers, open_tracker
+from finetune.training.callbacks import Hooks, list_trackers, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.loop import is_out_of_patience
 from finetune.training.metrics import MetricsLog, find_fp8_share, peak_flops
-from finetune.training.objectives.answers import make_answer_objectives
+from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.contrastive import ContrastiveObjective
 from finetune.training.objectives.distill import (
     Distillation,
@@ -59,7 +60,7 @@ from finetune.training.objectives.online import make_policy_objectives
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.scores import SCORING
-from finetune.training.reference import find_references
+from finetune.training.reference import Reference, find_references
 from finetune.training.screens import (
     answers_before_and_after,
     first_screen,
@@ -68,11 +69,12 @@ from finetune.training.screens import (
 )
 from finetune.training.training_run import (
     COMPLETIONS,
+    DATA_REPORT,
     METRICS,
     RECIPE,
     TrainingRun,
     describe_run,
-    unwritable,
+    refuse_unwritable,
     write_data_report,
 )
 from finetune.training.watch import SignalListener, Watchdog, profile_steps
@@ -81,8 +83,8 @@ from finetune.training.watch import SignalListener, Watchdog, profile_steps
 def open_run_folder(recipe: Recipe, world: World) -> Path:
     """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
-    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or
-    another run has locked it, and where the recipe names a checkpoint that is damaged.
+    Rank 0 makes it, all ranks return it. Raises `UserError` on all if it cannot be written or
+    another run has locked it, or if the recipe names a damaged checkpoint as its model.
     """
     folder = recipe.folder
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
@@ -90,38 +92,34 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
 
 
 def _open_folder(folder: Path, recipe: Recipe) -> None:
-    try:
+    """As `open_run_folder`, on rank 0; restores exports whose replacement was interrupted."""
+    with refuse_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
         restore_exports(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
 
 
 def try_folder(recipe: Recipe, world: World) -> None:
-    """Raises `UserError` on all ranks where the run's folder could not be made and written.
+    """Raises `UserError` on all ranks if the run's folder could not be made and written.
 
     Leaves nothing there.
     """
-    RankGroup(world).on_main(lambda: _try_folder(recipe.folder))
 
+    def try_folder_on_main() -> None:
+        with refuse_unwritable(recipe.folder):
+            try_writing(recipe.folder)
 
-def _try_folder(folder: Path) -> None:
-    try:
-        try_writing(folder)
-    except OSError as error:
-        raise unwritable(folder, error) from None
+    RankGroup(world).on_main(try_folder_on_main)
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
-    """The recipe with the day that its chat template writes, where that asks for one: the day on
-    which the run began.
+    """Returns the recipe with the day on which the run began, if its chat template writes a day.
 
-    Else ranks that tokenize around midnight would differ, and a run resumed the next day would
-    train on another text.
+    Without it, ranks that tokenize around midnight would differ, and a run resumed the next day
+    would train on another text.
     """
     if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
         return recipe
@@ -130,17 +128,17 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
 
 
 def _first_day(recipe_of_run: Path) -> str | None:
-    """The day in the run's own recipe; today where there is none yet.
+    """Reads the day from the recipe in the run's folder; today if there is no such file yet.
 
-    None in a run of a version that fixed no day.
+    None in a run of a version that wrote no day.
     """
     if not recipe_of_run.is_file():
         return date.today().isoformat()
     try:
-        known: str | None = read_yaml(recipe_of_run).get("chat_template_date")
+        day: str | None = read_yaml(recipe_of_run).get("chat_template_date")
     except UserError as error:
         raise UserError(f"{error}; set chat_template_date to the run's day") from None
-    return known
+    return day
 
 
 def make_objectives(
@@ -154,63 +152,70 @@ def make_objectives(
 ) -> Objectives:
     """Makes the objectives of training and of held-out data. All ranks call it.
 
-    `model` still has the weights that training starts with, a method's reference. `inputs`: of
-    `fingerprint_inputs`. `folder`: the run's, where it has one.
+    Args:
+        model: With the weights that training starts from: they are a method's reference.
+        recipe: Names the method.
+        data: The run's.
+        inputs: As `fingerprint_inputs` makes them.
+        signals: May stop the computation of a reference.
+        world: The ranks of the run.
+        folder: The run's, if it has one.
     """
     facts = recipe.method_facts
     teacher = None
     if recipe.teacher is not None:
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
         if recipe.method.distill_top_k is not None:
-            known = find_stored_teacher(model, recipe, data, inputs, world, load)
-            return Objectives(
-                *(
-                    Distillation(known.get(name, known["training"]))
-                    for name in ("training", "held_out")
-                )
-            )
+            stored = find_stored_teacher(model, recipe, data, inputs, world, load)
+            training = stored["training"]
+            held_out = stored.get("held_out", training)  # not used if no data is held out
+            return Objectives(Distillation(training), Distillation(held_out))
         teacher = load()
         if not facts.samples:
-            return Objectives(Distillation(teacher), Distillation(teacher))
+            return Objectives.of(Distillation(teacher))
     if facts.samples:
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
     if facts.rows == "answers":
-        return make_answer_objectives(recipe, data.tokenizer, data.train.steps)
+        return Objectives.of(make_answer_objective(recipe, data.tokenizer, data.train.steps))
     if facts.scores:
-        scoring = SCORING[facts.rows](recipe, world.sequence_group)
-        return Objectives(scoring, scoring.for_evaluation())
+        return Objectives.of(SCORING[facts.rows](recipe, world.sequence_group))
     if facts.embeds:
-        contrastive = ContrastiveObjective.of(recipe, world.sequence_group)
-        return Objectives(contrastive, replace(contrastive, is_held_out=True))
+        return Objectives.of(ContrastiveObjective.of(recipe, world.sequence_group))
+    references: tuple[Reference | None, Reference | None] = (None, None)
     if facts.needs_reference:
         references = find_references(model, recipe, data, inputs, signals, world)
-    else:
-        references = None
-    group = world.sequence_group
-    if facts.rows == "ratings":
-        assert references is not None, "ratings are of answers against the reference's"
-        keys = recipe.method
-        return Objectives(
-            *(RatingObjective(keys, reference, sequence_group=group) for reference in references)
-        )
+    return _make_preference_objectives(recipe, data, references, world.sequence_group)
+
+
+def _make_preference_objectives(
+    recipe: Recipe,
+    data: PreparedData,
+    references: tuple[Reference | None, Reference | None],
+    sequence_group: ProcessGroup | None,
+) -> Objectives:
+    """Makes the objectives of pairs or ratings, each with its reference, if the method has one."""
+    keys = recipe.method
+    for_training, for_held_out = references
+    if recipe.method_facts.rows == "ratings":
+        assert for_training is not None and for_held_out is not None
+        rating = RatingObjective(keys, for_training, sequence_group=sequence_group)
+        return Objectives(rating, replace(rating, reference=for_held_out))
     training = PreferenceObjective(
-        recipe.method, None, recipe.optimization.label_smoothing, sequence_group=group
+        keys, for_training, recipe.optimization.label_smoothing, sequence_group=sequence_group
     )
     held_out = replace(
         training,
+        reference=for_held_out,
         label_smoothing=0.0,
-        chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation),
+        chosen_tokens_per_pair=_mean_chosen_tokens(data.evaluation),
     )
-    if references is None:
-        return Objectives(training, held_out)
-    return Objectives(
-        replace(training, reference=references[0]), replace(held_out, reference=references[1])
-    )
+    return Objectives(training, held_out)
 
 
 def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
-    """The recipe's teacher (or the reference of a method that samples), whose forward is compared
-    with its own.
+    """Loads the recipe's teacher, or the reference of a method that samples.
+
+    Raises `UserError` if its forward differs from transformers' own.
     """
     try:
         teacher = load_teacher(recipe, world)
@@ -220,13 +225,13 @@ def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
     return teacher
 
 
-def _chosen_tokens_per_pair(batches: StoredBatches | None) -> float | None:
+def _mean_chosen_tokens(batches: StoredBatches | None) -> float | None:
+    """The mean number of trained tokens of a chosen answer, which is the first of each group."""
     if batches is None:
         return None
     examples = batches.examples
-    return int(examples.trained[:: examples.group_size].sum(dtype=np.int64)) / max(
-        1, examples.groups
-    )
+    chosen_tokens = int(examples.trained[:: examples.group_size].sum(dtype=np.int64))
+    return chosen_tokens / max(1, examples.groups)
 
 
 def start_run(
@@ -244,12 +249,12 @@ def start_run(
     hooks: Hooks,
     phases: Phases,
 ) -> TrainingRun:
-    """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen.
+    """Makes the run of this rank; rank 0 opens metrics.jsonl and prints the first screen.
 
     All ranks call it.
 
-    Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker
-    does not start.
+    Raises `UserError` on all ranks if one of the run's files cannot be written, a tracker does not
+    start, or a checkpoint could not keep a callback's state.
     """
     config: Any = text_config_of(unwrap(model).config)
     if gathers_fp8(world.sharding):
@@ -259,18 +264,15 @@ def start_run(
     log, results = open_log(recipe, world, folder, data, progress)
     phases.write_to(log.phase, progress.step)
 
-    # a forward for the vectors of the step, before those with a backward
-    embeds = recipe.method_facts.embeds
-
     def count_flop(length: float) -> float:
-        own = flop_per_token_of(
-            config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied
+        """FLOP to train on one token in a document of `length` tokens, a teacher's included."""
+        parameters = size.multiplied
+        flop = flop_per_token_of(
+            config, parameters=parameters, length=length, frozen=size.frozen_multiplied
         )
-        if embeds:
-            again = forward_flop_per_token_of(config, parameters=size.multiplied, length=length)
-        else:
-            again = 0.0
-        return own + again + teacher_flop_per_token(objectives.training, length)
+        if recipe.method_facts.embeds:  # GradCache's forward of all texts, before the backward
+            flop += forward_flop_per_token_of(config, parameters=parameters, length=length)
+        return flop + teacher_flop_per_token(objectives.training, length)
 
     fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
     run = TrainingRun(
@@ -313,58 +315,62 @@ def start_run(
     for line in first_screen(run, size, progress):
         log.say(line)
     hooks.load_states(progress)
-    # a state that no checkpoint can keep is said before the first step
-    RankGroup(world).on_all(hooks.read_states)
+    RankGroup(world).on_all(hooks.read_states)  # raises where a checkpoint could not keep them
     return run
 
 
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """Opens, on the main rank, metrics.jsonl with the display and the trackers, data_report.json
-    and the description of the run; the other ranks have a silent log.
+    """Writes, on the main rank, the description of the run and data_report.json, and opens
+    metrics.jsonl with the display and the trackers; the other ranks have a silent log.
 
-    Returns it and, on every rank, what an earlier start has logged of evaluations at this step.
+    Returns the log and, on every rank, the results that an earlier start of the run has logged of
+    evaluations at this step.
     """
     step = progress.step
-    trackers: list[Tracker] = []
     log = MetricsLog(None, data.train.steps, step)
 
-    def start() -> dict[str, Any]:
+    def open_on_main() -> dict[str, Any]:
         nonlocal log
-        for name in list_trackers(recipe.run.report_to):
-            trackers.append(open_tracker(name, recipe.name, folder, to_dict(recipe), step))
+        trackers = [
+            open_tracker(name, recipe.name, folder, to_dict(recipe), step)
+            for name in list_trackers(recipe.run.report_to)
+        ]
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
-        if recipe.labels_are_indices and not recipe.method_facts.samples and data.images is None:
-            batches = data.evaluation or data.train
-            # what an export is measured on; a stream keeps none
-            if isinstance(batches, StoredBatches):
-                write_comparison_rows(
-                    folder, batches.examples, held_out=data.evaluation is not None
-                )
+        _keep_comparison_rows(folder, recipe, data)
         samples = drop_later_lines(folder / SAMPLES, step)
         drop_later_lines(folder / COMPLETIONS, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
-        lines = [
-            line
-            for line in read_json_lines(folder / METRICS)
-            if line is not None and line.get("step") == step
-        ]
-        results = {
-            key: value
-            for line in lines
-            for key, value in line.items()
-            if key in ("eval_loss", "exact_match")
-        }
-        has_samples = any(
-            sample["step"] == step and sample.get("expected") == "" for sample in samples
-        )
-        return results | ({"sample_prompts": True} if has_samples else {})
+        return _find_results(read_json_lines(folder / METRICS), samples, step)
 
-    results: dict[str, Any] = RankGroup(world).on_main(start)
+    results: dict[str, Any] = RankGroup(world).on_main(open_on_main)
     return log, results
+
+
+def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> None:
+    """Writes the rows on which an export is compared with the model before it; none of a stream."""
+    predicts_tokens = recipe.labels_are_indices and not recipe.method_facts.samples
+    batches = data.evaluation or data.train
+    if predicts_tokens and data.images is None and isinstance(batches, StoredBatches):
+        write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
+
+
+def _find_results(
+    metrics: Iterable[Mapping[str, Any] | None], samples: Iterable[Mapping[str, Any]], step: int
+) -> dict[str, Any]:
+    """Finds what lines of metrics.jsonl and samples.jsonl say of evaluations at `step`."""
+    results: dict[str, Any] = {}
+    for line in metrics:
+        if line is not None and line.get("step") == step:
+            results |= {key: line[key] for key in ("eval_loss", "exact_match") if key in line}
+    for sample in samples:
+        # those of sample_prompts, which have no true answer
+        if sample["step"] == step and sample.get("expected") == "":
+            results["sample_prompts"] = True
+    return results
 
 
 def read_batches(
@@ -376,10 +382,10 @@ def read_batches(
     log: MetricsLog,
     from_step: int,
 ) -> Iterator[StepBatch]:
-    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the
-    profiler.
+    """Yields this rank's batches from `from_step` (0-based) to the end, those of `profile_steps`
+    under the profiler.
 
-    Where the method samples, each is sampled when it is asked for: from the weights after the step
+    If the method samples, a batch is sampled when it is asked for: from the weights after the step
     before.
     """
     if isinstance(objective, PolicyObjective):
@@ -390,38 +396,31 @@ def read_batches(
 
 
 def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]) -> None:
-    """Adds lines to completions.jsonl.
-
-    They are only looked at: a full disk does not end the run.
+    """Adds lines to completions.jsonl. Nothing but people read them: a full disk does not end the
+    run.
     """
-    try:
+    with log.report_unwritable(folder / COMPLETIONS):
         append_json_lines(folder / COMPLETIONS, lines)
-    except OSError as error:
-        log.say(f"{folder / COMPLETIONS}: cannot be written ({error.strerror}); the run continues")
 
 
 def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
-    """Logs what is found in data that is read while training, and keeps data_report.json up to
-    date.
+    """Returns the function that logs what is found in data that is read while training, and keeps
+    data_report.json up to date.
     """
 
     def log_news(report: Report, news: list[str]) -> None:
         for line in news:
             log.say(f"stream  {line}")
         if world.is_main:
-            try:
+            with log.report_unwritable(folder / DATA_REPORT):
                 write_data_report(folder, report.as_json())
-            except OSError as error:  # it is only looked at; the next block writes it again
-                log.say(
-                    f"{error.filename}: cannot be written ({error.strerror}); the run continues"
-                )
 
     return log_news
 
 
 def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """The ids of a user's turn, or of messages, up to where the assistant begins; without a
-    template, of the text.
+    """Encodes a user's turn, or messages, up to where the assistant begins; the text alone if the
+    tokenizer has no template.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(prompt))
@@ -434,11 +433,11 @@ FINISHED = "finished.json"
 
 
 def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> None:
-    """Ends the tracker and, after the last of several adapters, the process group.
+    """Closes the trackers and, after the last of several adapters, the process group.
 
-    Raises `Preempted` where a signal has asked to stop meanwhile.
+    Raises `Preempted` if a signal has asked to stop meanwhile.
     """
-    run.log.close_tracker()
+    run.log.close_trackers()
     if is_last:
         leave(run.world)
         must_stop = signals.stop
@@ -449,9 +448,8 @@ def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> 
 
 
 def finish(run: TrainingRun, progress: Progress) -> None:
-    """Exports on rank 0, which needs no other rank: nobody waits in a collective.
-
-    Prints the last screen.
+    """Exports on rank 0 and prints the last screen. No other rank takes part: the process group is
+    closed.
     """
     if not run.world.is_main:
         return
@@ -460,7 +458,6 @@ def finish(run: TrainingRun, progress: Progress) -> None:
     if run.recipe.checkpoint.export_at_end:
         export(run, progress)
     record = _record(run.recipe, run.inputs, progress.step)
-    # all of it is done, and exported
     replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")
     for line in last_screen(
         run.folder, progress.step, has_teacher=run.recipe.method_facts.needs_teacher
@@ -470,37 +467,38 @@ def finish(run: TrainingRun, progress: Progress) -> None:
 
 
 def export(run: TrainingRun, progress: Progress) -> None:
-    """Exports the run's last checkpoint, or its best.
+    """Exports the run's best checkpoint if it keeps one, else the newest.
 
-    Raises `Preempted` where a signal stops it.
+    Raises `Preempted` if a signal stops it.
     """
     from finetune.export.export import export_run
     from finetune.export.publish import exit_on_signals
 
-    if run.recipe.checkpoint.keep_best_checkpoint:
-        best = progress.best_step
-    else:
-        best = None
-    if best is not None:
-        run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
-    if best is None:
-        checkpoint = None
-    else:
-        checkpoint = step_folder(run.folder, best)
-    # not saved, or in the folder that the run was resumed from
-    if checkpoint is not None and not checkpoint.is_dir():
-        run.log.say(
-            f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported"
-        )
-        checkpoint = None
+    checkpoint = _find_best(run, progress)
     try:
         with exit_on_signals():
             export_run(run.folder, checkpoint=checkpoint, log=run.log.say, phases=run.phases)
     except SystemExit as stop:
-        number = Signals(int(str(stop.code)) - 128).name
+        signal_name = Signals(int(str(stop.code)) - 128).name
         raise run.preempted(
-            f"during the export; all {progress.step} steps are saved", by=number
+            f"during the export; all {progress.step} steps are saved", by=signal_name
         ) from None
+
+
+def _find_best(run: TrainingRun, progress: Progress) -> Path | None:
+    """Finds the checkpoint of the best step; None if the run keeps none."""
+    best = progress.best_step
+    if best is None or not run.recipe.checkpoint.keep_best_checkpoint:
+        return None
+    run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
+    checkpoint = step_folder(run.folder, best)
+    if checkpoint.is_dir():
+        return checkpoint
+    # not saved, or in the folder that the run was resumed from
+    run.log.say(
+        f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported"
+    )
+    return None
 
 
 def is_finished(
@@ -511,8 +509,8 @@ def is_finished(
 
     All ranks call it; rank 0 looks, and prints where the results are. `steps`: the schedule's.
 
-    Raises `UserError` where nothing is left to train, but the recipe trains otherwise than the run
-    did: it would be described and exported as if it had been trained so.
+    Raises `UserError` if nothing is left to train but the keys of optimization have changed: the
+    export would be described by keys that it was not trained with.
     """
     is_done: bool = RankGroup(world).on_main(lambda: _is_finished(folder, recipe, inputs, steps))
     if is_done and world.is_main:
@@ -522,41 +520,46 @@ def is_finished(
 
 
 def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int) -> bool:
+    """As `is_finished`, on rank 0."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return False
-    last, newest = checkpoints[-1]
-    exports = []
-    if recipe.checkpoint.export_at_end:
-        if recipe.lora.use_peft:
-            exports = ["export", "adapter"]
-        else:
-            exports = ["export"]
-    if read_json_object(folder / FINISHED) == _record(recipe, inputs, last):
-        return all((folder / name).is_dir() for name in exports) and not find_damage(newest)
+    last_step, newest = checkpoints[-1]
+    if read_json_object(folder / FINISHED) == _record(recipe, inputs, last_step):
+        return _has_exports(folder, recipe) and not find_damage(newest)
     try:
-        is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
+        is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
     except ValueError:  # damaged, and passed over when the run resumes
         is_over = False
-    # the checkpoint of a run that continues is read once, by `find_start`
+    # the checkpoint of a run that continues is verified once, by `find_start`
     if is_over and not find_damage(newest):
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
 
+def _has_exports(folder: Path, recipe: Recipe) -> bool:
+    """Whether all exports are in the run's folder that its recipe asks for."""
+    if not recipe.checkpoint.export_at_end:
+        return True
+    has_adapter = not recipe.lora.use_peft or (folder / "adapter").is_dir()
+    return has_adapter and (folder / "export").is_dir()
+
+
 def _refuse_other_training(
     folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path
 ) -> None:
-    """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is
-    `newest`.
+    """Raises `UserError` if keys of optimization have changed since the run saved `newest`, its
+    last checkpoint.
     """
     deciding, other = compare_to_saved(read_state(newest), recipe, inputs)
-    changed = [
-        change
-        for change in other
-        if recipe_keys()[re.split(r"\W", change)[0]].section == "optimization"
-    ]
-    if changed and not deciding:  # those are refused, or taken, by `find_start`
+    if deciding:  # `find_start` decides on these
+        return
+    changed = []
+    for change in other:  # each begins with its key
+        key = re.split(r"\W", change)[0]
+        if recipe_keys()[key].section == "optimization":
+            changed.append(change)
+    if changed:
         raise UserError.of(
             [
                 (
@@ -570,4 +573,5 @@ def _refuse_other_training(
 
 
 def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
+    """What finished.json says of a run that is done and exported."""
     return {"step": step, "recipe_sha256": hash_recipe(to_dict(recipe)), "inputs": dict(inputs)}

@@ -18,7 +18,7 @@ from finetune.data.batches import StepBatch
 from finetune.files.phases import Phases
 from finetune.training.evaluate import evaluate
 from finetune.training.metrics import Compilation, Window
-from finetune.training.step import handle_nonfinite, make_guard, train_step
+from finetune.training.step import StepResult, handle_nonfinite, make_guard, train_step
 from finetune.training.training_run import TrainingRun
 from finetune.training.update_in_backward import UpdateInBackward
 from finetune.training.watch import Requests, SignalListener
@@ -43,8 +43,8 @@ class Due:
 def find_due(
     before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests
 ) -> Due:
-    """Returns what is due once the step between the two progresses is done, by the recipe and by
-    the ranks' requests.
+    """Returns what the recipe and the ranks' requests ask for after the step from `before` to
+    `now`.
 
     There is no evaluation at the last step: the run evaluates once more after training. An epoch
     ends with the first step after which all rows have been read once more.
@@ -63,8 +63,10 @@ def find_due(
     ends_epoch = int(now.epoch) > int(before.epoch)
 
     def is_due(strategy: str, interval: float | None) -> bool:
+        if strategy == "epoch":
+            return ends_epoch
         every = count_steps(interval, last_step)
-        return ends_epoch if strategy == "epoch" else every is not None and now.step % every == 0
+        return every is not None and now.step % every == 0
 
     run = recipe.run
     checkpoint = recipe.checkpoint
@@ -81,8 +83,8 @@ def find_due(
 
 
 def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> Due:
-    """An evaluation may show that this step is the best one, which is saved, or that the run ends
-    here.
+    """Returns what is due after an evaluation: it may show that this step is the best one, which is
+    saved, or that the run ends here.
     """
     ends = due.end or is_out_of_patience(progress, recipe.run)
     is_best = recipe.checkpoint.keep_best_checkpoint and progress.best_step == progress.step
@@ -90,8 +92,8 @@ def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> D
 
 
 def is_out_of_patience(progress: Progress, run: Run) -> bool:
-    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations (never
-    where that is null).
+    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations; never if
+    that key is null.
     """
     patience = run.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
@@ -103,13 +105,13 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     The same numbers on every layout and number of ranks.
 
     Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss
-    not finite.
+    that is not finite.
     """
     recipe = run.recipe
     world = run.world
     saver = run.saver
     last_step = run.schedule.steps
-    if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
+    if is_out_of_patience(progress, recipe.run):  # resumed after it had stopped early
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
@@ -142,14 +144,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 learning_rate=rate,
                 before_update=saver.before_update,
             )
-            if result.failed_check is None:
-                window.add(result.measured, run.objectives.training.count(batch), batch, waited)
-            else:
-                run.log.say(
-                    handle_nonfinite(
-                        recipe.optimization, result.failed_check, progress.skipped_steps, world
-                    )
-                )
+            _note_result(run, window, batch, result, waited, progress.skipped_steps)
             before = progress
             progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
             run.phases.step = progress.step
@@ -192,9 +187,30 @@ def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
     return UpdateInBackward(run.optimizer, run.recipe, run.world)
 
 
+def _note_result(
+    run: TrainingRun,
+    window: Window,
+    batch: StepBatch,
+    result: StepResult,
+    waited: float,
+    skipped_steps: int,
+) -> None:
+    """Adds what a step has measured to `window`, or says that its update was skipped.
+
+    Raises `UserError` if no more steps may be skipped.
+    """
+    if result.failed_check is None:
+        window.add(result.measured, run.objectives.training.count(batch), batch, waited)
+    else:
+        policy = run.recipe.optimization
+        run.log.say(handle_nonfinite(policy, result.failed_check, skipped_steps, run.world))
+
+
 @contextmanager
 def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
-    """Measures the block as the training of this start, and what it compiles."""
+    """Adds the block's seconds to the phase "training", and what torch.compile took of them to
+    "compile".
+    """
     compiled_before = compilation.seconds() or 0.0
     try:
         with phases.timed("training"):
@@ -211,7 +227,7 @@ def _log(
     run.notify("on_log", progress, line)
     if news := compilation.news():
         run.log.say(news)
-    gc.collect(1)  # the young generations only, what steps have left behind
+    gc.collect(1)  # the young generations only: they hold what steps have left behind
 
 
 def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
@@ -221,7 +237,7 @@ def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
-    """Each batch with the seconds that the loop waited for it."""
+    """Yields each batch with the seconds that the loop waited for it."""
     while True:
         started = time.perf_counter()
         batch = next(batches, None)
@@ -235,7 +251,7 @@ def garbage_collected_between_lines() -> Iterator[None]:
     """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all
     others wait for it.
 
-    The loop collects at its lines of metrics instead.
+    The loop collects when it logs metrics instead.
     """
     was_enabled = gc.isenabled()
     gc.collect()

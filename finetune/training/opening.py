@@ -1,5 +1,5 @@
-"""What a run reads before its weights: folder, tokenizer, config and data, and what each of them
-decides.
+"""What a run reads before its weights: folder, tokenizer, config and data. Each may complete the
+recipe.
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ from finetune.training.screens import check_offload_dir
 class OpenedRun:
     """All that a run needs but its weights."""
 
-    recipe: Recipe  # with what the tokenizer, the config and the data decide
-    folder: Path | None  # None where nothing is saved
+    recipe: Recipe  # completed by the tokenizer, the config and the data
+    folder: Path | None  # None if nothing is saved
     tokenizer: Any
-    vocabulary: Vocabulary | None  # None where the recipe names no tokens
-    data: PreparedData | None  # None where the recipe names none: all rows are given
+    vocabulary: Vocabulary | None  # None if the recipe adds no tokens
+    data: PreparedData | None  # None if the recipe names none: a script gives all rows
 
     @property
     def build_options(self) -> BuildOptions:
-        """What the recipe's method, the tokenizer and the data ask of the model."""
+        """How to build the model for the recipe's method, the tokenizer and the data."""
         return BuildOptions(
             vocabulary=self.vocabulary,
             scores=(self.recipe.score_head, find_pad_id(self.tokenizer)),
@@ -57,9 +57,7 @@ class OpenedRun:
 
     @property
     def _blank_document(self) -> BlankDocument | None:
-        """A document of one small image, for a model whose rows may hold images; None where none
-        holds one.
-        """
+        """A document of one small image; None if no row holds an image."""
         if self._holds_no_image:
             return None
         make: BlankDocument | None = self.tokenizer.images.make_blank_document
@@ -67,11 +65,12 @@ class OpenedRun:
 
     @property
     def _holds_no_image(self) -> bool:
+        """Whether all rows have been read, and none holds an image."""
         data = self.data
         return data is not None and data.report.is_complete and data.images is None
 
     def refuse_unreached_tower(self, model: nn.Module) -> None:
-        """Raises `UserError` where `trainable_modules` names what only images reach, and no row
+        """Raises `UserError` if `trainable_modules` names parts that only images reach, and no row
         holds one.
         """
         if self._holds_no_image and trains_tower(model):
@@ -84,26 +83,26 @@ class OpenedRun:
 def open_run(
     recipe: Recipe, world: World, machine: MachineFacts, phases: Phases, *, saves: bool
 ) -> OpenedRun:
-    """Reads all but the weights, and asks the rules with what the config and the tokenizer say.
+    """Reads all but the weights, and applies the rules that need the config or the tokenizer.
 
-    All ranks call it.
+    All ranks call it. `saves`: whether the run has a folder.
 
     Raises:
-        UserError: For what the rules refuse, files that cannot be read, fatal findings in the data,
-            or a folder that cannot be written or is in use.
+        UserError: If a rule refuses the recipe, a file cannot be read, the data has a fatal
+            finding, or the folder cannot be written or is in use.
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )
     if recipe.method_facts.reads_queries and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # whoever embeds or ranks texts together pads
+        tokenizer.pad_token = tokenizer.eos_token  # other tools pad the texts of a batch with it
     if recipe.method_facts.ranks:
         tokenizer.chat_template = write_pair_template(
             recipe.data, tokenizer.decode(encode_bos(tokenizer)), tokenizer.eos_token or ""
         )
     if recipe.method_facts.masks:
-        find_mask_id(tokenizer, recipe.method.mask_token)  # or it says why there is none
+        find_mask_id(tokenizer, recipe.method.mask_token)  # raises if there is none
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
@@ -122,9 +121,9 @@ def _adopt_config(
     world: World,
     machine: MachineFacts,
 ) -> Recipe:
-    """The recipe in the names and the quantization of its model.
+    """Returns the recipe with the model's names of modules and its quantization.
 
-    Raises `UserError` for what the rules refuse.
+    Raises `UserError` if a rule refuses the recipe, or if an export could not be checked.
     """
     config = load_config(recipe.model, vocabulary)
     facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
@@ -134,7 +133,7 @@ def _adopt_config(
         find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine)
     )
     for name in recipe.rollout.reward_models:
-        read_reward_model(name)  # says so where it gives no score
+        read_reward_model(name)  # raises if it gives no score
     trained = trained_config(config, recipe.model)
     set_head(trained, recipe.score_head, find_pad_id(tokenizer))
     RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
@@ -144,7 +143,7 @@ def _adopt_config(
 def _read_data(
     recipe: Recipe, tokenizer: Any, world: World, phases: Phases
 ) -> tuple[PreparedData, Recipe]:
-    """The data, and the recipe with what they decide."""
+    """Returns the data, and the recipe as they complete it."""
     with phases.timed("data"):
         data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)

@@ -1,16 +1,17 @@
-"""What a run shows: its plan, the first and the last screen, and where its memory went if that is
-not enough.
+"""What a run shows: its plan, the first and the last screen, and, if memory is not enough, where it
+went.
+
+The functions named describe_* return the lines of one part of the first screen.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl
 
 from finetune.checkpoint.manifest import Progress
@@ -24,7 +25,7 @@ from finetune.config.schema import Quantization, Recipe
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
-from finetune.distributed.model_parts import decoder_layers, unwrap
+from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
 from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
@@ -41,6 +42,7 @@ from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.peaks import find_peak
 from finetune.plan.plan import format_plan, make_plan
+from finetune.plan.run_spec import RunSpec
 from finetune.report.run_data import plan_run, read_run
 from finetune.training.metrics import DIVERGED_ADVICE
 from finetune.training.objectives.distill import StoredTeacher
@@ -49,21 +51,21 @@ from finetune.training.training_run import COMPLETIONS, METRICS, TrainingRun
 from finetune.units import counted, disk_size, duration, gib
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
-SHOWN_CHARACTERS = 60  # of each text there
-AGREED = 1e-6  # nats a token: a divergence that is rounding
+SHOWN_CHARACTERS = 60  # of each text of an answer
+ROUNDING_DIVERGENCE = 1e-6  # nats a token: a divergence that may be rounding alone
 SHOWN_UNREACHED = 3  # modules that no image reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
-    """The first screen of a run."""
+    """The lines of the first screen of a run."""
     world = run.world
     recipe = run.recipe
     model: Any = unwrap(run.model)
     lines = [
         f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} "
         f"on {world.device.type}",
-        *_describe_parameters(recipe, size, _name_of(model)),
+        *_describe_parameters(recipe, size, _class_name(model)),
         *_describe_layout(run),
         *_describe_batch(run),
         *(f"note    {note}" for note in _list_notes(run)),
@@ -81,8 +83,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     return lines
 
 
-def _name_of(module: nn.Module) -> str:
-    """The name of a module's class, which FSDP2 changes."""
+def _class_name(module: nn.Module) -> str:
+    """The name of a module's class, without FSDP2's prefix."""
     return type(module).__name__.removeprefix("FSDP")
 
 
@@ -106,13 +108,13 @@ def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str
 
 
 def _describe_layout(run: TrainingRun) -> list[str]:
-    """The lines on what divides the model and its step over the ranks."""
+    """The lines on how the model and its step are divided over the ranks."""
     world = run.world
     sharding = world.sharding
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[
         sharding.layout
     ]
-    layers = {_name_of(layer) for layer in decoder_layers(unwrap(run.model))}
+    layers = {_class_name(layer) for layer in decoder_layers(unwrap(run.model))}
     wrapped = count_wrapped_units(run.model, world)
     units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
     if units:
@@ -155,7 +157,7 @@ def _describe_batch(run: TrainingRun) -> list[str]:
 
 
 def _list_notes(run: TrainingRun) -> Iterator[Any]:
-    """The notes on the recipe's keys in this layout; its errors were raised before."""
+    """Yields the notes of the rules on this run; their errors were raised before."""
     model: Any = unwrap(run.model)
     recipe = run.recipe
     world = run.world
@@ -168,7 +170,7 @@ def _list_notes(run: TrainingRun) -> Iterator[Any]:
 
 
 def _describe_data(run: TrainingRun) -> list[str]:
-    """The longest example, where it is too long for the model, and what was found in the data."""
+    """The lines on the data's findings, and on a longest example that is too long for the model."""
     report = run.data.report
     model: Any = unwrap(run.model)
     positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
@@ -181,7 +183,7 @@ def _describe_data(run: TrainingRun) -> list[str]:
 
 
 def count_longest(run: TrainingRun) -> int:
-    """Tokens of the longest example; where the method samples, of the longest prompt, tools
+    """Counts the tokens of the longest example; if the method samples, of the longest prompt, tools
     included, with the longest completion.
     """
     longest = run.data.report.longest
@@ -191,7 +193,7 @@ def count_longest(run: TrainingRun) -> int:
 
 
 def _describe_flop(run: TrainingRun) -> list[str]:
-    """Says what the MFU is measured by; empty where the device's peak is not known."""
+    """Says by which FLOP the MFU is measured; empty if the device's peak is not known."""
     if run.peak_flops is None:
         return []
     if run.fp8_share:
@@ -200,14 +202,14 @@ def _describe_flop(run: TrainingRun) -> list[str]:
         kinds = "bf16"
     gigaflop = run.count_flop(run.recipe.data.max_length) / 1e9
     return [
-        f"mfu     {_flop_of_weights(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
+        f"mfu     {_weights_term(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
         f"whole row, of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
     ]
 
 
 def describe_flash_kernels() -> list[str]:
-    """The installed package that computes attention; or, on a GPU that it would run on, which one
-    to install.
+    """Names the installed package that computes attention; without one, the package to install, if
+    the GPU could run it.
     """
     name = current_flash_attention_impl()
     if name is not None:
@@ -221,8 +223,8 @@ def describe_flash_kernels() -> list[str]:
 
 
 def describe_groups(world: World) -> list[str]:
-    """The stages of a pipeline, and the ranks that divide the layers' matrices between them, if
-    any.
+    """Describes the stages of a pipeline, and the groups of ranks that divide the layers' matrices,
+    if there are any.
     """
     lines = []
     groups = world.tensor_group_count
@@ -240,31 +242,32 @@ def describe_groups(world: World) -> list[str]:
 
 
 def describe_trained(recipe: Recipe) -> str:
-    """Says which parameters are trained, where they are not all."""
+    """Describes which parameters are trained; empty if all are."""
+    if not recipe.lora.use_peft:
+        return _describe_trained_modules(recipe)
     lora = recipe.lora
-    keys = ("trainable_modules", "frozen_modules")
-    if not lora.use_peft:
-        named = [
-            f"{key}: {', '.join(getattr(recipe.model, key))}"
-            for key in keys
-            if getattr(recipe.model, key)
-        ]
-        return f" ({'; '.join(named)})" if named else ""
-    ranks = "".join(
-        f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items()
-    )
-    saved = [
-        *lora.modules_to_save,
-        *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
-    ]
+    saved = list(lora.modules_to_save)
+    if recipe.model.added_tokens:
+        saved.append("embedding and head, for the added tokens")
     beside = f"; whole: {', '.join(saved)}" if saved else ""
     if lora.oft_block_size is not None:
         return f" (OFT in blocks of {lora.oft_block_size}{beside})"
-    return f" (LoRA r={lora.lora_r}{ranks}{beside})"
+    ranks = [f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items()]
+    return f" (LoRA r={lora.lora_r}{''.join(ranks)}{beside})"
+
+
+def _describe_trained_modules(recipe: Recipe) -> str:
+    """Names the modules that are trained or frozen without an adapter; empty if all are trained."""
+    named = []
+    for key in ("trainable_modules", "frozen_modules"):
+        modules = getattr(recipe.model, key)
+        if modules:
+            named.append(f"{key}: {', '.join(modules)}")
+    return f" ({'; '.join(named)})" if named else ""
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
-    """Names the parameters that the recipe would train but no image reaches, if there are any."""
+    """Names the modules that the recipe would train but no image reaches, if there are any."""
     if not size.unreached:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
@@ -282,9 +285,7 @@ def describe_unreached(size: ModelSize) -> list[str]:
 
 
 def describe_adapter(recipe: Recipe) -> list[str]:
-    """The adapter that is trained further, if any, and another base than the recipe's that it
-    names.
-    """
+    """Names the adapter that is trained further, if any, and a base other than the recipe's."""
     name = recipe.lora.adapter_name_or_path
     model = recipe.model.model_name_or_path or ""
     if name is None:
@@ -297,14 +298,18 @@ def describe_adapter(recipe: Recipe) -> list[str]:
 
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:
-    """The model that is learned from, if any, by examples of up to `longest` tokens."""
+    """Describes the teacher, if there is one.
+
+    `longest`: tokens of the longest example.
+    """
     teacher: Teacher | StoredTeacher | None = getattr(objective, "teacher", None)
     if isinstance(teacher, StoredTeacher):
-        (ids, _), tokens = teacher.pieces[0], sum(len(ids) for ids, _ in teacher.pieces)
+        k = teacher.pieces[0][0].shape[1]
+        tokens = sum(len(ids) for ids, _ in teacher.pieces)
         return [
             (
-                f"teacher asked before training: its {ids.shape[1]} likeliest of each of "
-                f"{tokens:,} tokens, in files"
+                f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
+                "in files"
             )
         ]
     if teacher is None:
@@ -313,34 +318,37 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     dtype = next(teacher.model.parameters()).dtype
     return [
         (
-            f"teacher {_name_of(teacher.model)}, {teacher.size.total:,} parameters, frozen in "
+            f"teacher {_class_name(teacher.model)}, {teacher.size.total:,} parameters, frozen in "
             f"{SHORT[dtype]}"
         ),
         *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
     ]
 
 
-def _flop_of_weights(recipe: Recipe) -> str:
-    if recipe.lora.use_peft and not (recipe.lora.modules_to_save or recipe.model.added_tokens):
+def _weights_term(recipe: Recipe) -> str:
+    """The FLOP of a token in the N weights of matrix products, as a formula."""
+    trains_whole_modules = recipe.lora.modules_to_save or recipe.model.added_tokens
+    if recipe.lora.use_peft and not trains_whole_modules:
         return "4N"
-    is_partial = (
-        recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
-    )
-    if is_partial:
+    names_modules = recipe.model.trainable_modules or recipe.model.frozen_modules
+    if recipe.lora.use_peft or names_modules:
         return "(6N less 2 for each frozen weight)"
     return "6N"
 
 
 def precision(run: TrainingRun) -> str:
-    """The compute dtype, and the dtypes of the parameters in memory."""
+    """Describes the compute dtype, and the dtypes of the parameters."""
+    sharding = run.world.sharding
     trained = next(SHORT[p.dtype] for p in run.model.parameters() if p.requires_grad)
     if isinstance(run.optimizer, OffloadedOptimizer) and run.optimizer.master_weights():
         trained = "fp32"  # in files
     frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
-    mixed = run.world.sharding.mixed_precision
-    computed = mixed if mixed != "no" else frozen or trained
-    if run.world.sharding.fp8 is not None:
-        computed = f"fp8 ({run.world.sharding.fp8.recipe_name}) and {computed}"
+    if sharding.mixed_precision != "no":
+        computed: str = sharding.mixed_precision
+    else:
+        computed = frozen or trained
+    if sharding.fp8 is not None:
+        computed = f"fp8 ({sharding.fp8.recipe_name}) and {computed}"
     if run.recipe.lora.use_peft:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     if computed == trained:
@@ -349,8 +357,8 @@ def precision(run: TrainingRun) -> str:
 
 
 def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Where the optimizer's state is stored and how much of it is in memory at once; empty if it is
-    not in files.
+    """Describes where the optimizer's state is stored, and how much of it is in memory at once;
+    empty if it is not in files.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         return []
@@ -371,9 +379,7 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """The lines on the quantized base, and on the bytes that its linear layers take on this
-    rank.
-    """
+    """Describes the quantized base, and the bytes that its layers take on this rank."""
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []
@@ -382,12 +388,16 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         experts = f" and {counted(len(layers) - linears, 'weight')} of experts"
     else:
         experts = ""
-    parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
-    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
-    dtype = parameters[0].dtype
-    unquantized = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
-    # of this rank
-    share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)
+    dtype = layers[0].get_parameter(CODES).dtype
+    held_bytes = 0  # on this rank
+    whole_bytes = 0  # over all ranks
+    for layer in layers:
+        for part in (CODES, SCALES):
+            parameter = layer.get_parameter(part)
+            held_bytes += local_part(parameter).nbytes
+            whole_bytes += parameter.numel() * dtype.itemsize
+    unquantized_bytes = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
+    own_unquantized_bytes = round(held_bytes / whole_bytes * unquantized_bytes)
     other = 0
     for name, parameter in model.named_parameters():
         is_quantized = name.endswith((f".{CODES}", f".{SCALES}"))
@@ -395,14 +405,14 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
             other += parameter.numel()
     return [
         f"base    {counted(linears, 'linear layer')}{experts} in "
-        f"{describe_quantization(quantization)}: {disk_size(held)} on this rank, "
-        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen "
+        f"{describe_quantization(quantization)}: {disk_size(held_bytes)} on this rank, "
+        f"{disk_size(own_unquantized_bytes)} in {SHORT[dtype]}; {other:,} other frozen "
         f"parameters in {SHORT[dtype]}"
     ]
 
 
 def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Says what quantization-aware training rounds, where the recipe asks for it."""
+    """Describes what quantization-aware training rounds; empty if the recipe asks for none."""
     keys = recipe.quantization_aware
     if keys.quantization_aware_training is None:
         return []
@@ -424,41 +434,41 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
 
 
 def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> list[str]:
-    """The last screen of a run: whether it diverged or learned nothing, and where its results
-    are.
+    """The lines of the last screen of a run: whether it diverged or learned nothing, and where its
+    results are.
     """
+    lines = []
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     if diverged:
-        warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"]
-    else:
-        warning = []
-    lines = [
-        *warning,
-        *_teacher_line(folder) * has_teacher,
-        *_ratios_line(folder),
-        *_memory_line(folder),
-    ]
-    return [*lines, *_time_line(folder), results_line(folder)]
+        lines.append(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
+    if has_teacher:
+        lines += _warn_of_equal_teacher(folder)
+    lines += _describe_ratios(folder)
+    lines += _describe_memory(folder)
+    lines += _describe_time(folder)
+    return [*lines, results_line(folder)]
 
 
-def _time_line(folder: Path) -> list[str]:
-    """The line on the seconds of training of this start, and of its longest other phase."""
+def _describe_time(folder: Path) -> list[str]:
+    """The line on the seconds of training since the run was last started, and of the longest other
+    phase.
+    """
     starts = seconds_by_phase(read_json_lines(folder / METRICS))
     if not starts:
         return []
     seconds = {phase: sum(by_step.values()) for phase, by_step in starts[max(starts)].items()}
     trained = seconds.pop("training", 0.0)
-    others = {phase: of_phase for phase, of_phase in seconds.items() if phase != "publication"}
-    if not others:
+    seconds.pop("publication", None)  # beside other phases
+    if not seconds:
         return []
-    longest = max(others, key=lambda phase: others[phase])
-    time = f"{PHASES[longest]}, {duration(others[longest])}"
+    longest = max(seconds, key=lambda phase: seconds[phase])
+    time = f"{PHASES[longest]}, {duration(seconds[longest])}"
     return [f"time    {duration(trained)} of training; the longest phase beside it: {time}"]
 
 
-def _memory_line(folder: Path) -> list[str]:
-    """The planned and the seen memory of the first rank, where the run can be planned from its
-    folder.
+def _describe_memory(folder: Path) -> list[str]:
+    """The line on the measured and the planned memory of the first rank; empty if the run cannot be
+    planned from its folder.
     """
     try:
         run = read_run(folder)
@@ -468,22 +478,21 @@ def _memory_line(folder: Path) -> list[str]:
     plan = plan_run(run) if seen else None
     if plan is None:
         return []
-    return [
-        (
-            f"memory  {gib(seen)} GiB seen on the first rank, "
-            f"{gib(plan.peak_bytes + plan.process_bytes)} GiB planned"
-        )
-    ]
+    planned = plan.peak_bytes + plan.process_bytes
+    return [f"memory  {gib(seen)} GiB seen on the first rank, {gib(planned)} GiB planned"]
 
 
-def _teacher_line(folder: Path) -> list[str]:
-    """Says that a run learned nothing from its teacher, where the two never differed by more than
-    rounding.
-    """
-    lines = [
-        line for line in read_json_lines(folder / METRICS) if line is not None and "loss" in line
-    ]
-    if not lines or any(abs(line.get("kl", math.inf)) > AGREED for line in lines):
+def _read_lines_with(folder: Path, key: str) -> list[dict[str, Any]]:
+    """Reads the lines of metrics.jsonl that have `key`."""
+    lines = read_json_lines(folder / METRICS)
+    return [line for line in lines if line is not None and key in line]
+
+
+def _warn_of_equal_teacher(folder: Path) -> list[str]:
+    """Warns that nothing was learned, if model and teacher differed by no more than rounding."""
+    lines = _read_lines_with(folder, "loss")
+    divergences = [abs(line.get("kl", math.inf)) for line in lines]
+    if not divergences or any(each > ROUNDING_DIVERGENCE for each in divergences):
         return []
     return [
         "warning the teacher gave the model's own probabilities from the first step on: nothing "
@@ -491,65 +500,66 @@ def _teacher_line(folder: Path) -> list[str]:
     ]
 
 
-def _ratios_line(folder: Path) -> list[str]:
-    """The line on the ratios between sampler and trainer, in a run that samples: means over its
-    logged steps.
+def _describe_ratios(folder: Path) -> list[str]:
+    """The line on the ratios between sampler and trainer, means over the logged steps; empty unless
+    the run samples.
+
+    Warns if the rewards of every step were flat.
     """
-    lines = [
-        line
-        for line in read_json_lines(folder / METRICS)
-        if line is not None and "ratio/outside" in line
-    ]
+    lines = _read_lines_with(folder, "ratio/outside")
     if not lines:
         return []
-    names = ("ratio/outside", "log_ratio/mean_square", "ratio/effective_sample_size")
-    outside, square, size = (
-        sum(line.get(name, math.nan) for line in lines) / len(lines) for name in names
+
+    def mean(name: str) -> float:
+        total: float = sum(line.get(name, math.nan) for line in lines)
+        return total / len(lines)
+
+    shown = []
+    if all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines):
+        shown.append(
+            "warning all completions of each prompt got the same reward: nothing was learned from "
+            "them; take other prompts or rewards, or more num_generations"
+        )
+    shown.append(
+        f"ratios  of training to sampling: {mean('ratio/outside'):.2%} of the tokens outside the "
+        f"bounds, mean squared log-ratio {mean('log_ratio/mean_square'):.2g}, effective sample "
+        f"size {mean('ratio/effective_sample_size'):.1%}"
     )
-    flat = all(
-        line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines
-    )
-    warning = (
-        "warning all completions of each prompt got the same reward: nothing was learned from them"
-    )
-    return [
-        *[f"{warning}; take other prompts or rewards, or more num_generations"] * flat,
-        f"ratios  of training to sampling: {outside:.2%} of the tokens outside the bounds, mean "
-        f"squared log-ratio {square:.2g}, effective sample size {size:.1%}",
-    ]
+    return shown
 
 
 def results_line(folder: Path) -> str:
     """The line that lists what a run has made: export, adapter, checkpoints, metrics and
     completions.
     """
-    made = [
-        name
-        for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS)
-        if (folder / name).exists()
-    ]
-    return "made    " + "  ".join(str(folder / name) for name in made)
+    results = [folder / name for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS)]
+    return "made    " + "  ".join(str(path) for path in results if path.exists())
 
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:
-    """Some held-out questions with the first and the last answer, of the samples that can be
-    read.
+    """Lines with some held-out questions, each with its first and its last answer.
+
+    Lines of samples.jsonl that cannot be read are left out.
     """
-    texts = ("prompt", "answer", "expected")
-    lines = [
-        line
-        for line in read_json_lines(path)
-        if line is not None and isinstance(line.get("step"), int)
-    ]
-    samples = [line for line in lines if all(isinstance(line.get(key), str) for key in texts)]
-    first = {s["prompt"]: s["answer"] for s in reversed(samples)}
-    last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
-    return [_describe_answer(sample, first[sample["prompt"]]) for sample in last]
+    samples = [line for line in read_json_lines(path) if _is_sample(line)]
+    first_answers = {sample["prompt"]: sample["answer"] for sample in reversed(samples)}
+    shown = []
+    for sample in samples:
+        if sample["step"] == last_step and sample["expected"]:
+            shown.append(_describe_answer(sample, first_answers[sample["prompt"]]))
+    return shown[:SHOWN_ANSWERS]
+
+
+def _is_sample(line: Mapping[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Whether a line of samples.jsonl is whole."""
+    if line is None or not isinstance(line.get("step"), int):
+        return False
+    return all(isinstance(line.get(key), str) for key in ("prompt", "answer", "expected"))
 
 
 def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
-    """A line with the question of a sample, its first answer and its last, and whether the last is
-    the expected one.
+    """A line with the question of a sample, the first answer, the sample's, and whether that is the
+    expected one.
     """
     answer = sample["answer"]
     expected = sample["expected"]
@@ -564,6 +574,7 @@ def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
 
 
 def _short(text: str) -> str:
+    """The text on one line, cut to SHOWN_CHARACTERS."""
     flat = " ".join(text.split())
     if len(flat) <= SHOWN_CHARACTERS:
         return flat
@@ -574,62 +585,64 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run on prepared data."""
     on_cpu = world.device.type == "cpu"
     report = data.report
-    if report.is_complete:
-        read = (report.tokens, data.train.steps)
-    else:
-        read = None
+    train = data.train
+    read = (report.tokens, train.steps) if report.is_complete else None
     plan = make_plan(
         recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
     )
-    ours = "causal SDPA, document by document" if on_cpu else "varlen"
-    if recipe.model.attn_implementation == "auto":
-        attention = ours
-    else:
-        attention = recipe.model.attn_implementation
-    if recipe.method_facts.masks:
-        attention = f"in both directions, {attention.removeprefix('causal ')}"
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
-    epoch = data.train.steps_per_epoch
     machine = MachineFacts(device="cpu" if on_cpu else "cuda")
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": data.train.steps}
+    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": train.steps}
     for note in find_problems(recipe, world.sharding, **keys, images=data.images):
         if note.is_note and str(note) not in plan.remarks:
             print(f"remark     {note}")
-    print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
-    print(f"attention  {attention}")
+    an_epoch = f"{train.steps_per_epoch:,} an epoch, " if train.steps_per_epoch else ""
+    print(f"steps      {an_epoch}{train.steps:,} in all")
+    print(f"attention  {_describe_attention(recipe, on_cpu)}")
     print("dry run    nothing was trained; the same command without --dry-run starts the run")
 
 
+def _describe_attention(recipe: Recipe, on_cpu: bool) -> str:
+    if recipe.model.attn_implementation != "auto":
+        attention: str = recipe.model.attn_implementation
+    elif on_cpu:
+        attention = "causal SDPA, document by document"
+    else:
+        attention = "varlen"
+    if recipe.method_facts.masks:
+        return f"in both directions, {attention.removeprefix('causal ')}"
+    return attention
+
+
 def check_offload_dir(recipe: Recipe, world: World) -> None:
-    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in
-    memory, or has less space than the plan says that the files of its node take.
+    """Raises `UserError` on all ranks if `offload_dir` cannot be written on one of them, is in
+    memory, or has less space than the plan says that the files of a node take.
 
     All ranks call it.
     """
     if recipe.optimization.optim_offload == "none":
         return
     folder = Path(recipe.optimization.offload_dir or "")
+    on_cpu = world.device.type == "cpu"
     needed = 0
-    # a model of its own code, which cannot be planned: the files themselves will find out
+    # A model of its own code cannot be planned: then writing the files shows whether there is room.
     with suppress(UserError):
-        files = make_plan(
-            recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu"
-        ).spec.files()
-        needed = files.size * world.local_size if files is not None else 0
-    RankGroup(world).on_all(
-        lambda: (
+        files = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu).spec.files()
+        if files is not None:
+            needed = files.size * world.local_size
+
+    def check() -> None:
+        if world.local_rank == 0:
             check_scratch_folder(folder, needed, world.local_size)
-            if world.local_rank == 0
-            else None
-        )
-    )
+
+    RankGroup(world).on_all(check)
 
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
-    """Raises `UserError` for torch's out-of-memory error: measured and planned memory, and the next
-    smallest change.
+    """Raises `UserError` for torch's out-of-memory error, with the measured and the planned memory
+    and the smallest change that may help.
     """
     try:
         yield
@@ -638,7 +651,7 @@ def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
 
 
 def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
-    """The message: what was measured, where the memory went by the plan, what to change."""
+    """Says what was measured, where the memory went by the plan, and what to change."""
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
@@ -648,34 +661,29 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
         )
     try:
         plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
-    except UserError as refusal:  # a model of its own code, which cannot be planned
+    except UserError as refusal:  # a model of its own code cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(
             "next       more ranks, activation checkpointing, or a smaller max_length or "
             "per_device_train_batch_size"
         )
         return "\n".join(lines)
-    planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
-    if planned.teacher:
-        teacher = f"teacher {gib(planned.teacher)}, "
-    else:
-        teacher = ""
+    peak = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
+    teacher = f"teacher {gib(peak.teacher)}, " if peak.teacher else ""
     lines.append(
-        f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, "
-        f"at {planned.name}: weights {gib(planned.parameters)}, {teacher}gradients "
-        f"{gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, gathered "
-        f"{gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
+        f"planned    {gib(peak.allocated)} GiB allocated and {gib(peak.total)} GiB in all, "
+        f"at {peak.name}: weights {gib(peak.parameters)}, {teacher}gradients "
+        f"{gib(peak.gradients)}, optimizer {gib(peak.optimizer)}, gathered "
+        f"{gib(peak.gathered)}, activations {gib(peak.activations)}, loss {gib(peak.loss)}"
     )
-    smaller = [
-        change
-        for change in list_changes(plan.spec)
-        if find_peak(change.apply(plan.spec)).total < planned.total
-    ]
-    if smaller:
-        after = find_peak(smaller[0].apply(plan.spec)).total
-        lines.append(
-            f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)"
-        )
-    else:
-        lines.append("next       more ranks, or a smaller max_length")
+    lines.append(f"next       {_find_smaller(plan.spec, peak.total)}")
     return "\n".join(lines)
+
+
+def _find_smaller(spec: RunSpec, peak_bytes: int) -> str:
+    """Names the first change whose run takes less than `peak_bytes` by the plan."""
+    for change in list_changes(spec):
+        after = find_peak(change.apply(spec)).total
+        if after < peak_bytes:
+            return f"{change.text}   ({change.cost}; {gib(after)} GiB by the plan)"
+    return "more ranks, or a smaller max_length"

@@ -9,6 +9,7 @@ wait.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,12 +52,10 @@ class StepCheck:
     @classmethod
     def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
         """The check of `batch`'s step."""
-        ids = tuple(
-            example_id
-            for micro_batch in batch.micro_batches
-            for example_id in micro_batch.example_ids
-        )
-        return cls(batch.step, ids, loss_sum, grad_norm)
+        ids: list[int] = []
+        for micro_batch in batch.micro_batches:
+            ids += micro_batch.example_ids
+        return cls(batch.step, tuple(ids), loss_sum, grad_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class StepResult:
 
     measured: Measured  # on this rank
     grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
-    # where the loss or gradient was not finite, and nothing was updated
+    # if the loss or gradient was not finite, so that nothing was updated; else None
     failed_check: StepCheck | None
 
 
@@ -87,9 +86,9 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on every rank: forward, backward, clip, check, update.
 
-    Only where `guard` finds loss and gradient finite are the parameters updated, after
-    `before_update` has returned: an async save may still be copying them. `in_backward` updates
-    each within the backward, and checks what it updates with.
+    Updates the parameters only if `guard` finds loss and gradient finite. Calls `before_update`
+    first, since an async save may still be copying them. `in_backward` updates each parameter
+    within the backward, and checks its gradient there.
     """
     set_learning_rate(optimizer, learning_rate)
     if in_backward is not None:
@@ -109,18 +108,17 @@ def forward_backward(
     world: World,
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
-    """Adds the gradients of `batch`, under the dropout and the noise of its step.
+    """Adds the gradients of `batch` to those of the parameters, under the dropout and the noise of
+    its step; returns what the objective measured on this rank.
 
     All ranks call it.
     """
     round_from_step(model, recipe.quantization_aware, batch.step)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
-    if recipe.optimization.neftune_noise_alpha is None:
-        seed = None
-    else:
-        seed = recipe.run.seed
+    has_noise = recipe.optimization.neftune_noise_alpha is not None
+    noise_seed = recipe.run.seed if has_noise else None
     return accumulate_gradients(
-        model, batch, world, objective, noise_seed=seed, in_backward=in_backward
+        model, batch, world, objective, noise_seed=noise_seed, in_backward=in_backward
     )
 
 
@@ -137,14 +135,15 @@ def accumulate_gradients(
     in them.
 
     The step's loss is the sum of the objective's over all ranks, divided by what it counts there
-    (sft: trained tokens):
+    (sft: trained tokens). It is the same number however the batch is split:
 
         loss = sum over ranks and micro-batches of loss_sum / count
 
-    FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the
-    factor world.tensor_group_count. It is the same number for every split. `noise_seed`: seeds the
-    noise on embeddings; None: there is none. A mixture of experts may add its routers' auxiliary
-    loss, which is one of the whole step as well.
+    FSDP and DDP average gradients over the tensor parallel groups, hence the factor
+    world.tensor_group_count. A mixture of experts may add its routers' auxiliary loss, which is one
+    of the whole step as well.
+
+    `noise_seed`: seeds the noise on embeddings (NEFTune); None adds none.
     """
     pipeline = find_pipeline(unwrap(model))
     forwards = _Forwards(model, batch, world, objective, noise_seed, in_backward)
@@ -153,9 +152,10 @@ def accumulate_gradients(
     else:
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
-            with nullcontext() if index == last else without_gradient_sync(model):
+            sync = nullcontext() if index == last else without_gradient_sync(model)
+            with sync:
                 world.accelerator.backward(forwards.measure(micro_batch))
-    forwards.end()
+    forwards.end_step()
     return forwards.total
 
 
@@ -180,20 +180,21 @@ class _Forwards:
         self._factor = world.tensor_group_count / max(1, objective.count(batch))
         self._objective = objective.prepare(model, lambda: batch.micro_batches, world)
         self._routing = find_routing(unwrap(model))
-        has_stages = find_pipeline(unwrap(model)) is not None
+        has_pipeline = find_pipeline(unwrap(model)) is not None
+        # adds the routers' auxiliary loss of the latest forward to a loss
         self._add_auxiliary = auxiliary_loss_of_step(
             model,
             self._routing,
-            map(self._inputs_of, batch.micro_batches),
+            map(self._make_inputs, batch.micro_batches),
             batch.tokens,
             world,
-            is_one_forward=len(batch.micro_batches) == 1 and not has_stages,
+            is_one_forward=len(batch.micro_batches) == 1 and not has_pipeline,
         )
 
     def measure(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Runs a forward; returns its part of the step's loss, 0-dim."""
         on_device = micro_batch.to(self._world.device)
-        inputs = self._inputs_of(on_device)
+        inputs = self._make_inputs(on_device)
         measured = self._objective.measure(self._model, on_device, inputs, self._batch)
         if self._in_backward is not None:
             self._in_backward.check_loss(measured.loss_sum)
@@ -201,29 +202,31 @@ class _Forwards:
         return self._add_auxiliary(measured.loss_sum * self._factor)
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
-        """All forwards and backwards, by the schedule of the stages; then all of them know what
+        """Runs all forwards and backwards by the pipeline's schedule; then all its ranks know what
         the last one has measured.
         """
-        each = self._batch.micro_batches
-        nothing = torch.zeros((), device=self._world.device)
-        has_auxiliary = self._routing is not None
+        micro_batches = self._batch.micro_batches
+        auxiliary = None
+        if self._routing is not None:
+            nothing = torch.zeros((), device=self._world.device)
+            auxiliary = partial(self._add_auxiliary, nothing)
         pipeline.run(
-            [(one.input_ids.shape[0], one.input_ids.shape[1]) for one in each],
-            lambda index: self.measure(each[index]),
-            lambda index: self._model(**self._inputs_of(each[index])),
-            (lambda: self._add_auxiliary(nothing)) if has_auxiliary else None,
+            [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in micro_batches],
+            lambda index: self.measure(micro_batches[index]),
+            lambda index: self._model(**self._make_inputs(micro_batches[index])),
+            auxiliary,
         )
         sums = [{"": self.total.loss_sum}, self.total.metrics, self.total.maxima]
         loss, metrics, maxima = pipeline.share(sums, type(self._objective).__name__)
         self.total = Measured(loss[""], metrics, maxima)
 
-    def end(self) -> None:
-        """Ends the step of the routers, too."""
+    def end_step(self) -> None:
+        """Counts the step for the routers, if there are any."""
         if self._routing is not None:
             self._routing.end_step()
 
-    def _inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """The model's keyword arguments."""
+    def _make_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The model's keyword arguments for a micro-batch, on the device."""
         inputs = micro_batch.to(self._world.device).inputs
         if self._noise_seed is not None:
             inputs["noisy_documents"] = NoisyDocuments(
@@ -247,14 +250,14 @@ def clip_and_update(
     before_update: Callable[[], None] = lambda: None,
     in_backward: UpdateInBackward | None = None,
 ) -> StepResult:
-    """Clips the gradients, and updates the parameters where `guard` finds loss and gradient finite.
+    """Clips the gradients, and updates the parameters if `guard` finds loss and gradient finite.
 
     All ranks call it.
 
-    batch, measured: what the gradients are of.
+    `batch`: what the gradients were computed from; `measured`: its losses.
     """
-    # Once an update, however often a script has added gradients before it: what is summed is not
-    # summed again.
+    # Not in each forward_backward, several of which a script may call before an update: what is
+    # summed already would be summed again.
     sum_partial_gradients(model, world)
     if pipeline := find_pipeline(unwrap(model)):
         pipeline.sum_copied_gradients()
@@ -274,7 +277,9 @@ def clip_and_update(
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seeds dropout by the step alone, so that a resumed run needs no random state."""
+    """Seeds dropout by the step (0-based) and `rank`, so that a resumed run needs no random
+    state.
+    """
     seed_from(f"{seed}/{step}/{rank}")
 
 
@@ -291,22 +296,21 @@ class HostGuard:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # then a gradient may overflow: the scaler skips that step's update
-        self._scaled = is_scaled(world)
+        self._is_scaled = is_scaled(world)
 
     def must_skip(self, check: StepCheck) -> bool:
         """Whether any rank's loss, or the gradient, is not finite.
 
         All ranks call it and return the same.
         """
-        if self._scaled:
-            values = check.loss_sum
+        if self._is_scaled:  # a gradient may overflow then: the scaler skips that update itself
+            value = check.loss_sum
         else:
-            values = check.loss_sum + check.grad_norm
-        return self._world.any(not bool(torch.isfinite(values)))
+            value = check.loss_sum + check.grad_norm
+        return self._world.any(not bool(torch.isfinite(value)))
 
     def raise_if_bad(self, policy: Optimization) -> None:
-        """Every step has been checked already."""
+        """Does nothing: every step has been checked already."""
 
 
 class DeviceGuard:
@@ -320,7 +324,7 @@ class DeviceGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._world = world
-        # the first bad step
+        # the first bad step; -1: none yet
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)
         self._flag = torch.zeros((), device=world.device)
         # steps that the host has not read yet -> their examples
@@ -329,9 +333,9 @@ class DeviceGuard:
         optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def must_skip(self, check: StepCheck) -> bool:
-        """Marks the step on the device where any rank's loss, or the gradient, is not finite.
+        """Marks the step on the device if any rank's loss, or the gradient, is not finite.
 
-        The host knows later.
+        Always returns False: the host knows only once it has read the mark.
         """
         self._unread[check.step] = check.example_ids
         total = self._world.sum(check.loss_sum.clone())
@@ -343,10 +347,7 @@ class DeviceGuard:
         return False
 
     def raise_if_bad(self, policy: Optimization) -> None:
-        """Waits for the device.
-
-        Raises `UserError` where a step since the last call was not finite.
-        """
+        """Waits for the device. Raises `UserError` if a step since the last call was not finite."""
         first = int(self._first_bad.item())
         if first >= 0:
             unknown = torch.full((), float("nan"))
@@ -359,48 +360,34 @@ class DeviceGuard:
 def make_guard(
     optimizer: torch.optim.Optimizer, policy: Optimization, world: World
 ) -> "HostGuard | DeviceGuard":
-    """The guard of a run.
+    """Makes the device's guard where it works, else the host's.
 
-    The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
-
-    Under CPU offload the update runs on the host, which would read the device's flag before its
-    copy has arrived. Where the state is in files, the host waits for every update anyway.
+    It needs an optimizer that reads its flag, which a loss scaler would set itself. Under CPU
+    offload the update runs on the host, which would read the flag before its copy has arrived.
+    Where the optimizer's state is in files, the host waits for every update anyway.
     """
     updates_on_gpu = (
         world.device.type == "cuda"
         and not world.sharding.cpu_offload
         and policy.optim_offload == "none"
     )
-    on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
-    reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
-    if on_device and reads_flag:
+    reads_flag = OPTIMIZERS[policy.optim].reads_found_inf and not is_scaled(world)
+    if updates_on_gpu and reads_flag and policy.on_nonfinite == "stop":
         return DeviceGuard(optimizer, world)
     return HostGuard(world)
 
 
 def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
-    """The message about a step that was skipped.
+    """Returns the message about a step that was not finite and is skipped.
 
     All ranks call it, once one has seen a value that is not finite.
 
-    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped
-    already.
+    Raises `UserError` if `on_nonfinite` is stop, or `skipped` steps before are as many as
+    `max_skipped_steps`.
     """
-    ids = check.example_ids[:SHOWN_IDS]
-    more = max(0, len(check.example_ids) - SHOWN_IDS)
-    reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
-    by_rank = dict(enumerate(reports))
-    bad = {rank: report for rank, report in by_rank.items() if report["loss"] in ("nan", "inf")}
-    places = []
-    for rank, report in (bad or by_rank).items():
-        more_ids = f" and {report['more']} more" if report["more"] else ""
-        places.append(
-            f"rank {rank}: loss {report['loss']}, examples "
-            f"{', '.join(map(str, report['ids']))}{more_ids}"
-        )
     what = (
         f"step {check.step + 1}: the loss or gradient is not finite "
-        f"(gradient norm {_describe(check.grad_norm)}; {'; '.join(places)})"
+        f"(gradient norm {_describe(check.grad_norm)}; {_describe_ranks(check, world)})"
     )
     if policy.on_nonfinite == "stop":
         advice = (
@@ -420,6 +407,25 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
             f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows"
         )
     return f"{what}; its update is skipped"
+
+
+def _describe_ranks(check: StepCheck, world: World) -> str:
+    """The loss and the examples of each rank whose loss is not finite; of all ranks if the gradient
+    alone is not.
+    """
+    ids = check.example_ids[:SHOWN_IDS]
+    more = max(0, len(check.example_ids) - SHOWN_IDS)
+    reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
+    by_rank = dict(enumerate(reports))
+    bad = {rank: report for rank, report in by_rank.items() if report["loss"] in ("nan", "inf")}
+    places = []
+    for rank, report in (bad or by_rank).items():
+        more_ids = f" and {report['more']} more" if report["more"] else ""
+        places.append(
+            f"rank {rank}: loss {report['loss']}, examples "
+            f"{', '.join(map(str, report['ids']))}{more_ids}"
+        )
+    return "; ".join(places)
 
 
 def _describe(value: torch.Tensor) -> str:

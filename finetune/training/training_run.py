@@ -1,11 +1,13 @@
-"""One run on a rank: what it is made of, and its folder, with the files that say what was run and
-on what.
+"""One run on a rank: its parts, and the files in its folder that describe it.
+
+A run may start several times: a start that resumes it begins at the step of a checkpoint.
 """
 
 import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +38,7 @@ from finetune.training.metrics import MetricsLog, Window, peak_memory_bytes
 from finetune.training.objectives.objective import Objectives
 from finetune.training.watch import Watchdog
 
-if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
+if TYPE_CHECKING:  # they import half of the package, which a step does not need
     from finetune.checkpoint.save import Saver
     from finetune.data.prepare import PreparedData
 
@@ -50,7 +52,7 @@ class TrainingRun:
     folder: Path
     tokenizer: Any
     data: "PreparedData"
-    # this rank's training batches from a step (0-based) on
+    # a step (0-based) -> this rank's training batches from there on
     read_batches: Callable[[int], Iterator[StepBatch]]
     prompts: tuple[Prompt, ...]  # held out, to be answered before and after training
     sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
@@ -66,12 +68,15 @@ class TrainingRun:
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
     hooks: Hooks
-    count_flop: Callable[[float], float]  # to train on one token of a document of so many tokens
-    fp8_share: float  # of those, what is multiplied in FP8
+    # tokens of a document -> FLOP to train on one of them
+    count_flop: Callable[[float], float]
+    fp8_share: float  # the share of these FLOP that is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
 
     def without_model(self) -> "TrainingRun":
-        """What the end of a run needs, which holds no memory for the adapter that is next."""
+        """Returns the run without what only training needs, so that its memory is free for the next
+        adapter.
+        """
         none: Any = None
         return replace(self, model=none, optimizer=none, objectives=none, saver=none)
 
@@ -80,8 +85,7 @@ class TrainingRun:
     ) -> None:
         """Calls the event `name` of the callbacks. All ranks call it.
 
-        Raises `UserError` on all ranks for what a callback raises on one; the steps done are saved
-        before.
+        Raises `UserError` on all ranks if a callback raises on one, after saving the steps done.
         """
         if not self.hooks.callbacks:
             return
@@ -96,7 +100,7 @@ class TrainingRun:
         is_training = self.model.training
         try:
             RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
-            # whatever a callback has left: dropout is part of the run
+            # a callback may have switched dropout
             self.model.train(is_training)
         except UserError as error:
             if progress.step == 0:
@@ -110,8 +114,8 @@ class TrainingRun:
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint, with the callbacks' states of rank 0. All ranks call it.
 
-        Raises `UserError` on all ranks where a state cannot be kept; the step is saved before,
-        without new states.
+        Raises `UserError` on all ranks if a state cannot be kept, after saving the step without new
+        states.
         """
         failure = None
         if self.hooks.callbacks:
@@ -133,10 +137,18 @@ class TrainingRun:
         grad_norm: torch.Tensor,
         compile_seconds: float | None,
     ) -> dict[str, Any]:
-        """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
+        """Makes a line of metrics.jsonl; waits for the device.
+
+        Args:
+            window: Of the steps since the last line.
+            progress: After them.
+            rate: The learning rate of the last step.
+            grad_norm: Of the last step.
+            compile_seconds: Since the process began; None if nothing is compiled.
+        """
         loss, means = window.measured.average(max(1, window.count), self.world)
         routing = find_routing(unwrap(self.model))
-        return {
+        line: dict[str, Any] = {
             "step": progress.step,
             "epoch": progress.epoch,
             "loss": loss,
@@ -149,25 +161,25 @@ class TrainingRun:
             "mfu_of_whole_rows": self._mfu(window, self.recipe.data.max_length),
             "peak_memory_bytes": peak_memory_bytes(self.world.device),
             "data_wait_seconds": window.data_wait_seconds,
-            **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
-            **self.objectives.training.complete(means),
-            **({} if routing is None else routing.take_metrics(self.world)),
         }
+        if compile_seconds is not None:
+            line["compile_seconds"] = compile_seconds
+        line |= self.objectives.training.complete(means)
+        if routing is not None:
+            line |= routing.take_metrics(self.world)
+        return line
 
     def _mfu(self, window: Window, length: float) -> float | None:
-        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is
-        not known.
+        """Computes model FLOP utilization, if documents had `length` tokens; None if the device's
+        peak is not known.
         """
         if self.peak_flops is None:
             return None
-        return (
-            window.tokens_per_second()
-            * self.count_flop(length)
-            / (self.peak_flops * self.world.size)
-        )
+        flops = window.tokens_per_second() * self.count_flop(length)
+        return flops / (self.peak_flops * self.world.size)
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
-        """The exception of a run that a signal stops; `where` says what is saved."""
+        """Makes the exception of a run that a signal stops; `where`: when, and what is saved."""
         if self.recipe.checkpoint.resume_from_checkpoint != "none":
             auto = ""
         else:
@@ -180,49 +192,53 @@ class TrainingRun:
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"  # what was sampled, and what it was worth
 RECIPE = "recipe.yaml"
+DATA_REPORT = "data_report.json"
 
 
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
-    """Writes what is enough to repeat the run, on the main rank, once it is sure to start.
+    """Writes recipe.yaml, accelerate.yaml and environment.json, which are enough to repeat the run.
 
-    Raises `UserError` where it cannot be written.
+    For the main rank, once the run is sure to start. Raises `UserError` if a file cannot be
+    written.
     """
-    try:
+    with refuse_unwritable(folder):
         write_recipe(recipe, folder / RECIPE)
         accelerate_config = to_accelerate_config(world.sharding, world.size)
         replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
-        replace_file(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")
-    except OSError as error:
-        raise unwritable(folder, error) from None
+        environment = json.dumps(describe_environment(world), indent=2) + "\n"
+        replace_file(folder / "environment.json", environment)
 
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
-    """Writes data_report.json in place of an older one; `finetune report` may be reading it."""
-    replace_file(
-        folder / "data_report.json",
-        json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n",
-    )
+    """Writes data_report.json by a rename, since `finetune report` may be reading an older one."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
+    replace_file(folder / DATA_REPORT, text)
 
 
-def unwritable(folder: Path, error: OSError) -> UserError:
-    """The error to raise where the run's folder cannot be written."""
-    return UserError(
-        f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
-    )
+@contextmanager
+def refuse_unwritable(folder: Path) -> Iterator[None]:
+    """Raises `UserError` if the block cannot write into the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
+        ) from None
 
 
-def environment(world: World) -> dict[str, Any]:
-    """Versions, machine and command: what a result depends on besides recipe and config."""
-    on_gpu = world.device.type == "cuda"
+def describe_environment(world: World) -> dict[str, Any]:
+    """Describes what a result depends on besides recipe and layout: versions, machine, command."""
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
+    else:
+        device = f"CPU, {count_cores()} cores"
     return {
         "finetune": __version__,
         "python": platform.python_version(),
         "packages": read_versions(),
         "platform": platform.platform(),
         "ranks": world.size,
-        "device": torch.cuda.get_device_name(world.device)
-        if on_gpu
-        else f"CPU, {count_cores()} cores",
+        "device": device,
         "threads_per_rank": torch.get_num_threads(),
         "layout": world.sharding.layout,
         "command": sys.argv,

@@ -19,13 +19,11 @@ from finetune.optim.optimizers import seed_rounding
 
 class UpdateInBackward:
     """While entered, every backward updates each parameter of `optimizer` as soon as its gradient
-    is known.
+    is known. One step is one backward.
 
-    One step is one backward.
-
-    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by
-    the flag that the optimizer reads on the device, else by the host, which then waits for every
-    gradient's norm. The guard of the step reports it.
+    A gradient that is not finite never reaches its parameter, and nothing is updated after it. The
+    optimizer reads a flag on the device for that; where it reads none, the host looks at every
+    gradient's norm, and waits for it. The guard of the step reports it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
@@ -33,67 +31,67 @@ class UpdateInBackward:
         self._seed = recipe.run.seed
         self._world = world
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
-        # Where the guard of the run has set a flag on the optimizer already, it is the same one.
-        flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        # With the parameters: under CPU offload the host updates, and would read a GPU's flag
-        # before it has arrived.
-        if world.sharding.cpu_offload:
-            where = torch.device("cpu")
-        else:
-            where = world.device
-        if flag is None:
-            self._flag = torch.zeros((), device=where)
-        else:
-            self._flag = flag
-        if self._reads_flag and flag is None:
-            optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-            optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self._flag = self._find_flag()
         self._step = 0
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         self._hooks = ExitStack()
-        # its index, and its group
+        # parameter -> its index, and its group
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
 
+    def _find_flag(self) -> torch.Tensor:
+        """The flag that the guard of the run has set on the optimizer, or a new one; 1 once a value
+        was not finite.
+        """
+        flag: torch.Tensor | None = getattr(self._optimizer, "found_inf", None)
+        if flag is not None:
+            return flag
+        # Under CPU offload the host updates, and would read a GPU's flag before it has arrived.
+        device = "cpu" if self._world.sharding.cpu_offload else self._world.device
+        flag = torch.zeros((), device=device)
+        if self._reads_flag:
+            self._optimizer.found_inf = flag  # type: ignore[attr-defined]
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        return flag
+
     def __enter__(self) -> "UpdateInBackward":
+        self._places.clear()
         # The optimizer's parameters are the shards, also while the model's own are gathered.
-        pairs = [
-            (parameter, group)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        self._places = {parameter: (index, group) for index, (parameter, group) in enumerate(pairs)}
-        for parameter in self._places:
-            hook = parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
-            self._hooks.callback(hook.remove)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._places[parameter] = (len(self._places), group)
+                hook = parameter.register_post_accumulate_grad_hook(self._update)
+                self._hooks.callback(hook.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
     def start_step(self, step: int) -> None:
-        """Begins step `step` (0-based), after which one backward follows."""
+        """Begins step `step` (0-based), which has one backward."""
         self._step = step
         self._norms.clear()
 
     def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Keeps the parameters from this step's backward if any rank's loss is not finite.
+        """Keeps this step's backward from updating if any rank's loss is not finite.
 
         All ranks call it.
         """
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
     def norm(self, model: nn.Module) -> torch.Tensor:
-        """The 2-norm of all gradients of the step over every shard (0-dim fp32, on the device).
+        """Returns the 2-norm of all gradients of the step over every shard (0-dim fp32, on the
+        device).
 
         All ranks call it.
         """
-        return gather_whole(
-            combine_norms([self._norms[p] for p in model.parameters() if p in self._norms])
-        ).float()
+        norms = [self._norms[p] for p in model.parameters() if p in self._norms]
+        return gather_whole(combine_norms(norms)).float()
 
     def _update(self, parameter: Any) -> None:
+        """Updates `parameter` by its gradient, which is then dropped; autograd calls it."""
         gradient: torch.Tensor = parameter.grad
-        norm = self._norms[parameter] = measure_norm(gradient)
+        norm = measure_norm(gradient)
+        self._norms[parameter] = norm
         self._mark_unless(torch.isfinite(local_part(norm)))
         if self._reads_flag or not bool(self._flag):
             index, group = self._places[parameter]
@@ -109,9 +107,7 @@ class UpdateInBackward:
 
     @contextmanager
     def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """In this block the optimizer has this parameter alone, so that its step does not look
-        through all of them.
-        """
+        """In this block the optimizer has one parameter: its step would visit all of them."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -22,19 +22,16 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
 from finetune.errors import SECONDS_FOR_CAUSE
 
-if TYPE_CHECKING:
-    pass
-
 EXIT_HUNG = 70  # EX_SOFTWARE of sysexits.h
 
 Item = TypeVar("Item")
 
 
 class Watchdog:
-    """Ends this process where `beat` has not been called for `timeout_seconds`, after writing all
-    its stacks to stderr.
+    """Ends this process once `beat` has not been called for `timeout_seconds`, after writing the
+    stacks of all its threads to stderr.
 
-    Every rank has one: in a hang all of them wait, and each prints its own stacks.
+    Every rank has one: in a hang all ranks wait, and each prints its own stacks.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
@@ -57,32 +54,31 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, doing: str) -> None:
-        """Reports progress: `doing` starts now. Of no effect outside the `with`."""
+        """Reports progress: `doing` starts now. Nothing is watched outside the `with`."""
         self._doing = doing
         self._since = time.monotonic()
         if self._watching:
-            # In case the hang holds Python's lock: a timer of the C runtime. A notebook's own
-            # stderr is not a file.
+            # A hang may hold Python's lock, so that no thread of ours runs: this is a timer of the
+            # C runtime. It needs a file, which a notebook's own stderr is not.
             faulthandler.dump_traceback_later(
                 self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr
             )
 
     def watched(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
-        """The items, with a beat before each."""
+        """Yields the items, with a beat before each."""
         for item in items:
             self.beat(doing)
             yield item
 
     def _watch(self) -> None:
+        """Waits until the time is over since the last beat, and ends the process."""
         while not self._ended.wait(max(0.05, self._since + self._timeout - time.monotonic())):
             since = self._since
-            if _waits_for_others():  # the rank that they wait for prints first
+            if _waits_for_others():  # the rank that it waits for prints first
                 self._ended.wait(SECONDS_FOR_CAUSE)
-            if (
-                self._ended.is_set()
-                or self._since != since
-                or time.monotonic() < since + self._timeout
-            ):
+            has_beaten = self._since != since
+            is_over = time.monotonic() >= since + self._timeout
+            if self._ended.is_set() or has_beaten or not is_over:
                 continue
             sys.stderr.write(
                 f"rank {self._rank}: no progress for {self._timeout:g} s (timeout_seconds) while "
@@ -95,33 +91,33 @@ class Watchdog:
 
 def _waits_for_others() -> bool:
     """Whether the main thread is in a collective, or in a backward, which may be in one."""
-    running = _running(sys._current_frames().get(threading.main_thread().ident or 0))
+    calls = _calls_of(sys._current_frames().get(threading.main_thread().ident or 0))
     return any(
-        "torch/distributed/" in path or name == "_engine_run_backward" for path, name in running
+        "torch/distributed/" in path or name == "_engine_run_backward" for path, name in calls
     )
 
 
 def _compiles() -> bool:
-    """Whether torch.compile is at work in a thread; a backward is compiled in one of torch's own on
-    a GPU.
+    """Whether torch.compile is at work in any thread: on a GPU, a thread of torch's own compiles a
+    backward.
     """
-    at_work = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
-    return any(
-        path.endswith(at_work)
-        for frame in sys._current_frames().values()
-        for path, _ in _running(frame)
-    )
+    compilers = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+    for frame in sys._current_frames().values():
+        if any(path.endswith(compilers) for path, _ in _calls_of(frame)):
+            return True
+    return False
 
 
-def _running(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """The file and the function of each call of a stack."""
+def _calls_of(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Yields the file and the function of each call of a stack."""
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_code.co_name
         frame = frame.f_back
 
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-# Ctrl-C reaches a rank from the terminal and again from its launcher: that is one request
+# Ctrl-C reaches a rank from the terminal and again from its launcher: within this time it is one
+# request
 ECHO_SECONDS = 2.0
 
 
@@ -135,11 +131,11 @@ class Requests:
 
 
 class SignalListener:
-    """The signals that this rank has received. The loop looks once a step and agrees with the other
-    ranks.
+    """The signals that this rank has received, on which the loop agrees with the other ranks after
+    each step.
 
-    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends at
-    once.
+    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends the
+    process at once.
     """
 
     def __init__(self) -> None:
@@ -168,17 +164,17 @@ class SignalListener:
         self._write.close()  # ends the thread
 
     def agree(self, world: World, has_failed_save: bool = False) -> Requests:
-        """Returns the requests of any rank, on all ranks.
+        """Returns the requests of any rank, on all ranks. All ranks call it.
 
-        All ranks call it. One small word over gloo; a GPU's queue is left alone.
+        It sends three numbers over gloo, and waits for no GPU.
         """
         flags = torch.tensor([int(self.stop), int(self.save), int(has_failed_save)])
         return Requests(*(bool(count) for count in world.sum(flags).tolist()))
 
     def interrupt(self, items: Iterable[Item], world: World, error: Exception) -> Iterator[Item]:
-        """The items, of which every rank has as many.
+        """Yields the items, of which every rank has the same number.
 
-        Raises `error` on all ranks once a signal asks any to stop.
+        Raises `error` on all ranks once a signal asks any of them to stop.
         """
         for item in items:
             if self.agree(world).stop:
@@ -197,8 +193,8 @@ class SignalListener:
             self.stop = True
             self._asked_at = time.monotonic()
             when = " once torch.compile is done" if _compiles() else ""
-            # A rank gets SIGTERM when its launcher ends, whoever ended that.
-            if self._is_launched():
+            # a rank gets SIGTERM when its launcher ends, whatever ended that
+            if self._has_launcher():
                 cause = signal.Signals(number).name
             else:
                 cause = "the launcher has ended"
@@ -207,10 +203,9 @@ class SignalListener:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)
 
-    def _is_launched(self) -> bool:
-        """Whether the launcher runs.
-
-        It is the parent still for the moment in which its last threads end.
+    def _has_launcher(self) -> bool:
+        """Whether the launcher runs. While its last threads end it is a zombie, and still the
+        parent.
         """
         with suppress(psutil.Error):  # a parent outside of this container cannot be seen
             if psutil.Process(self._launcher).status() == psutil.STATUS_ZOMBIE:
@@ -220,19 +215,19 @@ class SignalListener:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done; a script's own handler then gets it.
+    """Holds Ctrl-C back until the block is done; the handler from before the block then gets it.
 
-    Only in the main thread.
+    Has no effect outside the main thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
         if held:
             signal.raise_signal(signal.SIGINT)
 
@@ -245,12 +240,10 @@ def _print(text: str) -> None:
 def profile_steps(
     batches: Iterator[StepBatch], steps: tuple[int, int] | None, folder: Path, rank: int
 ) -> Iterator[StepBatch]:
-    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based) in
-    `folder`/profile.
+    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based).
 
-    Leaves `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on CUDA
-    `memory-rank<r>.json`: the allocator's segments and blocks with the stack of each, without a
-    pickle.
+    Writes into `folder`/profile `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on
+    CUDA `memory-rank<r>.json`: the allocator's segments and blocks, each with its stack.
     """
     if not steps:
         yield from batches
@@ -265,7 +258,7 @@ def profile_steps(
             if batch.step + 1 == last and profiler is not None:
                 _finish_profile(profiler, folder / "profile", rank)
                 profiler = None
-    finally:  # the run may end at `last` or before it, and then asks for no other batch
+    finally:  # a run that ends at `last` or before asks for no other batch
         if profiler is not None:
             _finish_profile(profiler, folder / "profile", rank)
 

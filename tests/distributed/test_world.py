@@ -28,7 +28,9 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
     def stop(*_: object) -> None:
         raise JoinedError
 
-    monkeypatch.setattr("finetune.distributed.join._device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        "finetune.distributed.join._choose_device", lambda _: torch.device("cuda", 0)
+    )
     monkeypatch.setattr("finetune.distributed.join._join_process_group", stop)
     monkeypatch.setattr("finetune.distributed.join._launcher_has_threads", lambda: given)
     for name, value in {

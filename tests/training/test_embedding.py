@@ -424,7 +424,7 @@ def test_dropout_is_the_same_in_both_forwards(recipes: dict[str, Path], folder: 
         torch.manual_seed(3)
         prepared = objective.prepare(model, lambda: batch.micro_batches, session.world)
         ids = [example_id for each in batch.micro_batches for example_id in each.example_ids]
-        rows = [prepared.step.places[example_id] for example_id in ids]
+        rows = [prepared.step.row_of[example_id] for example_id in ids]
 
         def embed() -> torch.Tensor:
             own = torch.cat(

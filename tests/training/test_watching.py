@@ -25,7 +25,7 @@ from finetune.errors import UserError
 from finetune.run import fine_tune
 from finetune.training import lifecycle
 from finetune.training.screens import explain_out_of_memory
-from finetune.training.training_run import environment
+from finetune.training.training_run import describe_environment
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"
@@ -237,7 +237,7 @@ def test_the_environment_names_the_optional_packages_that_are_installed(
     read_versions.cache_clear()
     try:
         world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-        packages = environment(world)["packages"]
+        packages = describe_environment(world)["packages"]
     finally:
         read_versions.cache_clear()
     assert packages["bitsandbytes"] == "bitsandbytes 1" and packages["torch"] == "torch 1"

@@ -1,4 +1,4 @@
-"""The objectives of methods that learn answers and need nothing but the model."""
+"""The objective of methods that learn answers and need no model beside the one that is trained."""
 
 from typing import Any
 
@@ -7,28 +7,26 @@ from finetune.data.tokenizer import find_mask_id
 from finetune.errors import UserError
 from finetune.training.objectives.early_exit import EarlyExit
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
-from finetune.training.objectives.objective import SFT, Objectives
+from finetune.training.objectives.objective import SFT, Objective
 
 
-def make_answer_objectives(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objectives:
-    """Makes the objectives of the recipe's method.
+def make_answer_objective(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objective:
+    """Makes the objective of the recipe's method.
 
-    `steps`: of the run; None where nothing says how many. Raises `UserError` where no token stands
-    for a masked one, or a curriculum needs the steps.
+    `steps`: of the run; None if nothing says how many. Raises `UserError` if no token stands for a
+    masked one, or if a curriculum needs the steps and there is no number.
     """
     facts = recipe.method_facts
     keys = recipe.method
     seed = recipe.run.seed
     if facts.masks:
         mask_id = find_mask_id(tokenizer, keys.mask_token)
-        diffusion = MaskedDiffusion(mask_id, keys.mask_eps, seed)
-        return Objectives(diffusion, diffusion.for_evaluation())
+        return MaskedDiffusion(mask_id, keys.mask_eps, seed)
     if facts.exits:
         if keys.exit_curriculum == "gradual" and steps is None:
             raise UserError(
                 "exit_curriculum: gradual goes by the steps of the run, which neither max_steps "
                 "nor data says; set max_steps"
             )
-        exits = EarlyExit(keys, seed, steps)
-        return Objectives(exits, exits.for_evaluation())
-    return Objectives(SFT, SFT)
+        return EarlyExit(keys, seed, steps)
+    return SFT

@@ -1,8 +1,8 @@
 """Distillation as an `Objective`: the divergence from a teacher beside the cross entropy of the
 labels.
 
-The teacher is asked in each step; or once before training, and its likeliest tokens are kept in
-files beside the token cache (`distill_top_k`).
+The teacher is asked in each step; or once before training, and its k likeliest tokens are kept in
+files beside the token cache (`distill_top_k`). The files that one rank has written are a piece.
 """
 
 import io
@@ -39,14 +39,17 @@ from finetune.models.cross_entropy import HeadFunction
 from finetune.models.load import Teacher
 from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.reference import documents_of, hash_inputs, steps_of
+from finetune.training.reference import (
+    documents_of,
+    find_stored,
+    hash_model_and_data,
+    steps_of_examples,
+)
 from finetune.units import counted
 
 
 class Distillation(Objective):
-    """alpha x divergence + (1 - alpha) x cross entropy, averaged over the trained tokens of the
-    step.
-    """
+    """alpha x divergence + (1 - alpha) x cross entropy, averaged over a step's trained tokens."""
 
     def __init__(self, teacher: "Teacher | StoredTeacher") -> None:
         self.teacher = teacher
@@ -56,7 +59,7 @@ class Distillation(Objective):
     ) -> Measured:
         """The loss, and as metrics the divergence and the cross entropy of a token.
 
-        The teacher reads no noise.
+        The teacher reads the embeddings without the noise of `inputs`.
         """
         if isinstance(self.teacher, StoredTeacher):
             head_function = self.teacher.recall(micro_batch)
@@ -64,23 +67,23 @@ class Distillation(Objective):
             head_function = self.teacher.compare(micro_batch.inputs)
         loss, divergence, cross_entropy = model(**inputs, head_function=head_function).unbind()
         trained = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
-        means = {"kl": divergence, "cross_entropy": cross_entropy}
-        return Measured(
-            loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()}
-        )
+        metrics = {
+            "kl": torch.stack([divergence.detach(), trained]),
+            "cross_entropy": torch.stack([cross_entropy.detach(), trained]),
+        }
+        return Measured(loss, metrics)
 
 
-# Of a piece: int64[n, 2], examples and how many trained tokens each has; int32[tokens, k];
-# fp32[tokens, k + 1].
+# The arrays of a piece: int64[examples, 2], an example and how many trained tokens it has; of these
+# tokens, one example after another, int32[tokens, k] and fp32[tokens, k + 1] as in `TopScores`.
 PARTS = ("examples", "ids", "scores")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """The teacher's answers about the trained tokens of all examples, in memory-mapped files."""
+    """The teacher's likeliest tokens at each trained token, in memory-mapped files."""
 
-    # ids and scores, of each rank that has computed
-    pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]
+    pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]  # ids and scores
     # [examples, 3]: piece, first token, tokens; -1 for those that the run does not come to
     places: NDArray[np.int64]
     rows: int  # of the vocabulary
@@ -88,24 +91,23 @@ class StoredTeacher:
 
     def recall(self, micro_batch: MicroBatch) -> HeadFunction:
         """As `Teacher.compare`, for a micro-batch on the device."""
-        device = micro_batch.labels.device
         k = self.pieces[0][0].shape[1]
-        read = [
-            (self.pieces[p], slice(f, f + n))
-            for p, f, n in self.places[list(micro_batch.example_ids)].tolist()
-        ]
-        ids = np.concatenate(
-            [np.zeros((1, k), np.int32), *(ids[tokens] for (ids, _), tokens in read)]
-        )
-        scores = np.concatenate(
-            [np.zeros((1, k + 1), np.float32), *(each[tokens] for (_, each), tokens in read)]
-        )
+        # row 0 stands for positions without a label
+        ids = [np.zeros((1, k), np.int32)]
+        scores = [np.zeros((1, k + 1), np.float32)]
+        for piece, first, tokens in self.places[list(micro_batch.example_ids)].tolist():
+            piece_ids, piece_scores = self.pieces[piece]
+            ids.append(piece_ids[first : first + tokens])
+            scores.append(piece_scores[first : first + tokens])
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-        # the first stands for positions without a label
         row = torch.where(has_label, has_label.cumsum(0), 0)
-        on_device = (torch.from_numpy(each).to(device, non_blocking=True) for each in (ids, scores))
-        tops, values = (each[row] for each in on_device)
-        return head_divergence(TopScores(tops.long(), values, self.rows), self.options)
+
+        def take_rows(parts: list[NDArray[Any]]) -> torch.Tensor:
+            on_host = torch.from_numpy(np.concatenate(parts))
+            return on_host.to(row.device, non_blocking=True)[row]
+
+        top = TopScores(take_rows(ids).long(), take_rows(scores), self.rows)
+        return head_divergence(top, self.options)
 
 
 def find_stored_teacher(
@@ -116,25 +118,27 @@ def find_stored_teacher(
     world: World,
     load: Callable[[], Teacher],
 ) -> dict[str, StoredTeacher]:
-    """Finds or computes the teacher's answers about the training and held-out data. All ranks call
-    it.
+    """Finds or computes the teacher's likeliest tokens for the training and held-out data. All
+    ranks call it.
 
-    It is loaded, asked and freed where the files are missing or damaged. `inputs`: of
-    `fingerprint_inputs`.
+    The teacher is loaded, asked and freed only if files are missing or damaged. `inputs`: as
+    `fingerprint_inputs` makes them.
+
+    Returns:
+        By the names of `find_stored`.
     """
-    batches = {"training": data.train, "held_out": data.evaluation}
-    stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
+    stored = find_stored(data)
     ranks = RankGroup(world)
     keys = recipe.method
     asked = [inputs.get("teacher"), keys.teacher_load_in_4bit, keys.temperature, keys.distill_top_k]
-    key: str = ranks.on_main(lambda: hash_inputs(recipe, stored, json.dumps(asked), world))
+    key: str = ranks.on_main(lambda: hash_model_and_data(recipe, stored, json.dumps(asked), world))
     folders = {name: cache_folder(recipe.data) / f"teacher-{key}" / name for name in stored}
 
     def recall() -> dict[str, StoredTeacher]:
-        """The batches whose answers are complete on every rank."""
+        """Opens what is complete on every rank."""
         here = {}
-        for name, each in stored.items():
-            teacher = _recall(folders[name], each, recipe)
+        for name, batches in stored.items():
+            teacher = _recall(folders[name], batches, recipe)
             if teacher is not None:
                 here[name] = teacher
         names_by_rank = ranks.on_all(lambda: sorted(here))
@@ -158,33 +162,41 @@ def find_stored_teacher(
 
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """Opens what `_store` wrote about all examples into `folder`; None where it is missing or
-    damaged.
-    """
-    arrays: list[tuple[NDArray[Any], ...]] = []
+    """Opens what `_store` wrote into `folder`; None if it is damaged or lacks an example."""
+    pieces: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+    places = np.full((len(batches.examples), 3), -1, np.int64)
     rows = 0
     for path in sorted(folder.glob("*.json")):
-        files = {part: path.with_name(f"{path.stem}-{part}.npy") for part in PARTS}
         described = read_json_object(path)
-        if any(
-            not file.is_file() or checksum(file) != described.get(file.name)
-            for file in files.values()
-        ):
+        arrays = _open_piece(path, described)
+        if arrays is None:
             return None
+        examples, ids, scores = arrays
+        numbers, counts = examples.T
+        piece = np.full(len(numbers), len(pieces))
+        places[numbers] = np.stack([piece, counts.cumsum() - counts, counts], 1)
+        pieces.append((ids, scores))
         rows = described["rows"]
-        arrays.append(
-            tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in files.values())
-        )
-    places = np.full((len(batches.examples), 3), -1, np.int64)
-    for number, (examples, _, _) in enumerate(arrays):
-        ids, counts = examples.T
-        places[ids] = np.stack([np.full(len(ids), number), counts.cumsum() - counts, counts], 1)
-    wanted = np.unique(np.concatenate([documents_of(batches, step) for step in steps_of(batches)]))
-    if not arrays or (places[wanted, 2] != batches.examples.trained[wanted]).any():
+    steps = steps_of_examples(batches)
+    wanted = np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
+    if not pieces or (places[wanted, 2] != batches.examples.trained[wanted]).any():
         return None
     keys = recipe.method
     options = DivergenceOptions(keys.distill_beta, keys.temperature, keys.distill_alpha)
-    return StoredTeacher([(ids, scores) for _, ids, scores in arrays], places, rows, options)
+    return StoredTeacher(pieces, places, rows, options)
+
+
+def _open_piece(path: Path, described: Mapping[str, Any]) -> list[NDArray[Any]] | None:
+    """Opens the arrays of `PARTS` beside `path`; None if one has another checksum than
+    `described`.
+    """
+    arrays = []
+    for part in PARTS:
+        file = path.with_name(f"{path.stem}-{part}.npy")
+        if not file.is_file() or checksum(file) != described.get(file.name):
+            return None
+        arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+    return arrays
 
 
 def _store(
@@ -195,13 +207,14 @@ def _store(
     recipe: Recipe,
     world: World,
 ) -> None:
-    """Keeps in `folder` what the teacher says of the trained tokens.
+    """Writes the teacher's likeliest tokens at the trained tokens into `folder`.
 
-    All ranks call it; each writes its own.
+    All ranks call it; each writes a piece.
     """
     began = time.monotonic()
     k = recipe.method.distill_top_k or 1
-    heads: list[Any] = [unwrap(each).get_output_embeddings() for each in (model, teacher.model)]
+    heads: list[Any] = [unwrap(model).get_output_embeddings()]
+    heads.append(unwrap(teacher.model).get_output_embeddings())
     rows = min(head.weight.shape[0] for head in heads)
     arrays = _ask(teacher, batches, rows, k, world)
     ranks = RankGroup(world)
@@ -217,35 +230,37 @@ def _store(
 def _ask(
     teacher: Teacher, batches: StoredBatches, rows: int, k: int, world: World
 ) -> list[NDArray[Any]]:
-    """The arrays of `PARTS`: what the teacher says of this rank's trained tokens.
+    """Runs the teacher over this rank's rows; returns the arrays of `PARTS`.
 
     Args:
-        rows: Of the vocabulary.
+        teacher: Is asked about its likeliest tokens.
+        batches: Of the data.
+        rows: Of the vocabulary, which both models have.
         k: How many of the likeliest tokens are kept, at most `rows`.
+        world: The ranks of the run.
     """
-    said: list[tuple[NDArray[Any], ...]] = [
-        (
-            np.zeros((0, 2), np.int64),
-            np.zeros((0, min(k, rows)), np.int32),
-            np.zeros((0, min(k, rows) + 1), np.float32),
-        )
-    ]
-    for step in steps_of(batches):
-        for each in batches.step_batch(step).micro_batches:
-            on_device = each.to(world.device)
-            ids, scores = teacher.find_top(on_device.inputs, rows, k)
+    k = min(k, rows)
+    # empty ones first: a rank may have no row
+    examples = [np.zeros((0, 2), np.int64)]
+    ids = [np.zeros((0, k), np.int32)]
+    scores = [np.zeros((0, k + 1), np.float32)]
+    for step in steps_of_examples(batches):
+        for micro_batch in batches.step_batch(step).micro_batches:
+            on_device = micro_batch.to(world.device)
+            top_ids, top_scores = teacher.find_top(on_device.inputs, rows, k)
             has_label = (on_device.labels.flatten()[on_device.trained_positions] >= 0).cpu()
-            examples = np.array(each.example_ids, np.int64)
-            listed = np.stack([examples, batches.examples.trained[examples]], 1)
-            said.append(
-                (listed, ids.cpu()[has_label].int().numpy(), scores.cpu()[has_label].numpy())
-            )
+            numbers = np.array(micro_batch.example_ids, np.int64)
+            examples.append(np.stack([numbers, batches.examples.trained[numbers]], 1))
+            ids.append(top_ids.cpu()[has_label].int().numpy())
+            scores.append(top_scores.cpu()[has_label].numpy())
     reshard(teacher.model)
-    return [np.concatenate(part) for part in zip(*said, strict=True)]
+    return [np.concatenate(parts) for parts in (examples, ids, scores)]
 
 
 def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[Any]]) -> None:
-    """Writes the arrays of `PARTS`, then the file that says what they are."""
+    """Writes the arrays of `PARTS`, then a file with the rows of the vocabulary and the arrays'
+    checksums.
+    """
     files = dict[str, object](rows=rows)
     for part, array in zip(PARTS, arrays, strict=True):
         content = io.BytesIO()
@@ -256,22 +271,20 @@ def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[An
 
 
 def teacher_flop_per_token(objective: Objective, length: float) -> float:
-    """FLOP of the teacher's forward of one token in a document of `length` tokens; 0 where there is
-    no teacher.
+    """Counts the FLOP of the teacher's forward of one token in a document of `length` tokens; 0 if
+    no teacher runs in a step.
     """
-    teacher: Any = getattr(objective, "teacher", None)
-    return (
-        0.0
-        if teacher is None or isinstance(teacher, StoredTeacher)
-        else teacher.flop_per_token(length)
-    )
+    teacher = getattr(objective, "teacher", None)
+    if isinstance(teacher, Teacher):
+        return teacher.flop_per_token(length)
+    return 0.0
 
 
 def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
-    """The facts of the recipe's teacher, for the rules; None where it has none.
+    """Reads the facts of the recipe's teacher, for the rules; None if it has none.
 
     Raises:
-        UserError: For a config, a tokenizer or headers of weights with which it cannot teach.
+        UserError: For a config or headers of weights that cannot be read, or another tokenizer.
     """
     teacher = recipe.teacher
     if teacher is None:

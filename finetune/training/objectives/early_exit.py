@@ -1,7 +1,8 @@
-"""Fine-tuning that learns the answers after inner layers too, and drops layers.
+"""Fine-tuning that learns the answers after inner layers too, and drops layers (LayerSkip:
+Elhoushi et al. 2024, arXiv:2404.16710).
 
-So a model can be cut short, or draft for itself (LayerSkip: Elhoushi et al. 2024,
-arXiv:2404.16710).
+Its model can be cut short, or draft for itself. An exit is a layer after which the head predicts
+the answers too. A document passes a layer by if its states skip that layer.
 """
 
 import math
@@ -21,7 +22,7 @@ from finetune.data.examples import make_generator
 from finetune.models.watched_layers import watch_layers
 from finetune.training.objectives.objective import SFT, Measured, Objective
 
-# exit_weights -> the weights of exits after so many layers each
+# exit_weights -> the weight of each exit, from the number of layers before it
 WEIGHTS: Mapping[str, Callable[[Sequence[int]], list[float]]] = {
     "uniform": lambda depths: [1.0 for _ in depths],
     "linear": lambda depths: [float(depth) for depth in depths],
@@ -30,7 +31,7 @@ WEIGHTS: Mapping[str, Callable[[Sequence[int]], list[float]]] = {
     "inverse": lambda depths: [1 / depth for depth in depths],
     "inverse_root": lambda depths: [1 / math.sqrt(depth) for depth in depths],
 }
-# layer_dropout_schedule -> the share of layer_dropout, by a layer's share of the model's depth and
+# layer_dropout_schedule -> the share of layer_dropout that a layer has, from its depth (0 to 1) and
 # the number of layers
 SCHEDULES: Mapping[str, Callable[[float, int], float]] = {
     "uniform": lambda _share, _layers: 1.0,
@@ -40,13 +41,12 @@ SCHEDULES: Mapping[str, Callable[[float, int], float]] = {
     "sin": lambda share, _layers: math.sin(math.pi / 2 * share),
     "sigmoid": lambda share, _layers: 1 / (1 + math.exp(-10 * (share - 0.5))),
 }
-GRADUAL_SHARE = 0.5  # of a run's steps, after which every exit of a gradual curriculum is scored
+GRADUAL_SHARE = 0.5  # of a run's steps, after which a gradual curriculum has every exit
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit(Objective):
-    """The weighted mean of the cross entropies after several layers, of which the model's output
-    is the last.
+    """The weighted mean of the cross entropies after the exits and of the model's output.
 
     Which layers a document passes by is a pure function of the seed, the step and the example.
     """
@@ -56,61 +56,62 @@ class EarlyExit(Objective):
     steps: int | None  # of the run; a gradual curriculum needs them
 
     def for_evaluation(self) -> Objective:
-        """Fine-tuning's loss, of the model's output."""
+        """Fine-tuning's loss: that of the model's output."""
         return SFT
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The weighted loss; the loss of each exit, and of the model's output."""
+        """The weighted loss, and as metrics the loss of each exit and of the model's output."""
         watched = watch_layers(model)
-        count = len(watched.layers)
+        layers = len(watched.layers)
         device = micro_batch.labels.device
-        exits = choose_exits(self.keys, count, batch.step, self.steps)
-        weights = copy_to(torch.tensor(weigh_exits(self.keys, exits, count)), device)
-        passed_by = {
-            layer: copy_to(documents, device)
-            for layer, documents in self.draw(micro_batch, batch.step, count).items()
-        }
+        exits = choose_exits(self.keys, layers, batch.step, self.steps)
+        weights = copy_to(torch.tensor(weigh_exits(self.keys, exits, layers)), device)
+        drawn = self.draw(micro_batch, batch.step, layers)
+        passed_by = {layer: copy_to(is_passed_by, device) for layer, is_passed_by in drawn.items()}
         with watched.watch(exits, passed_by):
             loss, *losses = model(**inputs, head_function=watched.score(exits, weights))
         trained = (micro_batch.labels != IGNORE_INDEX).sum().float()
         names = [*(f"exit_loss/{layer}" for layer in exits), "output_loss"]
-        metrics = {
-            name: torch.stack([each.detach().float(), trained])
-            for name, each in zip(names, losses, strict=True)
-        }
+        metrics = {}
+        for name, loss_sum in zip(names, losses, strict=True):
+            metrics[name] = torch.stack([loss_sum.detach().float(), trained])
         return Measured(loss, metrics)
 
     def draw(self, micro_batch: MicroBatch, step: int, layers: int) -> dict[int, Tensor]:
         """Draws which documents pass which layers by.
 
         Returns:
-            On the host, bool[rows, tokens] as the labels lie, by layer; none of a layer that none
-            may pass by.
+            Layer -> bool[rows, tokens], on the host, of each layer that may be passed by.
         """
         chances = find_chances(self.keys, layers)
         rows, tokens = micro_batch.labels.shape
-        here = slice(micro_batch.first_token, micro_batch.first_token + tokens)
-        length = max(here.stop, sum(micro_batch.document_lengths))
-        passed_by = {layer: np.zeros((rows, length), bool) for layer in chances}
-        for example_id, row, own in micro_batch.locate_documents():
+        # of the whole row, of which other ranks of the sequence may have other tokens
+        own_tokens = slice(micro_batch.first_token, micro_batch.first_token + tokens)
+        row_length = max(own_tokens.stop, sum(micro_batch.document_lengths))
+        passed_by = {layer: np.zeros((rows, row_length), bool) for layer in chances}
+        for example_id, row, document in micro_batch.locate_documents():
             random = make_generator(self.seed, f"layer_dropout {step}", example_id).random(layers)
             for layer, chance in chances.items():
-                passed_by[layer][row, own] = random[layer] < chance
-        return {layer: torch.from_numpy(each[:, here]) for layer, each in passed_by.items()}
+                passed_by[layer][row, document] = random[layer] < chance
+        return {
+            layer: torch.from_numpy(of_row[:, own_tokens]) for layer, of_row in passed_by.items()
+        }
 
 
 def choose_exits(keys: Method, layers: int, step: int, steps: int | None) -> tuple[int, ...]:
-    """The layers, from 0, after which step `step` scores the answers; without the last layer,
-    whose output is the model's.
+    """Chooses the exits of a step: layers from 0, without the last, whose output is the model's.
+
+    `steps`: of the run.
     """
     asked = choose_layers(keys.exit_layers, layers)
     if keys.exit_curriculum == "rotational":
         chosen = {(layer + step) % layers for layer in asked}
     elif keys.exit_curriculum == "gradual":
-        assert steps is not None, "`make_answer_objectives` has asked for them"
+        assert steps is not None, "`make_answer_objective` has refused a run without"
         done = step / steps
+        # the deepest layers first
         chosen = {layer for layer in asked if done >= GRADUAL_SHARE * (1 - layer / layers)}
     else:
         chosen = {*asked}
@@ -118,21 +119,23 @@ def choose_exits(keys: Method, layers: int, step: int, steps: int | None) -> tup
 
 
 def weigh_exits(keys: Method, exits: Sequence[int], layers: int) -> list[float]:
-    """The weights of the losses after the layers `exits` and of the model's output; they add up to
-    1.
-    """
-    *early, last = WEIGHTS[keys.exit_weights]([*(layer + 1 for layer in exits), layers])
+    """Computes the weights of the losses of `exits` and of the model's output; they add up to 1."""
+    depths = [*(layer + 1 for layer in exits), layers]
+    *early, last = WEIGHTS[keys.exit_weights](depths)
     weights = [*(keys.exit_scale * weight for weight in early), last]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def find_chances(keys: Method, layers: int) -> dict[int, float]:
-    """The probability with which a document passes a layer by, of those that it may pass by."""
+    """Computes with which probability a document passes each layer by; only those above 0."""
     if not keys.layer_dropout:
         return {}
-    share = SCHEDULES[keys.layer_dropout_schedule]
-    chances = {
-        layer: keys.layer_dropout * share(layer / max(layers - 1, 1), layers)
-        for layer in choose_layers(keys.layer_dropout_layers, layers)
-    }
-    return {layer: chance for layer, chance in chances.items() if chance > 0}
+    find_share = SCHEDULES[keys.layer_dropout_schedule]
+    chances = {}
+    for layer in choose_layers(keys.layer_dropout_layers, layers):
+        depth = layer / max(layers - 1, 1)
+        chance = keys.layer_dropout * find_share(depth, layers)
+        if chance > 0:
+            chances[layer] = chance
+    return chances

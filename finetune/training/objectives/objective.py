@@ -1,10 +1,11 @@
 """What training minimizes: the `Objective` protocol, which is all that a step knows of a method,
-and fine-tuning's.
+and the objective of supervised fine-tuning.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,45 +24,42 @@ class Measured:
     """
 
     loss_sum: Tensor  # fp32, 0-dim
-    # By the name of a metric, fp32[2]: a sum, and what it is divided by. The same names on every
-    # rank.
+    # By the name of a metric, fp32[2]: a sum, and its divisor. The same names on every rank.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    # fp32, 0-dim: the largest of a number, not below 0
+    # By the name of a metric, fp32, 0-dim: the largest value, not below 0
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
-    # fp64[documents, columns] each: of held-out documents, what metrics that are no means are
-    # computed from
+    # fp64[documents, columns] each, of held-out documents alone: from them `describe_rows` computes
+    # the metrics that are no means
     rows: tuple[Tensor, ...] = ()
 
     def __add__(self, other: "Measured") -> "Measured":
-        metrics = {name: self.metrics.get(name, 0) + pair for name, pair in other.metrics.items()}
-        maxima = {
-            name: torch.maximum(self.maxima.get(name, most), most)
-            for name, most in other.maxima.items()
-        }
-        return Measured(
-            self.loss_sum + other.loss_sum,
-            {**self.metrics, **metrics},
-            {**self.maxima, **maxima},
-            self.rows + other.rows,
-        )
+        metrics = dict(self.metrics)
+        for name, pair in other.metrics.items():
+            metrics[name] = metrics[name] + pair if name in metrics else pair
+        maxima = dict(self.maxima)
+        for name, most in other.maxima.items():
+            maxima[name] = torch.maximum(maxima.get(name, most), most)
+        return Measured(self.loss_sum + other.loss_sum, metrics, maxima, self.rows + other.rows)
 
     def detach(self) -> "Measured":
-        """The same without the graph."""
+        """The same without the graph and the rows."""
         metrics = {name: value.detach() for name, value in self.metrics.items()}
         maxima = {name: value.detach() for name, value in self.maxima.items()}
         return Measured(self.loss_sum.detach(), metrics, maxima)
 
     def gather_rows(self, world: World) -> Tensor:
-        """The rows of all documents, on every rank. All ranks call it."""
-        mine = torch.cat(self.rows).tolist() if self.rows and world.is_first_of_batch else []
-        every = [row for rows in world.gather(mine) for row in rows]
+        """Returns the rows of all documents, on every rank. All ranks call it."""
+        own = []
+        if self.rows and world.is_first_of_batch:  # the other ranks of its batch have the same
+            own = torch.cat(self.rows).tolist()
+        every = list(chain.from_iterable(world.gather(own)))
         return torch.tensor(every, dtype=torch.float64)
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
         """Averages over all ranks. All ranks call it.
 
         Args:
-            count: What the loss is divided by, over all ranks.
+            count: The divisor of the loss, over all ranks.
             world: The ranks of the run.
 
         Returns:
@@ -82,26 +80,30 @@ class Measured:
 class Totals:
     """The sums over all ranks. Reading them waits for the device."""
 
-    sums: Tensor  # fp32: the loss, then a sum and what it is divided by of each metric
-    metrics: tuple[str, ...]
-    largest: Tensor | None
-    maxima: tuple[str, ...]
+    sums: Tensor  # fp32[1 + 2 x metrics]: the loss, then of each metric a sum and its divisor
+    metrics: tuple[str, ...]  # their names
+    largest: Tensor | None  # fp32[maxima]; None if there are none
+    maxima: tuple[str, ...]  # their names
 
     def average(self, count: int) -> tuple[float, dict[str, float]]:
-        """Returns the loss over `count`, and each metric whose divisor is not 0."""
-        total, *pairs = self.sums.tolist()
-        means = {
-            name: pairs[2 * i] / pairs[2 * i + 1]
-            for i, name in enumerate(self.metrics)
-            if pairs[2 * i + 1]
-        }
+        """Returns the loss over `count` (nan if 0), and each metric whose divisor is not 0."""
+        loss_sum, *pairs = self.sums.tolist()
+        values = {}
+        for name, total, divisor in zip(self.metrics, pairs[::2], pairs[1::2], strict=True):
+            if divisor:
+                values[name] = total / divisor
         if self.largest is not None:
-            means |= zip(self.maxima, self.largest.tolist(), strict=True)
-        return total / count if count else float("nan"), means
+            values |= zip(self.maxima, self.largest.tolist(), strict=True)
+        loss = loss_sum / count if count else float("nan")
+        return loss, values
 
 
 class Objective(Protocol):
-    """A method of training: its loss and its metrics."""
+    """A method of training: its loss and its metrics.
+
+    A rank that has no row left in a step gets a filler, a micro-batch without documents. Its loss
+    is 0, with a graph: the ranks' collectives meet in its forward and backward.
+    """
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
@@ -121,8 +123,8 @@ class Objective(Protocol):
         return self
 
     def count(self, batch: StepBatch) -> int:
-        """Returns the divisor of the step's loss, over all ranks: its trained tokens, unless a
-        method counts pairs.
+        """Returns the divisor of the step's loss, over all ranks: its trained tokens, unless the
+        method counts something else, such as pairs.
         """
         return batch.trained_tokens
 
@@ -137,21 +139,21 @@ class Objective(Protocol):
 
         Args:
             model: The model that is trained, in whatever mode it is.
-            micro_batch: On the device. It may hold no document.
+            micro_batch: On the device. It may be a filler.
             inputs: The model's keyword arguments for the micro-batch.
-            batch: The step that it is part of.
+            batch: The step of the micro-batch.
         """
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """Adds metrics that follow from the averaged ones."""
+        """Returns the averaged metrics with those that follow from them."""
         return means
 
     def for_evaluation(self) -> "Objective":
-        """The same, as it measures held-out data."""
+        """Returns the objective that measures held-out data."""
         return self
 
     def describe_rows(self, rows: Tensor) -> dict[str, float]:
-        """Metrics that are no means, of the rows of all held-out documents: see `Measured.rows`."""
+        """Computes the metrics that are no means from `Measured.rows` of all held-out documents."""
         return {}
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
@@ -161,7 +163,7 @@ class Objective(Protocol):
         return {}
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Takes what `describe_files` has left in a verified checkpoint of `step` steps.
+        """Reads the files of `describe_files` from a verified checkpoint of `step` steps.
 
         All ranks call it.
         """
@@ -173,6 +175,11 @@ class Objectives(NamedTuple):
 
     training: Objective
     held_out: Objective
+
+    @classmethod
+    def of(cls, training: Objective) -> "Objectives":
+        """Pairs an objective with that of its evaluation."""
+        return cls(training, training.for_evaluation())
 
 
 class TokenCrossEntropy(Objective):

@@ -1,4 +1,4 @@
-"""What a run that samples is made of: engine, rewards, second model; and what is checked before."""
+"""What a run that samples is made of (engine, rewards, second model), and the checks before it."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ def make_policy_objectives(
     teacher: Teacher | None,
     folder: Path | None,
 ) -> Objectives:
-    """The objective of a run that samples, with its engine and rewards; and that of held-out
+    """Makes the objective of a run that samples, with its engine and rewards, and that of held-out
     prompts.
 
     Args:
@@ -57,35 +57,30 @@ def make_policy_objectives(
         recipe: Of a method that samples.
         data: The prompts.
         world: The ranks of the run.
-        teacher: Or the reference, where it is a model of its own.
-        folder: The run's, where it has one.
+        teacher: The teacher, or the reference if it is a second model; else None.
+        folder: The run's, if it has one.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     engine = _make_engine(model, recipe, data, world, folder)
-    models = [model] if teacher is None else [model, teacher.model]
-    can_share = all(can_continue(unwrap(each)) for each in models)
-    shares_prompts = recipe.data.packing and not world.any(not can_share)
-    if recipe.rollout.takes_turns and has_tools(data.tokenizer):
-        tools = make_tool_turns(recipe, data.tokenizer)
-    else:
-        tools = None
-    rewards = Rewards(recipe.rollout)
-    paying = load_reward_models(recipe, world)
+    can_share = can_continue(unwrap(model))
+    if teacher is not None:
+        can_share = can_share and can_continue(unwrap(teacher.model))
+    has_tool_turns = recipe.rollout.takes_turns and has_tools(data.tokenizer)
     sampler = Sampler(
         recipe,
         world,
         data.tokenizer,
         engine,
-        rewards,
+        Rewards(recipe.rollout),
         data.train.steps,
-        shares_prompts,
-        tools,
-        paying,
+        shares_prompts=recipe.data.packing and not world.any(not can_share),
+        tools=make_tool_turns(recipe, data.tokenizer) if has_tool_turns else None,
+        reward_models=load_reward_models(recipe, world),
     )
     other_model = _make_other_model(recipe, teacher)
     rollouts = RolloutBatches(sampler, data.train, _make_measure(model, recipe, world, other_model))
     if recipe.method_facts.has_critic:
-        other_model = None  # it was asked with the values: rewards hold its log-probabilities
+        other_model = None  # `rollouts` asks it, since its log-probabilities are a part of rewards
     training = PolicyObjective(recipe, rollouts, other_model, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
@@ -99,26 +94,26 @@ def _make_engine(
     """
     keys = recipe.rollout
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
-    if keys.vllm_server_base_url is None:
-        rows = keys.per_device_generation_batch_size
-        routing = _replay_routing(unwrap(model)) if keys.routing_replay else None
-        images = None if data.images is None else data.tokenizer.images
-        if images is not None:
-            # An image's token has no meaning in an answer, and nothing can follow it.
-            stop_ids = [*stop_ids, *images.token_ids]
-        return EmbeddedEngine(model, world, stop_ids, rows, images=images, routing=routing)
-    if folder is None:
-        raise UserError(
-            "vllm_server_base_url: the server reads weights from the run's folder; a session saves "
-            "none"
-        )
-    return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
+    if keys.vllm_server_base_url is not None:
+        if folder is None:
+            raise UserError(
+                "vllm_server_base_url: the server reads weights from the run's folder; a session "
+                "saves none"
+            )
+        return VllmEngine(model, world, recipe, data.tokenizer, stop_ids, folder)
+    rows = keys.per_device_generation_batch_size
+    routing = _replay_routing(unwrap(model)) if keys.routing_replay else None
+    images = None if data.images is None else data.tokenizer.images
+    if images is not None:
+        # An image's token has no meaning in an answer, and nothing can follow it.
+        stop_ids = [*stop_ids, *images.token_ids]
+    return EmbeddedEngine(model, world, stop_ids, rows, images=images, routing=routing)
 
 
 def _replay_routing(transformer: nn.Module) -> Routing:
-    """The routing of a mixture, which replays from here on.
+    """Makes the routers of a mixture replay what they are given (`Routing.replay`).
 
-    Raises `UserError` where no router is found.
+    Raises `UserError` if no router is found.
     """
     routing = find_routing(transformer)
     if routing is None:
@@ -131,8 +126,8 @@ def _replay_routing(transformer: nn.Module) -> Routing:
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
-    """Returns what asks the teacher or the reference: a second, frozen model, or the trained one
-    without its adapters. None where neither is asked.
+    """Returns the function that asks the teacher or the reference: a second, frozen model, or the
+    trained one without its adapters. None if neither is asked.
     """
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 
@@ -142,9 +137,9 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
             return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        own = replace(micro_batch, experts=None)  # a reference chooses its experts itself
+        unrouted = replace(micro_batch, experts=None)  # a reference chooses its experts itself
         with evaluating(model), adapters_off(model):
-            return model(**own.inputs, head_function=head).double()  # type: ignore[no-any-return]
+            return model(**unrouted.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     if teacher is not None:
         return ask_second_model
@@ -154,15 +149,17 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
 def _make_measure(
     model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
 ) -> MeasureTokens | None:
-    """Makes the function that asks for log-probabilities in training before the first update, under
-    a critic for its values and the reference too; None where the loss needs none of them.
+    """Makes the function that measures a step's tokens before the first update on them: their
+    log-probabilities and, with a critic, its values and the reference's log-probabilities.
 
-    A correction of the sampler needs them once the weights have moved since it sampled.
+    None if the loss needs none of them: without a critic, only a correction of the sampler does, if
+    the weights move more than once after sampling.
     """
     keys = recipe.rollout
     has_critic = recipe.method_facts.has_critic
     is_corrected = keys.importance_sampling_correction != NO_CORRECTION
-    if not has_critic and not (is_corrected and keys.updates_per_generation > 1):
+    corrects_old_weights = is_corrected and keys.updates_per_generation > 1
+    if not has_critic and not corrects_old_weights:
         return None
     head = choose_head(recipe)
 
@@ -177,37 +174,35 @@ def _make_measure(
         return measured
 
     def measure(batch: StepBatch) -> list[dict[str, Tensor]]:
-        return [measure_one(each.to(world.device)) for each in batch.micro_batches]
+        return [measure_one(micro_batch.to(world.device)) for micro_batch in batch.micro_batches]
 
     return measure
 
 
-CHECKED_ROWS = 100  # of the data, whose columns reward functions may take
+CHECKED_ROWS = 100  # the first of the data, whose columns reward functions may take
 
 
 def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Looks whether the reward functions are there and take what the rows have, before a model is
-    loaded.
+    """Checks that there are rewards and that the rows have the columns that they take, before a
+    model is loaded.
 
     All ranks call it. Raises `UserError` on all.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
     rewards = Rewards(recipe.rollout)
-    if (
-        not recipe.rollout.rewards
-        and not recipe.method_facts.needs_teacher
-        and not list_own_rewards(data.tokenizer.environments)
-    ):
+    has_rewards = recipe.rollout.rewards or list_own_rewards(data.tokenizer.environments)
+    if not has_rewards and not recipe.method_facts.needs_teacher:
         raise UserError(
             "environment: says nothing of what a completion is worth; give it a method get_reward, "
             "or set rewards"
         )
 
     def check() -> None:
-        rows = read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples))))
-        given = {"environments"} if recipe.rollout.environment else set[str]()
-        rewards.check_arguments(sorted(given.union(*(row["columns"] for row in rows))))
+        columns = {"environments"} if recipe.rollout.environment else set[str]()
+        for row in read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples)))):
+            columns.update(row["columns"])
+        rewards.check_arguments(sorted(columns))
 
     try:
         RankGroup(world).on_main(check)
@@ -216,20 +211,21 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Asks the rewards about an empty and a short completion, and whether the server can sample.
+    """Asks the rewards for the scores of an empty and a short completion, and the server whether it
+    can sample.
 
     All ranks call it.
 
-    Raises `UserError` on all ranks for what a reward does wrong, unless that is counted, and for
-    another server.
+    Raises `UserError` on all ranks if a reward fails and its failures are not counted instead, or
+    if the server cannot sample for this run.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
     tokenizer = data.tokenizer
     rewards = Rewards(recipe.rollout)
-    ends = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
-    texts = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
-    sampled = [Sampled(ids + ends, [], 0.0, Ended.STOPPED) for ids in texts]
+    end = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
+    answers = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
+    sampled = [Sampled(ids + end, [], 0.0, Ended.STOPPED) for ids in answers]
 
     def ask() -> None:
         if recipe.rollout.vllm_server_base_url is not None:

@@ -9,45 +9,60 @@ NEAREST = 10  # documents, within which recall, mrr and ndcg look
 
 
 def describe_places(places: Tensor) -> dict[str, Tensor]:
-    """Metrics of how many documents, int64[queries], stand before the one that answers a query."""
+    """Metrics of queries that one document answers each.
+
+    `places`: int64[queries], how many documents stand before that one.
+    """
     is_near = places < NEAREST
-    metrics = {
+    return {
         "recall@1": sum_and_count((places == 0).double()),
         f"recall@{NEAREST}": sum_and_count(is_near.double()),
         f"mrr@{NEAREST}": sum_and_count(torch.where(is_near, 1 / (places.double() + 1), 0.0)),
         f"ndcg@{NEAREST}": sum_and_count(torch.where(is_near, _discount(places), 0.0)),
     }
-    return {name: pair.float() for name, pair in metrics.items()}
 
 
-def describe_order(scores: Tensor, numbers: Tensor) -> dict[str, Tensor]:
-    """Metrics of a query's documents in the order of their scores.
+def describe_order(scores: Tensor, relevance: Tensor) -> dict[str, Tensor]:
+    """Metrics of queries' documents in the order of their scores.
 
-    Of documents with one score, those that answer worse come first. Queries without a document that
-    answers count in none of them.
+    Of documents with equal scores, the less relevant come first. Queries without a relevant
+    document count in no metric.
 
     Args:
         scores: fp64[queries, documents].
-        numbers: Of the same shape, how well each answers; 0: it does not.
+        relevance: Of the same shape; 0: the document does not answer the query.
     """
-    worst_first = numbers.argsort(1)
-    by_score = scores.gather(1, worst_first).sort(dim=1, descending=True, stable=True).indices
-    ranked = numbers.gather(1, worst_first).gather(1, by_score)
-    answers = (ranked > 0).double()
-    is_answered = answers.any(1)
-    relevant = answers.sum(1).clamp(min=1)
-    discounts = _discount(torch.arange(ranked.shape[1], device=ranked.device))[:NEAREST]
-    best = (ranked.sort(1, descending=True).values[:, :NEAREST] * discounts).sum(1)
-    first = answers.argmax(1)
-    gained = (ranked[:, :NEAREST] * discounts).sum(1)
-    each = {
-        "recall@1": answers[:, 0] / relevant,
-        f"recall@{NEAREST}": answers[:, :NEAREST].sum(1) / relevant,
+    ranked = _rank(scores, relevance)
+    is_relevant = (ranked > 0).double()
+    has_relevant = is_relevant.any(1)
+    relevant = is_relevant.sum(1).clamp(min=1)
+    first = is_relevant.argmax(1)
+    gain = _discounted_gain(ranked)
+    best_gain = _discounted_gain(ranked.sort(1, descending=True).values)
+    by_query = {
+        "recall@1": is_relevant[:, 0] / relevant,
+        f"recall@{NEAREST}": is_relevant[:, :NEAREST].sum(1) / relevant,
         f"mrr@{NEAREST}": torch.where(first < NEAREST, 1 / (first.double() + 1), 0.0),
-        f"ndcg@{NEAREST}": gained / torch.where(is_answered, best, 1.0),
+        f"ndcg@{NEAREST}": gain / torch.where(has_relevant, best_gain, 1.0),
     }
-    return {name: sum_and_count(values, is_answered) for name, values in each.items()}
+    return {name: sum_and_count(values, has_relevant) for name, values in by_query.items()}
+
+
+def _rank(scores: Tensor, relevance: Tensor) -> Tensor:
+    """Sorts the relevance of each query's documents by their scores, the highest first."""
+    least_relevant_first = relevance.argsort(1)
+    scores = scores.gather(1, least_relevant_first)
+    relevance = relevance.gather(1, least_relevant_first)
+    return relevance.gather(1, scores.sort(dim=1, descending=True, stable=True).indices)
+
+
+def _discounted_gain(ranked: Tensor) -> Tensor:
+    """DCG of each query's first documents, from their relevance in order; [queries]."""
+    nearest = ranked[:, :NEAREST]
+    places = torch.arange(nearest.shape[1], device=ranked.device)
+    return (nearest * _discount(places)).sum(1)
 
 
 def _discount(places: Tensor) -> Tensor:
+    """What the relevance of a document counts by its place, from 0."""
     return 1 / torch.log2(places.double() + 2)

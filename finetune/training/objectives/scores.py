@@ -1,4 +1,4 @@
-"""Training a head of scores: reward models on pairs, and classifiers."""
+"""Training a head of scores: reward models, classifiers, process reward models and rerankers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
 from finetune.training.objectives.objective import Measured, Objective
-from finetune.training.objectives.preference import Pairs, share_of, sum_and_count
+from finetune.training.objectives.preference import Pairs, make_measured, sum_and_count
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
 
@@ -25,12 +25,12 @@ TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True, slots=True)
 class PairScores(Objective):
-    """The mean over pairs of how surely the chosen answer has the larger score (Bradley and Terry
-    1952).
+    """The mean over pairs of -log sigmoid(chosen score - rejected score - margin) (Bradley and
+    Terry 1952).
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the centering: Eisenstein et al. 2023,
-    arXiv:2312.09244, section 5, as TRL's RewardTrainer. Where a row has a margin, the score
-    shall be larger by it (Touvron et al. 2023, arXiv:2307.09288, eq. 2).
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin, 0 in rows without one: Touvron
+    et al. 2023, arXiv:2307.09288, eq. 2; the centering: Eisenstein et al. 2023, arXiv:2312.09244,
+    section 5, as TRL's RewardTrainer.
     """
 
     center_coefficient: float | None
@@ -46,8 +46,9 @@ class PairScores(Objective):
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         micro_batch = micro_batch.with_documents()
         scores = Pairs.of(score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0])
-        least = Pairs.of(read_numbers(find_labels(micro_batch, self.sequence_group)))
-        losses = -F.logsigmoid(scores.margin - least.chosen)
+        # the chosen answer's label is the margin of the row
+        row_margins = Pairs.of(read_numbers(find_labels(micro_batch, self.sequence_group))).chosen
+        losses = -F.logsigmoid(scores.margin - row_margins)
         if self.center_coefficient is not None:
             losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
         metrics = {
@@ -56,10 +57,7 @@ class PairScores(Objective):
             "rewards/margins": sum_and_count(scores.margin),
             "rewards/accuracies": sum_and_count((scores.margin > 0).double()),
         }
-        return Measured(
-            share_of(losses.sum().float(), self.sequence_group),
-            {name: pair.detach().float() for name, pair in metrics.items()},
-        )
+        return make_measured(losses.sum(), metrics, self.sequence_group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ class ClassScores(Objective):
     """The mean over documents of the cross entropy of their class.
 
     Its metrics are means over the documents of a step or of all held-out data: accuracy, and the F1
-    of each class (twice its hits, divided by how often it was given and how often it was right),
-    whose mean is `f1_macro`.
+    of each class, whose mean is `f1_macro`. F1 is twice the documents of a class that are predicted
+    to be of it, divided by the sum of those that are predicted to be and those that are.
     """
 
     labels: tuple[str, ...]
@@ -79,7 +77,7 @@ class ClassScores(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, sequence_group: ProcessGroup | None) -> "ClassScores":
-        """The recipe's."""
+        """Makes the recipe's objective."""
         labels = recipe.data.labels
         weights = recipe.method.class_weights or (1.0,) * len(labels)
         return cls(labels, weights, recipe.data.problem_type == MULTI_LABEL, sequence_group)
@@ -100,55 +98,65 @@ class ClassScores(Objective):
     def describe(
         self, scores: Tensor, labels: Tensor, sequence_group: ProcessGroup | None
     ) -> Measured:
-        """Returns the metrics of scores, fp64[documents, classes], against labels,
-        int64[documents]; IGNORE_INDEX is no label.
+        """Computes the loss and the metrics of documents from their scores.
 
-        sequence_group: The ranks that know the same scores.
+        Args:
+            scores: fp64[documents, classes].
+            labels: int64[documents]; IGNORE_INDEX is no label.
+            sequence_group: The ranks that know the same scores.
         """
         is_labeled = labels != IGNORE_INDEX
         are_true = self._read_classes(labels) & is_labeled[:, None]
-        losses = self._compare(scores, are_true)
-        are_given = self._decide(scores.detach()) & is_labeled[:, None]
-        metrics = {"accuracy": sum_and_count((are_given == are_true).all(1).double(), is_labeled)}
+        losses = self._compute_losses(scores, are_true)
+        are_predicted = self._predict(scores.detach()) & is_labeled[:, None]
+        is_right = (are_predicted == are_true).all(1)
+        metrics = {"accuracy": sum_and_count(is_right.double(), is_labeled)}
         for index, name in enumerate(self.labels):
-            hits = (are_given & are_true)[:, index].sum(dtype=torch.float64)
-            named = are_given[:, index].sum() + are_true[:, index].sum()
+            hits = (are_predicted & are_true)[:, index].sum(dtype=torch.float64)
+            named = are_predicted[:, index].sum() + are_true[:, index].sum()
             metrics[f"f1/{name}"] = torch.stack([2 * hits, named.double()])
+        measured = make_measured(losses.sum(), metrics, sequence_group)
+        if not self.is_held_out:
+            return measured
         rows = torch.cat([scores.detach(), are_true.double()], 1)
-        return Measured(
-            share_of(losses.sum().float(), sequence_group),
-            {name: pair.float() for name, pair in metrics.items()},
-            rows=(rows,) if self.is_held_out else (),
-        )
+        return replace(measured, rows=(rows,))
 
     def _read_classes(self, labels: Tensor) -> Tensor:
-        """Whether each document has each class, bool[documents, classes]."""
-        places = torch.arange(len(self.labels), device=labels.device)
-        if self.has_several:
-            return (labels[:, None] >> places & 1).bool()
-        return labels[:, None] == places
+        """Reads from labels whether each document has each class, bool[documents, classes].
 
-    def _compare(self, scores: Tensor, are_true: Tensor) -> Tensor:
-        """The losses, [documents, classes] or [documents], with the weights of the classes."""
+        A label is the index of a class; if there may be several classes, bit i stands for class i.
+        """
+        classes = torch.arange(len(self.labels), device=labels.device)
         if self.has_several:
-            each = F.binary_cross_entropy_with_logits(scores, are_true.double(), reduction="none")
-            each = each / len(self.labels)
+            return (labels[:, None] >> classes & 1).bool()
+        return labels[:, None] == classes
+
+    def _compute_losses(self, scores: Tensor, are_true: Tensor) -> Tensor:
+        """The losses by the classes' weights, [documents, classes]; one without label has none.
+
+        A document's loss is their sum.
+        """
+        if self.has_several:
+            losses = F.binary_cross_entropy_with_logits(scores, are_true.double(), reduction="none")
+            losses = losses / len(self.labels)
         else:
-            each = -scores.log_softmax(1) * are_true
-        # numbers of the host, so that the device is not waited for
-        weighed = zip(each.unbind(1), self.weights, strict=True)
+            losses = -scores.log_softmax(1) * are_true
+        # weights are numbers of the host: a tensor of them would have to be copied to the device
+        weighed = zip(losses.unbind(1), self.weights, strict=True)
         return torch.stack([column * weight for column, weight in weighed], 1)
 
-    def _decide(self, scores: Tensor) -> Tensor:
-        """Which classes each document is given, bool[documents, classes]."""
+    def _predict(self, scores: Tensor) -> Tensor:
+        """Predicts which classes each document has, bool[documents, classes]."""
         if self.has_several:
             return scores > 0
-        return scores.argmax(1, keepdim=True) == torch.arange(
-            len(self.labels), device=scores.device
-        )
+        classes = torch.arange(len(self.labels), device=scores.device)
+        return scores.argmax(1, keepdim=True) == classes
 
     def describe_rows(self, rows: Tensor) -> dict[str, float]:
-        """Metrics of the scores' order and of their probabilities' calibration."""
+        """Metrics of how the scores order documents, and how true their probabilities are.
+
+        `rows`: fp64[documents, 2 x classes]: scores, then whether a document has each class.
+        """
         if not len(rows):
             return {}
         classes = len(self.labels)
@@ -156,43 +164,46 @@ class ClassScores(Objective):
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """Adds the mean F1 of the classes that occur."""
-        each = [value for name, value in means.items() if name.startswith("f1/")]
-        if each:
-            return means | {"f1_macro": sum(each) / len(each)}
+        scores = [value for name, value in means.items() if name.startswith("f1/")]
+        if scores:
+            return means | {"f1_macro": sum(scores) / len(scores)}
         return means
 
 
 @dataclass(frozen=True, slots=True)
 class StepScores(Objective):
-    """The mean over steps of answers of the cross entropy of whether each is right (Lightman et al.
-    2023, arXiv:2305.20050, as TRL's PRMTrainer), with the metrics of two classes.
+    """The mean cross entropy of whether a step of an answer is right (Lightman et al. 2023,
+    arXiv:2305.20050, as TRL's PRMTrainer), with the metrics of two classes.
     """
 
     classes: ClassScores
 
     @classmethod
     def of(cls, _recipe: Recipe, _sequence_group: ProcessGroup | None) -> "StepScores":
-        """The same of any recipe: ranks that divide a document's tokens have steps of their own."""
+        """Makes the objective, on which no recipe has an influence.
+
+        It needs no sequence group: of a document's steps, a rank has those among its own tokens.
+        """
         return cls(ClassScores(STEP_SCORES, (1.0, 1.0), has_several=False, sequence_group=None))
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's steps."""
-        of_tokens: Tensor = model(**inputs, head_function=head_scores)
+        scores: Tensor = model(**inputs, head_function=head_scores)
         labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-        return self.classes.describe(of_tokens.double(), labels, None)
+        return self.classes.describe(scores.double(), labels, None)
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """Adds the mean F1 of both."""
+        """Adds the mean F1 of both classes."""
         return self.classes.complete(means)
 
 
 @dataclass(frozen=True, slots=True)
 class RankedScores(Objective):
-    """The loss of a reranker: how it orders a query's documents, against their relevance.
+    """The loss of a reranker: of the scores of a query's documents, against their relevance.
 
-    The documents of a query are of one micro-batch.
+    The documents of a query are in one micro-batch.
     """
 
     loss_type: str
@@ -200,7 +211,7 @@ class RankedScores(Objective):
     sequence_group: ProcessGroup | None
 
     def count(self, batch: StepBatch) -> int:
-        """The queries of the step; its documents, where each is looked at alone."""
+        """The queries of the step; its documents if the loss looks at each alone."""
         if self.loss_type == POINTWISE:
             return batch.trained_tokens
         return batch.groups
@@ -208,48 +219,48 @@ class RankedScores(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's queries, and where their documents stand."""
+        """The losses of the micro-batch's queries, and metrics of their documents' order."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
-        groups = (len(scores) // self.group_size, self.group_size)
-        scores = scores.view(groups)
-        numbers = read_numbers(find_labels(micro_batch, self.sequence_group)).view(groups)
-        losses = RANKING[self.loss_type](scores, numbers)
+        shape = (len(scores) // self.group_size, self.group_size)  # [queries, documents]
+        scores = scores.view(shape)
+        relevance = read_numbers(find_labels(micro_batch, self.sequence_group)).view(shape)
+        losses = RANKING[self.loss_type](scores, relevance)
         metrics = {"scores/mean": sum_and_count(scores.flatten())}
         if self.group_size > 1:
-            metrics |= describe_order(scores.detach(), numbers)
-        return Measured(
-            share_of(losses.sum().float(), self.sequence_group),
-            {name: pair.detach().float() for name, pair in metrics.items()},
-        )
+            metrics |= describe_order(scores.detach(), relevance)
+        return make_measured(losses.sum(), metrics, self.sequence_group)
 
 
-def _compare_pairs(scores: Tensor, numbers: Tensor) -> Tensor:
-    """The mean over a query's pairs of which one answers better, [queries] (Burges et al. 2005,
-    RankNet); 0 where there is none.
+def _compare_pairs(scores: Tensor, relevance: Tensor) -> Tensor:
+    """The mean of -log sigmoid(score difference) over a query's pairs of a more and a less relevant
+    document, [queries] (RankNet: Burges et al. 2005); 0 without such pairs.
     """
-    is_pair = numbers[:, :, None] > numbers[:, None, :]
+    is_pair = relevance[:, :, None] > relevance[:, None, :]
     margins = scores[:, :, None] - scores[:, None, :]
     losses = torch.where(is_pair, -F.logsigmoid(margins), 0.0)
     return losses.sum((1, 2)) / is_pair.sum((1, 2)).clamp(min=1)
 
 
 def _compare_shares(scores: Tensor, shares: Tensor) -> Tensor:
-    """The cross entropy of the softmax over a query's documents, [queries]."""
+    """The cross entropy of the softmax over a query's documents against `shares`, which add up to
+    1; [queries].
+    """
     return -(shares * scores.log_softmax(1)).sum(1)
 
 
-# By loss_type, what scores[queries, documents] lose against numbers of the same shape.
+# loss_type -> the losses, [queries] or [queries, documents], of scores against relevance, both
+# [queries, documents]
 RANKING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    POINTWISE: lambda scores, numbers: F.binary_cross_entropy_with_logits(
-        scores, numbers.clamp(max=1), reduction="none"
+    POINTWISE: lambda scores, relevance: F.binary_cross_entropy_with_logits(
+        scores, relevance.clamp(max=1), reduction="none"
     ),
     "pairwise": _compare_pairs,
-    "listwise": lambda scores, numbers: _compare_shares(
-        scores, numbers / numbers.sum(1, keepdim=True).clamp(min=TINY)
+    "listwise": lambda scores, relevance: _compare_shares(
+        scores, relevance / relevance.sum(1, keepdim=True).clamp(min=TINY)
     ),
-    # Cao et al. 2007, with the softmax of the numbers
-    "listnet": lambda scores, numbers: _compare_shares(scores, numbers.softmax(1)),
+    # Cao et al. 2007
+    "listnet": lambda scores, relevance: _compare_shares(scores, relevance.softmax(1)),
 }
 
 
@@ -269,23 +280,22 @@ def score_documents(
     inputs: Mapping[str, Any],
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The scores of each document of the micro-batch at its labeled token, fp64[documents, scores].
+    """Computes the scores of each document of the micro-batch at its one labeled token,
+    fp64[documents, scores].
 
-    sequence_group: The ranks that divide the documents' tokens between them; each returns the
+    `sequence_group`: the ranks that divide the documents' tokens between them; each returns the
     scores of all.
     """
-    of_tokens: Tensor = model(**inputs, head_function=head_scores)
-    return sum_by_document(of_tokens, micro_batch, sequence_group)
+    scores_of_tokens: Tensor = model(**inputs, head_function=head_scores)
+    return sum_by_document(scores_of_tokens, micro_batch, sequence_group)
 
 
 def read_numbers(labels: Tensor) -> Tensor:
-    """Returns the numbers that labels of `label_of_number` stand for, fp64 of the shape of
-    `labels`.
-    """
+    """Reads the numbers whose bits `label_of_number` made the labels of; fp64 of their shape."""
     return labels.to(torch.int32).view(torch.float32).double()
 
 
 def find_labels(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
-    """The label of each document, int64[documents]."""
+    """Finds the label of each document, int64[documents]."""
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
     return sum_by_document(labels, micro_batch, sequence_group).long()

@@ -13,11 +13,11 @@ from finetune.models.log_probabilities import choose_label_head
 from finetune.training.objectives.objective import Measured, Objective
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""What `Session.forward_backward` describes as `loss`."""
+"""The `loss` of `Session.forward_backward`, which documents it."""
 
 
 class AskedColumns(dict[str, Tensor]):
-    """The columns that `Session.batch` was asked for, by name."""
+    """The columns of a batch by name; a missing one is explained to the user."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
@@ -30,8 +30,8 @@ class AskedColumns(dict[str, Tensor]):
 class FunctionObjective(Objective):
     """A user's loss, averaged over what the recipe's method counts.
 
-    A fault of the function is kept until `raise_fault`, and its loss is 0: the other ranks wait in
-    the backward.
+    Where the function fails, the loss is 0, since the other ranks wait in the backward;
+    `raise_fault` raises the fault after it.
     """
 
     function: LossFunction
@@ -45,10 +45,7 @@ class FunctionObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The function's loss.
-
-        A filler's is 0, so that its backward still takes part in the ranks' collectives.
-        """
+        """The function's loss; of a filler 0, with a graph: ranks meet in its backward too."""
         outputs = model(**inputs, head_function=choose_label_head(micro_batch.targets))
         if not micro_batch.example_ids:
             return Measured(outputs.sum() * 0.0)
@@ -60,6 +57,7 @@ class FunctionObjective(Objective):
             return Measured(outputs.sum() * 0.0)
 
     def _call(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Calls the function. Raises `UserError` if it fails or returns no loss."""
         with explained("loss", self.function):
             loss: object = self.function(outputs, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -70,7 +68,7 @@ class FunctionObjective(Objective):
         return loss
 
     def raise_fault(self) -> None:
-        """Raises the first fault of the function on this rank, where there was one."""
+        """Raises the first fault of the function on this rank, if there was one."""
         if self.faults:
             raise self.faults[0]
 
