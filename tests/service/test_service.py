@@ -1,9 +1,13 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
 import random
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.service.endpoints import join_sampler
+from finetune.service.ledger import Ledger
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
@@ -638,3 +644,30 @@ def test_a_layout_that_cuts_an_adapters_matrices_is_refused() -> None:
     ):
         with pytest.raises(UserError, match="DDP and FSDP2 are served"):
             refuse_layout(sharding)
+
+
+def test_clients_that_join_a_sampler_at_once_get_different_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", 10)
+    ledger.put("sampler", "shared", {"clones": 0})
+    service: Any = SimpleNamespace(ledger=ledger)
+    find = ledger.find
+    both_have_read = threading.Barrier(2)
+
+    def find_and_wait(kind: str, name: object) -> dict[str, Any]:
+        body = find(kind, name)
+        with suppress(threading.BrokenBarrierError):  # the other one waits for the lock
+            both_have_read.wait(0.3)
+        return body
+
+    monkeypatch.setattr(ledger, "find", find_and_wait)
+
+    def join(_: int) -> int:
+        answer: int = join_sampler(service, {"sampling_session_id": "shared"})["client_counter"]
+        return answer
+
+    with ThreadPoolExecutor(2) as pool:
+        numbers = sorted(pool.map(join, range(2)))
+    ledger.close()
+    assert numbers == [1, 2]
