@@ -161,7 +161,8 @@ def find_changed_inputs(
     sentences = []
     for name, (keys, sentence) in INPUTS.items():
         is_known = None not in (then.get(name), now.get(name))
-        if is_known and then[name] != now[name] and changed_names.isdisjoint(keys):
+        has_changed = is_known and then[name] != now[name]
+        if has_changed and changed_names.isdisjoint(keys):
             sentences.append(sentence)
     return sentences
 
@@ -226,13 +227,13 @@ def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
 
 
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Returns the hashes of the chat template and the tokenizer, without truncation and padding."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = {
-        key: value for key, value in backend.items() if key not in ("truncation", "padding")
-    }
+    for key in ("truncation", "padding"):
+        backend.pop(key, None)
     return {
         "chat_template": durable.hash_json(tokenizer.chat_template),
-        "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
+        "tokenizer": durable.hash_json([backend, tokenizer.special_tokens_map]),
     }
 
 
@@ -274,7 +275,8 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
         inputs = read_json_object(state).get("inputs")
         if isinstance(inputs, dict) and isinstance(inputs.get("base"), str):
             trained_on.add(inputs["base"])
-    if base is not None and trained_on and base not in trained_on:
+    is_known = base is not None and bool(trained_on)
+    if is_known and base not in trained_on:
         raise UserError(
             f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was "
             f"trained on other weights than those of {recipe.model.model_name_or_path}; name its "

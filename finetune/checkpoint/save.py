@@ -154,7 +154,8 @@ class Saver:
         self.finish()
         self._files = self._describe_files(progress.step) if self.world.is_main else {}
         scaler = self.world.accelerator.scaler
-        progress = replace(progress, scaler=scaler.state_dict() if scaler is not None else None)
+        scaler_state = scaler.state_dict() if scaler is not None else None
+        progress = replace(progress, scaler=scaler_state)
         shards = self._shards()
         refuse_different_replicas(shards, progress.step, self._ranks)
         shards = [shard for shard in shards if shard.is_first_copy]
@@ -273,6 +274,7 @@ class Saver:
             self._failure = failure
 
     def _write(self, progress: Progress, shards: list[TensorShard]) -> None:
+        """Stages and publishes a checkpoint. Raises `UserError` with the outcome if that fails."""
         started = time.perf_counter()
         try:
             self._stage(progress, shards, is_published=True)
@@ -346,12 +348,9 @@ class Saver:
         """Gives the folder its name, and removes the checkpoints that the recipe does not keep."""
         publish(self.run_folder, staging, progress.step)
         keys = self.recipe.checkpoint
+        best_step = progress.best_step if keys.keep_best_checkpoint else None
         problems = prune(
-            self.run_folder,
-            progress.step,
-            keys.save_total_limit,
-            keys.keep_every_steps,
-            best_step=progress.best_step if keys.keep_best_checkpoint else None,
+            self.run_folder, progress.step, keys.save_total_limit, keys.keep_every_steps, best_step
         )
         for problem in problems:
             print(problem, flush=True)

@@ -518,6 +518,7 @@ def _all_gather_json(
 
 
 def _encode_state(info: StateInfo) -> dict[str, Any]:
+    """Returns the state's names, shapes, dtypes and scalars as values of JSON."""
     return {
         "tensors": {
             name: [list(shape), str(dtype).removeprefix("torch.")]
@@ -532,6 +533,7 @@ def _encode_state(info: StateInfo) -> dict[str, Any]:
 
 
 def _decode_state(plain: dict[str, Any]) -> StateInfo:
+    """Reads what `_encode_state` returned."""
     return StateInfo(
         {
             name: _PosDimTensorInfo(torch.Size(shape), getattr(torch, dtype))

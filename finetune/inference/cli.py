@@ -207,7 +207,8 @@ def _check_output(path: Path) -> None:
         raise UserError(
             f"--output {path}: {path.parent} is no folder; make it, or name another file"
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    written = path if path.exists() else path.parent
+    if not os.access(written, os.W_OK):
         raise UserError(f"--output {path}: cannot be written; name a file in a folder of yours")
 
 
@@ -247,6 +248,7 @@ def keep_results(
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
+    """Raises `UserError` for an option of chat that is out of range, or contradicts another."""
     if options.max_new_tokens < 1:
         raise UserError(
             f"--max-new-tokens {options.max_new_tokens}: an answer has at least one token"

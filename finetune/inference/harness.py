@@ -89,13 +89,15 @@ def measure(
     """Returns lm-eval's results for one model. Raises `UserError` where lm-eval fails."""
     if options.apply_chat_template and model.template is None:
         raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
+    # padding would change the results of a model that depends on the length of its input
+    batch_size = 1 if depends_on_length(model.model) else options.batch_size
     try:
         with model.computing():
             results = simple_evaluate(
                 model=HFLM(
                     pretrained=model.model,
                     tokenizer=model.tokenizer,
-                    batch_size=1 if depends_on_length(model.model) else options.batch_size,
+                    batch_size=batch_size,
                     chat_template_args=dict(model.variables),
                 ),
                 tasks=list(options.tasks),
@@ -138,7 +140,8 @@ def collect_results(
         is_sampled = samples.get("effective") != samples.get("original")
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")  # a metric of each of the task's filters
-            if not _is_number(value) or not filtered or metric.endswith("_stderr"):
+            is_metric = bool(filtered) and not metric.endswith("_stderr")
+            if not (is_metric and _is_number(value)):
                 continue
             stderr = f"{metric}_stderr,{filtered}"
             result = BenchmarkResult(

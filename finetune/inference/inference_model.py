@@ -116,9 +116,10 @@ def load_inference_model(
             model = _load_pretrained(location.name, location.revision, options)
         tokenizer = _load_tokenizer(folder, location, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
+    base = model.get_base_model() if has_adapter else model
     # transformers' dynamic RoPE would remember the longest conversation
-    with suppress(UserError):  # code beside the weights keeps its own rotary embedding
-        install_document_rotary(model.get_base_model() if has_adapter else model)
+    with suppress(UserError):  # a model with code of its own keeps its rotary embedding
+        install_document_rotary(base)
     processor_folder = model.config.name_or_path
     if location.kind == "checkpoint" and not has_adapter:
         processor_folder = str(source.description)
@@ -191,14 +192,16 @@ def choose_template(
     rows = f"rows of {' and '.join(sorted(formats))}"
     if is_scoring and formats and not are_rendered:
         return None
-    if tokenizer.chat_template:
+    own = tokenizer.chat_template
+    if own:
         if formats and not are_rendered:
             log(
                 f"{location.name}: was trained on {rows}, without its chat template; "
                 "--no-chat-template asks in that form"
             )
-        own = tokenizer.chat_template
-        return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
+        if not isinstance(own, str):  # several templates by name
+            own = own.get("default") or next(iter(own.values()))
+        return str(own)
     if default is not None:
         return default
     if are_rendered:
@@ -313,7 +316,9 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     weights = plan_weights(source, target, export_options)
     folder.mkdir()
     write_metadata(folder, source, target, weights, folder.name, export_options)
-    state = {value.name: _read_value(value) for shard in weights.model for value in shard.values}
+    state: dict[str, torch.Tensor] = {}
+    for shard in weights.model:
+        state |= {value.name: _read_value(value) for value in shard.values}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     with _one_sentence(str(source.path), "its weights"):
         model_class: Any = type(target.model)
@@ -332,6 +337,7 @@ def _read_value(value: Value) -> torch.Tensor:
 
 
 def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOptions) -> Any:
+    """Loads the tokenizer of a folder or hub name. Raises `UserError` where there is none."""
     from transformers import AutoTokenizer
 
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):

@@ -303,6 +303,10 @@ def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
 
 
 def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversation:
+    """Makes the prompt of a row. Raises `BadRow` where none of its columns has one.
+
+    The arguments are those of `_before_answer`.
+    """
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
             return _before_answer(row, row[column], system, folder)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -119,26 +119,32 @@ def open_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ExitStack() as beside:
+    url = f"http://127.0.0.1:{port}"
+    folder = Path(location.name)
+    with TemporaryDirectory(prefix="finetune-") as temporary:
         if name == "vllm" and location.kind == "adapter":
-            temporary = beside.enter_context(TemporaryDirectory(prefix="finetune-"))
-            folder = Path(location.name)
             folder = export_for_vllm(folder, Path(temporary) / folder.name)
             command = _serve_adapter(folder, location.base, port)
             served = served or folder.name
         else:
             start = EXPORT_FORMATS[STARTED[name]].start
             assert start is not None
-            command = start(Path(location.name), file, port)
+            command = start(folder, file, port)
         log(f"server  {' '.join(command)}")
-        said = beside.enter_context(TemporaryFile())
-        process = beside.enter_context(
-            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
+        with _running(command) as (process, said):
             _wait(url, process, said, name)
             yield Server(url, served or _find_served(url))
+
+
+@contextmanager
+def _running(command: Sequence[str]) -> Iterator[tuple["subprocess.Popen[bytes]", Any]]:
+    """Runs a command during the block; yields (its process, the file with its output)."""
+    with (
+        TemporaryFile() as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            yield process, said
         finally:
             process.terminate()
             try:
@@ -270,14 +276,7 @@ class Comparison:
 
 def serve_check_command(arguments: argparse.Namespace) -> int:
     """Compares the server's answers with transformers'. Returns 0, or 1 where they differ."""
-    if arguments.max_new_tokens < 1 or arguments.count < 1:
-        raise UserError("--max-new-tokens, --count: 1 or more is expected")
-    most: float | None = arguments.max_difference
-    if most is not None and not most > 0:
-        raise UserError(
-            f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
-            "bf16"
-        )
+    _check_numbers(arguments)
     location = find_model(arguments.source)
     prompts = list(islice(_read_prompts(location, arguments.prompts), arguments.count))
     if not prompts:
@@ -292,22 +291,46 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         )
         model = load_inference_model(location, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
+    return _report(compared, arguments.server, arguments.max_difference)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens < 1 or arguments.count < 1:
+        raise UserError("--max-new-tokens, --count: 1 or more is expected")
+    most: float | None = arguments.max_difference
+    if most is not None and not most > 0:
+        raise UserError(
+            f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
+            "bf16"
+        )
+
+
+def _report(compared: Sequence[Comparison], server: str, most: float | None) -> int:
+    """Prints a summary; returns the command's exit code.
+
+    Args:
+        compared: The comparisons of all prompts.
+        server: The name of the server.
+        most: The largest difference of log-probabilities that is the same; None: any.
+
+    Raises:
+        UserError: There are no log-probabilities to compare with `most`.
+    """
     same = sum(each.is_same for each in compared)
     largest = _find_largest(each.difference for each in compared)
     of_prompts = _find_largest(each.prompt_difference for each in compared)
     near = f"; log-probabilities within {largest:.2g}" if largest is not None else ""
-    print(
-        f"{same} of {len(compared)} prompts answered alike by {arguments.server} and "
-        f"transformers{near}"
-    )
+    print(f"{same} of {len(compared)} prompts answered alike by {server} and transformers{near}")
     if of_prompts is None:
         print("prompts: the server gives no log-probabilities for them")
     else:
         print(f"prompts: log-probabilities of their tokens within {of_prompts:.2g}")
-    if most is not None and largest is None and of_prompts is None:
-        raise UserError(f"--max-difference: {arguments.server} gives no log-probabilities")
-    is_near = most is None or max(largest or 0.0, of_prompts or 0.0) <= most
-    return 0 if same == len(compared) and is_near else EXIT_DIFFERS
+    if most is not None:
+        if largest is None and of_prompts is None:
+            raise UserError(f"--max-difference: {server} gives no log-probabilities")
+        if max(largest or 0.0, of_prompts or 0.0) > most:
+            return EXIT_DIFFERS
+    return 0 if same == len(compared) else EXIT_DIFFERS
 
 
 def _find_largest(differences: Iterable[float]) -> float | None:

@@ -141,9 +141,9 @@ def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
 
 
 def _find_filesystem(folder: Path) -> str:
+    """Returns the type of the file system of `folder`, such as ext4, or "unknown"."""
     import psutil
 
-    """Returns the type of the file system of `folder`, such as ext4, or "unknown"."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     resolved = folder.resolve()
     for path in (resolved, *resolved.parents):

@@ -264,6 +264,7 @@ class Adafactor(_ByParameter):
 
 
 def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Fills Adafactor's `state` of a parameter with zeros."""
     state["step"] = torch.zeros((), dtype=torch.float32)
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
     if parameter.dim() != 2:

@@ -277,12 +277,14 @@ class EnvironmentProcesses:
         self._processes.clear()
 
     def _find(self, place: int, *, starts: bool) -> Process | None:
+        """Returns the process of a completion, which `starts` if missing; None: it has ended."""
         number = place % self._most
         if number not in self._processes and starts:
             self._processes[number] = self._fork()
         return self._processes.get(number)
 
     def _fork(self) -> Process:
+        """Starts a process that serves until this one closes its end of the pipe."""
         ours, its_own = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's about threads and forks
@@ -316,6 +318,7 @@ class EnvironmentProcesses:
             waiting = {pipe: each for pipe, each in waiting.items() if each.asked}
 
     def _read(self, process: Process, answers: list[Answer], items: Sequence[Item]) -> None:
+        """Reads the answer to the next item of a process, or finds that it has ended."""
         try:
             answer = json.loads(process.pipe.recv_bytes(MOST_BYTES))
         except (EOFError, OSError, ValueError):
@@ -353,6 +356,7 @@ class EnvironmentProcesses:
             answers[number] = {"problem": "environment: its process has ended"}
 
     def _report(self, answers: Sequence[Answer]) -> None:
+        """Prints the problems, or raises the first unless failures are counted."""
         problems = [each["problem"] for each in answers if "problem" in each]
         if problems and not self._counts:
             self.end()

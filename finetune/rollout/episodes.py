@@ -82,8 +82,9 @@ class Episodes:
         lost = []
         for place, answer in enumerate(answers):
             is_lost = "problem" in answer or place in self.overlong
+            state = None if is_lost else answer["state"]
             lost.append(is_lost)
-            states.append(None if is_lost else answer["state"])
+            states.append(state)
             own_reward = self._facts[self._choose(place)].reward
             if own_reward is not None:
                 rewards[own_reward][place] = 0.0 if is_lost else answer["reward"]

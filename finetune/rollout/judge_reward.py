@@ -63,6 +63,7 @@ class JudgeReward:
             return list(pool.map(partial(self._score, deadline), questions))
 
     def _score(self, deadline: float, question: str) -> float | Fault:
+        """Asks the judge; returns the number in its answer, by the judge's regex, or a fault."""
         url = f"{self._judge.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         body = {
             "model": self._judge.model,

@@ -100,9 +100,10 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
         install_loss(model)
         install_experts(model, world, dtype, is_compiled=False)
         fill_on_device(model, values, world.device)
-        packs = recipe.data.packing and can_continue(model)
-        tokens = recipe.data.max_length * recipe.batch.per_device_train_batch_size
-        models.append(RewardModel(text, model, tokens if packs else 0))
+        most_tokens = 0
+        if recipe.data.packing and can_continue(model):
+            most_tokens = recipe.data.max_length * recipe.batch.per_device_train_batch_size
+        models.append(RewardModel(text, model, most_tokens))
     return models
 
 

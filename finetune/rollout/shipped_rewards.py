@@ -73,10 +73,12 @@ def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> lis
     scores: list[float | None] = []
     # Without math-verify's time limits: they use the same signal as that of the rewards.
     for completion, right in zip(completions, answer, strict=True):
-        expected = parse("" if right is None else str(right), parsing_timeout=None)
+        expected = None if right is None else parse(str(right), parsing_timeout=None)
+        if not expected:
+            scores.append(None)
+            continue
         given = parse(text_of(completion), parsing_timeout=None)
-        is_right = expected and verify(expected, given, timeout_seconds=None)
-        scores.append(float(is_right) if expected else None)
+        scores.append(float(verify(expected, given, timeout_seconds=None)))
     return scores
 
 

@@ -106,11 +106,12 @@ def take_turns(
         answers = [ToolAnswer(*each) for each in listed]
         for place, ids, calls, failed_calls in answers:
             so_far = sampled[place]
+            ended = so_far.ended if ids else Ended.CUT
             sampled[place] = replace(
                 so_far,
                 calls=so_far.calls + calls,
                 failed_calls=so_far.failed_calls + failed_calls,
-                ended=so_far.ended if ids else Ended.CUT,
+                ended=ended,
             )
         answered = [answer for answer in answers if answer.ids]
         if not answered:

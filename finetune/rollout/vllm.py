@@ -384,6 +384,7 @@ class VllmEngine:
     def _submit(
         self, prompts_step: int, requests: Sequence[Request], sampling: Sampling
     ) -> list[Future[Sampled]]:
+        """Submits requests, except known ones; returns the futures of all answers, in order."""
         by_name = {_name_request(each, sampling): each for each in requests}
         known = self._recalled | self._read_answers(self._name)
         if prompts_step in self._recalled_steps:  # the end of the last run interrupted the others
@@ -587,7 +588,8 @@ class VllmEngine:
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
-        # seed[2] is the prompt's place: one server reads the prompt once for all its completions
+        """Asks the server of the request's prompt, which reads it once for all its completions."""
+        # seed[2] is the prompt's place in the step
         place = request.seed[2] % len(self._servers)
         model = self._name if self._recipe.lora.use_peft else self._served[place]
         return self._servers[place].complete(

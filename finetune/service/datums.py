@@ -84,6 +84,7 @@ def _check_datum(datum: Mapping[str, Any], place: str, loss: str, limits: Limits
 def _check_shapes(
     numbers: Mapping[str, NDArray[np.float64]], tokens: int, place: str, loss: str
 ) -> None:
+    """Raises `UserError` for inputs that do not have a number for each token and target."""
     shape = numbers["target_tokens"].shape
     if shape[1:] not in ((), (1,)) and not LOSSES[loss].takes_several:
         several = " and ".join(name for name, known in LOSSES.items() if known.takes_several)

@@ -379,6 +379,7 @@ def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
 
 
 def _describe_save(request: SaveWeights, segment: str) -> Body:
+    """Returns the arguments of a save. `segment`: a key of SEGMENTS."""
     return {
         "segment": segment,
         "name": request.path,
@@ -466,7 +467,9 @@ def sample(service: Service, sent: Sent) -> Body:
     request = read(SampleBody, sent)
     sampler = service.ledger.find("sampler", request.sampling_session_id)
     find_session(service.ledger, sampler["session"])
-    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    prompt: list[int] = []
+    for chunk in request.prompt.chunks:
+        prompt += chunk.tokens
     limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
     check_tokens(prompt, "prompt", limits)
     params = request.sampling_params

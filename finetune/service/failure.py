@@ -62,6 +62,7 @@ def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
 
 
 def _watch(world: World, answer: Callable[[str], None]) -> None:
+    """Waits for the error of a rank, answers it, and ends this process."""
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     while not store.check([KEY]):
         if world.left.wait(POLL_SECONDS):  # the server was asked to stop

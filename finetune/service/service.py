@@ -198,6 +198,7 @@ class Service:
             self.ledger.finish(request, _describe_outputs(answer), {}, keeps_gradients=True)
 
     def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
+        """Returns the request's part of `forward_backward_together`."""
         model = self._find_made(request)
         return {
             "model": request.queue,

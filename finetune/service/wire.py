@@ -140,8 +140,12 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
 
 
 def _refuse_large_sparse(data: Sequence[Any]) -> None:
-    tensors = (tensor for datum in data for tensor in datum.loss_fn_inputs.values())
-    numbers = sum(abs(prod(each.shape)) for each in tensors if each.HasField("sparse_csr"))
+    """Raises `UserError` for sparse tensors that would need too much memory as dense ones."""
+    numbers = 0
+    for datum in data:
+        for tensor in datum.loss_fn_inputs.values():
+            if tensor.HasField("sparse_csr"):
+                numbers += abs(prod(tensor.shape))
     if numbers > MOST_SPARSE_NUMBERS:
         raise UserError(
             f"data: the sparse tensors have {numbers} numbers, zeros included, where "
@@ -150,10 +154,14 @@ def _refuse_large_sparse(data: Sequence[Any]) -> None:
 
 
 def _read_datum(datum: Any, index: int) -> dict[str, Any]:
-    chunks = [chunk.encoded_text for chunk in datum.model_input if chunk.HasField("encoded_text")]
-    if len(chunks) != len(datum.model_input):
-        raise UserError(f"data[{index}].model_input: images and sounds are not served; give tokens")
-    tokens = [token for chunk in chunks for token in _numbers(chunk.tokens, DTYPES[3]).tolist()]
+    """Reads a datum: its `tokens`, and its `inputs` by name."""
+    tokens: list[int] = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UserError(
+                f"data[{index}].model_input: images and sounds are not served; give tokens"
+            )
+        tokens += _numbers(chunk.encoded_text.tokens, DTYPES[3]).tolist()
     inputs = {name: _read_tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
     return {"tokens": tokens, "inputs": inputs}
 
@@ -187,14 +195,12 @@ def _read_sparse(tensor: Any, name: str) -> NDArray[Any]:
     starts = _numbers(tensor.sparse_csr.crow_indices, DTYPES[2])
     places = _numbers(tensor.sparse_csr.col_indices, DTYPES[2])
     rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
-    is_valid = (
-        0 < rows == len(starts) - 1
-        and starts[0] == 0
-        and bool((np.diff(starts) >= 0).all())
-        and starts[-1] == len(places) == len(values)
-        and bool(((places >= 0) & (places < columns)).all())
-    )
-    if not is_valid:
+    has_starts = 0 < rows == len(starts) - 1 and starts[0] == 0
+    if has_starts:
+        has_starts = bool((np.diff(starts) >= 0).all())
+        has_starts &= starts[-1] == len(places) == len(values)
+    has_places = bool(((places >= 0) & (places < columns)).all())
+    if not (has_starts and has_places):
         raise UserError(f"loss_fn_inputs: {name}: is no sparse tensor of compressed rows")
     dense = np.zeros((rows, columns), values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(starts)), places] = values
