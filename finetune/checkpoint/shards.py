@@ -8,7 +8,7 @@ them, too.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -316,9 +316,9 @@ def read_shards(
         part: model or optimizer.
         checkpoint: Its folder.
         world: This rank's place.
-        optional: Parameters whose optimizer state the checkpoint may lack, or have in vain. Earlier
-            versions trained those that no image reaches: FSDP1 kept state for them, most layouts
-            did not.
+        optional: Parameters whose optimizer state the checkpoint may lack, or have while they are
+            not trained here. Earlier versions trained a vision tower without images, for which
+            FSDP1 kept state, and most layouts did not.
 
     Raises:
         UserError: Names or shapes differ. Then nothing was read.
@@ -333,15 +333,7 @@ def read_shards(
     missing = _without(optional, known - stored.keys(), stored.keys())
     unexpected = _without(optional, stored.keys() - known, known)
     if missing or unexpected:
-        example = f"it lacks {missing[0]}" if missing else f"there is no {unexpected[0]} here"
-        origin = "from a different model"
-        if part != MODEL:
-            origin = "with a different optimizer or model"
-        raise UserError(
-            f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
-            "unexpected); continue with the model and the optimizer of that run, or set another "
-            "output_dir"
-        )
+        raise _different_names(missing, unexpected, part, checkpoint)
     listed = list_shards(state, part, world.stages)
     shards = [shard for shard in listed if shard.name in stored]
     for shard in shards:
@@ -357,6 +349,21 @@ def read_shards(
         if is_quantized(shard.tensor):  # torchao's `copy_` quantizes fp32 on the same device
             values = values.to(shard.tensor.device, torch.float32)
         shard.tensor.copy_(values)
+
+
+def _different_names(
+    missing: Sequence[str], unexpected: Sequence[str], part: str, checkpoint: Path
+) -> UserError:
+    """Makes the error for names that only the run or only the checkpoint has."""
+    example = f"it lacks {missing[0]}" if missing else f"there is no {unexpected[0]} here"
+    origin = "from a different model"
+    if part != MODEL:
+        origin = "with a different optimizer or model"
+    return UserError(
+        f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
+        "unexpected); continue with the model and the optimizer of that run, or set another "
+        "output_dir"
+    )
 
 
 def _without(

@@ -376,6 +376,15 @@ def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
     return names
 
 
+def _find_compute_dtype(parameter: nn.Parameter, world: World) -> torch.dtype:
+    """Returns the dtype in which FSDP2 computes with a parameter."""
+    mixed = world.sharding.mixed_precision
+    if mixed == "no":
+        return parameter.dtype
+    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPE[mixed])
+    return dtype
+
+
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -414,10 +423,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 group["foreach"] = False
         self._settings = self._inner.param_groups
         trained = groups[0]["params"][0]
-        mixed = world.sharding.mixed_precision
-        compute_dtype = trained.dtype
-        if mixed != "no":
-            compute_dtype = getattr(torch, COMPUTE_DTYPE[mixed])
+        compute_dtype = _find_compute_dtype(trained, world)
         is_bf16 = OPTIMIZERS[optimization.optim].moment_itemsize == 2
         moment_dtype = torch.bfloat16 if is_bf16 else None
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
@@ -434,18 +440,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._staging = torch.empty(self.capacity, dtype=torch.uint8, device=trained.device)
         # With one thread a buffer is written before the next window is read into it.
         self._io = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
-        masters = {}
+        self._write_masters(model, compute_dtype)
         step_device = trained.device if self._inner.defaults.get("fused") else ON_HOST
         for entry in self._entries():
-            if MASTER in entry.tensors:
-                masters[entry.parameter] = entry.tensors[MASTER]
             step = torch.zeros((), dtype=torch.float32, device=step_device)
             self.state[entry.parameter]["step"] = step
-        self._ranks.on_all(
-            lambda: take_master_weights(
-                model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight))
-            )
-        )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient.
@@ -471,6 +470,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 state[f"state.{entry.name}.{role}"] = entry.tensors[role]
             state[f"state.{entry.name}.step"] = self.state[entry.parameter]["step"]
         return state
+
+    def _write_masters(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        """Writes the master weights to the file, and casts the parameters to the compute dtype."""
+        masters = {}
+        for entry in self._entries():
+            if MASTER in entry.tensors:
+                masters[entry.parameter] = entry.tensors[MASTER]
+
+        def take(weight: nn.Parameter) -> None:
+            masters[weight].copy_(local_part(weight))
+
+        self._ranks.on_all(lambda: take_master_weights(model, compute_dtype, take))
 
     def _entries(self) -> Iterator[ParameterState]:
         return chain.from_iterable(window.entries for window in self.windows)

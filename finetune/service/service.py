@@ -219,7 +219,7 @@ class Service:
 
         The state stays on disk as long as a record has it.
         """
-        model = self.ledger.find("model", request.queue)
+        model = self._find_made(request)
         if request.arguments["name"] is None:
             return self._save_for_sampler(request, model)
         return self._save_by_name(request, model)
