@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import dill
-import psutil
 
 from finetune.config.user_code import explained
 from finetune.data.environments import list_tools, load_environment
@@ -33,8 +32,11 @@ from finetune.rollout.user_calls import (
     call_tools,
     check_size,
     describe_score,
+    has_ended,
     is_score,
+    kill_all,
     limit_of_one,
+    list_children,
     settle,
     time_limit,
 )
@@ -197,18 +199,11 @@ class Process:
 
     def end(self) -> int:
         """Kills the process and its children; returns its exit code."""
-        with suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    child.kill()
+        kill_all(list_children(self.pid))
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.pipe.close()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def has_ended(self) -> bool:
-        """Returns whether the process has ended. `end` can still read its exit code."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 class EnvironmentProcesses:
@@ -341,7 +336,7 @@ class EnvironmentProcesses:
         }
         if not is_late:  # the pipe was closed, and the process is about to end with its own code
             patience = time.monotonic() + 1.0
-            while not process.has_ended() and time.monotonic() < patience:
+            while not has_ended(process.pid) and time.monotonic() < patience:
                 time.sleep(0.01)
         code = process.end()
         first, *others = process.asked

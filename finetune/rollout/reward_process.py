@@ -18,12 +18,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-
-import psutil
 
 from finetune.config.judge import is_judge, read_judge
 from finetune.config.reward_names import name_of_reward
@@ -36,7 +33,9 @@ from finetune.rollout.user_calls import (
     call_tools,
     describe_score,
     is_score,
+    kill_all,
     limit_of_one,
+    list_children,
     settle,
     time_limit,
 )
@@ -303,10 +302,7 @@ def _end_with_the_run(questions: int) -> None:
     poll = select.poll()
     poll.register(questions, 0)  # no event but a closed pipe
     poll.poll()
-    # children that left the process group are killed one by one
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
+    kill_all(list_children(os.getpid()))  # some may have left the process group
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

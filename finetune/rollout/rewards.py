@@ -16,13 +16,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from finetune.config.methods import RolloutKeys
 from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
-from finetune.rollout.user_calls import SECONDS_TO_STOP, limit_of_one
+from finetune.rollout.user_calls import (
+    SECONDS_TO_STOP,
+    has_ended,
+    kill_all,
+    limit_of_one,
+    list_children,
+)
 
 SECONDS_TO_START = 60.0
 STDERR = 2
@@ -78,21 +82,12 @@ class RewardProcess:
             os.close(its_answers)
         return cls(handle, FileIO(questions, "w"), FileIO(answers))
 
-    def has_ended(self) -> bool:
-        """Returns whether the process has ended. `end` can still read its exit code."""
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self.handle.pid, options) is not None
-
     def end(self) -> int:
         """Kills the process and its children; returns its exit code."""
-        started: list[psutil.Process] = []
-        with suppress(psutil.Error):  # a child may have left the process group
-            started = psutil.Process(self.handle.pid).children(recursive=True)
+        children = list_children(self.handle.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, signal.SIGKILL)
-        for each in started:
-            with suppress(psutil.Error):
-                each.kill()
+        kill_all(children)  # some may have left the process group
         self.questions.close()
         self.answers.close()
         return self.handle.wait()
@@ -271,7 +266,7 @@ class Rewards:
 
     def _start(self) -> None:
         """Starts the process, unless it runs. Raises `UserError` if it cannot load a file."""
-        if self._process is not None and not self._process.has_ended():
+        if self._process is not None and not has_ended(self._process.handle.pid):
             return
         self.close()
         self._process = RewardProcess.start()

@@ -1,5 +1,5 @@
-"""Calls of a user's functions within limits of time and of the size of their results. No torch
-here.
+"""Calls of a user's functions within limits of time and size, and the processes that they start. No
+torch here.
 """
 
 import asyncio
@@ -8,16 +8,38 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
+
+import psutil
 
 from finetune.config.user_code import explained
 
 SECONDS_TO_STOP = 5.0  # that a process has after a time limit to report where its function was
 SECONDS_TO_REPEAT = 0.5  # a function that catches `TimeLimit` gets it again after this time
 MOST_CHARACTERS = 1_000_000  # of a tool's result; no completion has room for more
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a child process has ended. Its exit code can still be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def list_children(pid: int) -> list[psutil.Process]:
+    """Lists the processes that a process and its children have started; empty if it has ended."""
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(pid).children(recursive=True)
+    return children
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kills processes, which may have ended."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 class Exceeded(BaseException):

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,20 +231,23 @@ class Ledger:
 
     def _find_ready(self) -> list[QueuedRequest]:
         """Returns the first request whose turn it is, with later ones that can be done with it."""
-        waiting = self._waiting.values()
-        again = [request for request in waiting if request.is_again]
-        if again:
-            return [min(again)]
-        ready = sorted(
-            request for request in waiting if request.seq == self._next.get(request.queue, 0)
-        )
-        if not ready:
-            return []
-        first = ready[0]
-        alike = [first, *(request for request in ready[1:] if request.goes_beside(first))]
-        sums = accumulate(request.tokens for request in alike)
-        fitting = max(1, sum(tokens <= self._most_tokens for tokens in sums))
-        return alike[: min(fitting, self._most_together.get(first.operation, 1))]
+        waiting = sorted(self._waiting.values())  # in the order of arrival
+        for request in waiting:
+            if request.is_again:
+                return [request]
+        together: list[QueuedRequest] = []
+        tokens = 0
+        for request in waiting:
+            if request.seq != self._next.get(request.queue, 0):
+                continue
+            if together and not request.goes_beside(together[0]):
+                continue
+            tokens += request.tokens
+            most = self._most_together.get(request.operation, 1)
+            if together and (tokens > self._most_tokens or len(together) == most):
+                break
+            together.append(request)
+        return together
 
     def finish(
         self,

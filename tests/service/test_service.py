@@ -284,6 +284,28 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
 
 
+def test_a_model_that_was_not_made_is_not_saved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the checkpoint has no state, and loading it would begin a new adapter without a word."""
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+
+        def refuse() -> None:
+            raise UserError("the disk is full")
+
+        monkeypatch.setattr(service, "_refuse_full_disk", refuse)
+        asked = {"session_id": client.session, "model_seq_id": 0}
+        asked |= {"base_model": service.model_name, "lora_config": {"rank": 8}}
+        promise = client.post("create_model", asked)
+        assert client.result(promise)["error"] == "the disk is full"
+        model = Model(client, promise["model_id"])
+        for path in ("save_weights", "save_weights_for_sampler"):
+            answer = client.result(model.send(path, path="it"))
+            assert "was not made; its first request has failed" in answer.get("error", ""), answer
+        assert not service.ledger.records("checkpoint")
+
+
 @pytest.mark.parametrize(
     "places",
     [[[1, 1, 1], [2, 5]], pytest.param([[0, 4], [3, 3, 2]], marks=pytest.mark.slow)],
@@ -671,25 +693,3 @@ def test_clients_that_join_a_sampler_at_once_get_different_numbers(
         numbers = sorted(pool.map(join, range(2)))
     ledger.close()
     assert numbers == [1, 2]
-
-
-def test_a_model_that_was_not_made_is_not_saved(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the checkpoint has no state, and loading it would begin a new adapter without a word."""
-    with serving(tmp_path, base) as service:
-        client = Client(service)
-
-        def refuse() -> None:
-            raise UserError("the disk is full")
-
-        monkeypatch.setattr(service, "_refuse_full_disk", refuse)
-        asked = {"session_id": client.session, "model_seq_id": 0}
-        asked |= {"base_model": service.model_name, "lora_config": {"rank": 8}}
-        promise = client.post("create_model", asked)
-        assert client.result(promise)["error"] == "the disk is full"
-        model = Model(client, promise["model_id"])
-        for path in ("save_weights", "save_weights_for_sampler"):
-            answer = client.result(model.send(path, path="it"))
-            assert "was not made; its first request has failed" in answer.get("error", ""), answer
-        assert not service.ledger.records("checkpoint")
