@@ -1,10 +1,10 @@
-"""The checkpoints of one run: their folders' names, the newest that verifies, which are kept;
+"""The folders of a run's checkpoints: how they are named, published, found, kept and removed;
 `finetune checkpoints`.
 
     runs/<run_name>/checkpoints/
       step-00000100/        manifest.json (written last), model/, optimizer/, state.json
       .staging-00000200/    being written; never read
-      .replaced-00000100/   a published step that a newer one of its number is about to replace
+      .replaced-00000100/   about to be replaced by a newer save of the same step
       .pruned-00000050/     about to be removed
       damaged-00000150/     did not verify at a resume; kept until the run saves that step again
 
@@ -40,12 +40,12 @@ _DAMAGED = re.compile(r"damaged-([0-9]{8,})(?:-[0-9]+)?")
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
-    """The folder in which a run keeps its checkpoints."""
+    """Returns the folder of a run's checkpoints."""
     return run_folder / "checkpoints"
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is once it is published.
+    """Returns the folder of the published checkpoint of `step`.
 
     >>> step_folder(Path("runs/math"), 100).as_posix()
     'runs/math/checkpoints/step-00000100'
@@ -54,22 +54,23 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """Returns (step, folder) of every folder that has a checkpoint's name, in order of step.
+    """Returns (step, folder) of every folder with a checkpoint's name, in order of step.
 
-    Not verified.
+    None of them is verified.
     """
     folder = checkpoints_folder(run_folder)
-    if folder.is_dir():
-        matches = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    else:
-        matches = []
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+    if not folder.is_dir():
+        return []
+    checkpoints = []
+    for path in folder.iterdir():
+        match = NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints)
 
 
 def refuse_later_steps(folder: Path, step: int) -> None:
-    """Raises `UserError` where another training has left later checkpoints in the run's `folder`
-    than `step`'s.
-    """
+    """Raises `UserError` where `folder` has checkpoints of another training, after `step`."""
     later = max((saved for saved, _ in list_checkpoints(folder)), default=0)
     if later > step:
         raise UserError(
@@ -78,18 +79,17 @@ def refuse_later_steps(folder: Path, step: int) -> None:
         )
 
 
-# process and inode of the locks taken; a forked process holds none
+# (process, inode) of each lock that this process holds; a forked process holds none
 _HELD: set[tuple[int, int]] = set()
 
 
 def lock_run(run_folder: Path) -> None:
-    """Locks the folder for this process until it ends, and removes what a killed run left: of two
-    runs in one folder, each would prune the other's checkpoints.
+    """Locks a run's folder until the process ends, and removes what a killed run left.
 
-    The same process may lock it again: its runs follow one another.
+    Two runs in one folder would prune each other's checkpoints. A process may lock a folder again
+    for its next run. Rank 0 calls this before anything is written.
 
-    Rank 0 calls this before anything is written. Raises `UserError` where another process has the
-    folder.
+    Raises `UserError` where another process has locked the folder.
     """
     checkpoints = checkpoints_folder(run_folder)
     durable.make_folder(checkpoints)
@@ -112,11 +112,12 @@ def find_newest_valid(
     *,
     verify: Callable[[Path], list[str]] = find_damage,
 ) -> Path | None:
-    """The checkpoint with the highest step that verifies, or None.
+    """Returns the checkpoint with the highest step that verifies, or None.
 
-    Each damaged one above it is passed to `log`.
-
-    `verify(checkpoint)` returns what is wrong with one, as `find_damage` does.
+    Args:
+        run_folder: The run's folder.
+        log: Called with a sentence for each damaged checkpoint of a higher step.
+        verify: Returns the problems of a checkpoint, as `find_damage` does.
     """
     for _, checkpoint in reversed(list_checkpoints(run_folder)):
         problems = verify(checkpoint)
@@ -127,7 +128,10 @@ def find_newest_valid(
 
 
 def staging_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, on the filesystem where it will be published."""
+    """Returns the folder in which the checkpoint of `step` is written before it is published.
+
+    It is on the filesystem of the published checkpoint.
+    """
     return checkpoints_folder(run_folder) / f".staging-{step:08d}"
 
 
@@ -139,12 +143,10 @@ def make_staging(staging: Path) -> None:
 
 
 def publish(run_folder: Path, staging: Path, step: int) -> Path:
-    """Gives a completed staging folder its name, in one rename.
+    """Gives a completed staging folder its name by one rename; returns the checkpoint's folder.
 
-    Only one process of a run may do this.
-
-    A checkpoint of the same step is replaced; `remove_leftovers` restores it where the process is
-    killed in between.
+    Only one process of a run may do this. A checkpoint of the same step is replaced. If the process
+    is killed meanwhile, `remove_leftovers` restores it.
     """
     target = step_folder(run_folder, step)
     durable.publish_folder(
@@ -160,14 +162,17 @@ def prune(
     keep_every_steps: int | None = None,
     best_step: int | None = None,
 ) -> list[str]:
-    """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time.
+    """Removes all but the newest `keep` checkpoints up to step `newest`.
 
-    None keeps all.
+    Later checkpoints and incomplete folders are neither counted nor removed. Folders that
+    `rename_damaged` named are removed up to `newest`: the run has trained their steps again.
 
-    `newest` has just been published, so it is sound and always kept. Also keeps the checkpoint of
-    `best_step` and those at multiples of `keep_every_steps`. Later checkpoints and incomplete
-    folders are neither counted nor removed. Damaged checkpoints (`rename_damaged`) up to `newest`
-    are removed too: the run has trained their steps again.
+    Args:
+        run_folder: The run's folder.
+        newest: The step that was just published. It is kept.
+        keep: The number of checkpoints to keep; None: all.
+        keep_every_steps: Checkpoints at multiples of it are kept, too.
+        best_step: The step of another checkpoint that is kept.
 
     Returns:
         A sentence for each checkpoint that could not be removed.
@@ -190,7 +195,7 @@ def prune(
             unwanted.append(path)
     problems = []
     for path in unwanted:
-        # under another name first: what is removed in part is no checkpoint
+        # renamed first, so that a folder that is removed in part is no checkpoint
         set_aside = path.with_name(f".pruned-{path.name.removeprefix('step-')}")
         try:
             durable.remove_tree(set_aside)
@@ -204,11 +209,10 @@ def prune(
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
-    """Renames every checkpoint newer than `step` to damaged-N, and returns the new paths.
+    """Renames every checkpoint after `step` to damaged-N; returns the new paths.
 
-    Only the holder of the lock may call it. The run resumes at `step` because none of the newer
-    ones verified; under a checkpoint's name they would count in `save_total_limit` and be verified
-    again at every start.
+    The run resumes at `step` because none of them verified. As checkpoints they would count in
+    `save_total_limit`, and be verified at every start. Only the holder of the lock may call it.
     """
     renamed = []
     for number, path in list_checkpoints(run_folder):
@@ -225,14 +229,15 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left, and restores a checkpoint it was replacing.
+    """Removes what a killed process left, and restores a checkpoint that it was replacing.
 
-    For the holder of the lock only.
-
-    What cannot be removed stays: it is no checkpoint, and no reason not to start.
+    A folder that cannot be removed stays: it is no checkpoint, and the run can start. Only the
+    holder of the lock may call it.
     """
     folder = checkpoints_folder(run_folder)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
         replaced = _REPLACED.fullmatch(path.name)
         if replaced is not None:
             durable.recover_replaced(step_folder(run_folder, int(replaced[1])), path)
@@ -249,46 +254,51 @@ def refuse_small_disk(
     steps_per_epoch: int | None = None,
     carried_bytes: int = 0,
 ) -> None:
-    """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write
-    there.
+    """Raises `UserError` where the disk under `run_folder` is too small for the run's files.
 
-    That is one checkpoint more than are kept, since an old one is removed after the new one is
-    published; and the export, in the dtype that `finetune export` will choose, with what it carries
-    over from the base, and the space that it keeps free.
+    Args:
+        run_folder: The run's folder.
+        recipe: The recipe.
+        steps: The run's last step.
+        checkpoint_bytes: The size of a checkpoint.
+        parameters: The number of parameters in the export.
+        steps_per_epoch: None: unknown.
+        carried_bytes: The size of the base's tensors that an export carries over.
     """
     keys = recipe.checkpoint
     if keys.save_strategy == "epoch":
         every = steps_per_epoch
     else:
         every = count_steps(keys.save_steps, steps)
-    saves = math.ceil(steps / every) if every else 1
-    if keys.save_total_limit is None:
-        kept = saves
-    else:
-        kept = min(saves, keys.save_total_limit + 1)
+    kept = math.ceil(steps / every) if every else 1
+    if keys.save_total_limit is not None:
+        # one more than the limit: an old checkpoint is removed after the new one is published
+        kept = min(kept, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
-    name = recipe.model.model_name_or_path
-    if name is not None:
-        base = find_local_folder(name, recipe.model.model_revision)
-    else:
-        base = None
-    dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
-    of_format = parameters * dtype.itemsize + carried_bytes
-    export = of_format * len(keys.export_formats) if keys.export_at_end else 0  # at most
+    export = 0
+    if keys.export_at_end:
+        export = _bound_export(recipe, parameters, carried_bytes)
     spare = EXPORT_SPARE_BYTES if export else 0
     needed = new * checkpoint_bytes + export + spare
     free = shutil.disk_usage(run_folder).free
-    if needed > free:
-        if keys.save_total_limit != 1 and kept > 1:
-            fewer = "lower save_total_limit, "
-        else:
-            fewer = ""
-        raise UserError(
-            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of "
-            f"{disk_size(checkpoint_bytes)} and an export of "
-            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
-            f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
-        )
+    if needed <= free:
+        return
+    with_spare = f" (with {disk_size(spare)} to spare)" if spare else ""
+    fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
+    raise UserError(
+        f"{run_folder}: the run will write {counted(new, 'checkpoint')} of "
+        f"{disk_size(checkpoint_bytes)} and an export of {disk_size(export)}{with_spare}, but "
+        f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
+    )
+
+
+def _bound_export(recipe: Recipe, parameters: int, carried_bytes: int) -> int:
+    """Returns an upper bound of the bytes that `finetune export` will write, in all formats."""
+    name = recipe.model.model_name_or_path
+    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
+    keys = recipe.checkpoint
+    dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
+    return (parameters * dtype.itemsize + carried_bytes) * len(keys.export_formats)
 
 
 EXIT_DAMAGED = 1
@@ -296,14 +306,11 @@ EXIT_DAMAGED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One checkpoint in the list.
-
-    `problems` are sentences; an empty list means sound, as far as was checked.
-    """
+    """One checkpoint in the list. The other fields are known where it has no problems."""
 
     path: str
     step: int
-    problems: list[str]
+    problems: list[str]  # sentences
     bytes: int | None = None
     layout: str | None = None
     ranks: int | None = None
@@ -316,9 +323,9 @@ class Summary:
 
 
 def checkpoints_command(options: argparse.Namespace) -> int:
-    """Lists the checkpoints of `options.run`, and with `options.verify` reads every byte.
+    """Lists the checkpoints of `options.run`. With `options.verify` it reads every byte of them.
 
-    Returns 1 if any is bad.
+    Returns 1 if any has a problem, else 0.
     """
     run = Path(options.run)
     restore_exports(run)
@@ -334,7 +341,7 @@ def checkpoints_command(options: argparse.Namespace) -> int:
 
 
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
-    """The published checkpoints of a run, in order of step.
+    """Describes the published checkpoints of a run, in order of step.
 
     Raises `UserError` where there are none.
     """
@@ -347,15 +354,17 @@ def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
 
 
 def _why_none(run: Path) -> str:
-    """Says what is wrong with a folder in which no checkpoints are."""
+    """Returns the reason why a folder has no checkpoints."""
     if not run.is_dir():
         return "no such folder; name a run's, such as runs/quickstart"
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
         return "has no checkpoints yet"
-    at = run.absolute()
-    above = {"checkpoints": at.parent}.get(
-        at.name, at.parent.parent if NAME.fullmatch(at.name) else None
-    )
+    path = run.absolute()
+    above = None
+    if path.name == "checkpoints":
+        above = path.parent
+    elif NAME.fullmatch(path.name):
+        above = path.parent.parent
     if above is not None and list_checkpoints(above):
         return f"a part of a run; name the run's folder, {above}"
     return (
@@ -365,21 +374,17 @@ def _why_none(run: Path) -> str:
 
 
 def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str]:
-    """The list for a terminal, the newest last, and what comes next."""
-    if verified:
-        sound = "verified"
-    else:
-        sound = "whole (--verify reads every byte)"
+    """Returns the lines for a terminal: the checkpoints, the newest last, and the next commands."""
+    sound = "verified" if verified else "whole (--verify reads every byte)"
     lines = []
     for one in summaries:
         if one.problems:
             lines.append(f"step {one.step:>8,}  DAMAGED: {'; '.join(one.problems)}")
             continue
         size = disk_size(one.bytes or 0)
+        at = ""
         if one.epoch is not None:
             at = f"epoch {one.epoch:.2f}, {one.tokens or 0:,} tokens"
-        else:
-            at = ""
         lines.append(
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on "
             f"{counted(one.ranks or 0, 'rank')}; {sound}"
@@ -393,11 +398,9 @@ def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str
     if not usable:
         return [*lines, "none of them can be resumed or exported"]
     newest = usable[-1]
-    made = (
-        f"a PEFT adapter and the model merged with {newest.base_model}"
-        if newest.is_adapter
-        else newest.architecture
-    )
+    made = newest.architecture
+    if newest.is_adapter:
+        made = f"a PEFT adapter and the model merged with {newest.base_model}"
     return [
         *lines,
         f"resume:  the run's own command continues after step {newest.step:,}, in any layout and "

@@ -1,16 +1,17 @@
-"""A checkpoint's manifest and state: its files with their checksums, whether they are sound, and
-how far a run is.
+"""A checkpoint's manifest and state: its files with their checksums, and the run's progress.
 
-A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names
-every file in it with its size and checksum, and state.json says how far the run was.
+A checkpoint is a folder step-N. Its manifest has step N and lists every file with size and
+checksum. Its state.json has the run's progress.
 """
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -24,25 +25,28 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
-    Data order, learning rate and dropout are pure functions of `step`, so this is all there is.
+    It is complete: data order, learning rate and dropout are pure functions of `step`.
     """
 
     step: int = 0  # optimizer steps done
     epoch: float = 0.0
-    tokens: int = 0  # read so far over all ranks, padding not counted
-    trained_tokens: int = 0  # those with a label
-    skipped_steps: int = 0  # steps without an update, since the loss or gradient was not finite
+    tokens: int = 0  # read over all ranks, without padding
+    trained_tokens: int = 0  # tokens with a label
+    skipped_steps: int = 0  # steps without an update, because the loss or gradient was not finite
     best_eval_loss: float | None = None  # the lowest held-out loss so far
-    best_step: int | None = None  # the step that had it
+    best_step: int | None = None  # the step of that loss
     evaluations_since_best: int = 0
     scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
-    # of a checkpoint: the states of a user's callbacks, by their names
+    # in a checkpoint: the states of the user's callbacks, by name
     callbacks: dict[str, Any] | None = None
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool = False) -> "Progress":
-        """The progress one step later, `batch`'s. `is_skipped`: its update was skipped."""
+        """Returns the progress after the step of `batch`.
+
+        is_skipped: The step had no update.
+        """
         return replace(
             self,
             step=self.step + 1,
@@ -53,10 +57,10 @@ class Progress:
         )
 
     def after_evaluation(self, loss: float) -> "Progress":
-        """The progress after an evaluation that found the held-out `loss`.
+        """Returns the progress after an evaluation with this held-out `loss`.
 
-        A nan is never the lowest, nor is the loss before the first step: no checkpoint holds that
-        model.
+        A nan is never the lowest loss. Neither is the loss before the first step, whose model no
+        checkpoint has.
 
         >>> progress = Progress(step=5).after_evaluation(2.0).after_evaluation(3.0)
         >>> progress.best_eval_loss, progress.best_step, progress.evaluations_since_best
@@ -64,19 +68,20 @@ class Progress:
         """
         if self.step == 0:
             return self
-        if loss < (float("inf") if self.best_eval_loss is None else self.best_eval_loss):
+        best = math.inf if self.best_eval_loss is None else self.best_eval_loss
+        if loss < best:
             return replace(self, best_eval_loss=loss, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
 
 
-NAME_LIMIT_BYTES = 255  # of one name in a path, on every file system in use
+NAME_LIMIT_BYTES = 255  # of one name in a path, on common file systems
 PATH_LIMIT_BYTES = 4096
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in `path`, and its bytes.
+    """Returns (the JSON object in `path`, the file's bytes).
 
-    Raises `ValueError` (a sentence) if it holds none, or `OSError`.
+    Raises `ValueError` with a sentence for any other content, and `OSError`.
     """
     encoded = read_bounded(path)
     try:
@@ -89,9 +94,9 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
-    """state.json of a checkpoint.
+    """Reads state.json of a checkpoint.
 
-    Raises `ValueError` (a sentence) where it does not say how far the run was.
+    Raises `ValueError` with a sentence where it is unreadable, or a key is missing or wrong.
     """
     try:
         content, _ = read_object(checkpoint / name)
@@ -102,8 +107,9 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
 
 
 def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` (a sentence) if `content` is no manifest, or names a file outside the
-    checkpoint.
+    """Raises `ValueError` with a sentence if `content` is no manifest.
+
+    It is none either if it names a file outside the checkpoint.
     """
     _refuse_wrong_kinds(name, content, _MANIFEST)
     for file in content["files"]:
@@ -119,16 +125,23 @@ def _is_file_name(path: PurePosixPath) -> bool:
         sizes = [len(part.encode()) for part in path.parts]
     except UnicodeEncodeError:  # half of a surrogate pair
         return False
-    return (
-        max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES and "\0" not in str(path)
-    )
+    is_short = max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES
+    return is_short and "\0" not in str(path)
 
 
 def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    """Raises `ValueError` with a sentence where a value is of none of the kinds of its key.
+
+    Args:
+        name: The name of the file.
+        content: Its object.
+        kinds: Key -> names in KINDS, with spaces between.
+    """
     for key, allowed in kinds.items():
-        if key not in content and "missing" not in allowed:
-            raise ValueError(f"{name} is damaged: {key} is missing")
-        if key in content and not any(KINDS[kind](content[key]) for kind in allowed.split()):
+        if key not in content:
+            if "missing" not in allowed:
+                raise ValueError(f"{name} is damaged: {key} is missing")
+        elif not any(KINDS[kind](content[key]) for kind in allowed.split()):
             raise ValueError(f"{name} is damaged: {key} has a value of the wrong kind")
 
 
@@ -136,20 +149,25 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
+def _is_object_of(is_value: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_value, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, dict) and _is_count(value.get("size"))
+
+
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "count": _is_count,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "text": lambda value: isinstance(value, str),
+    "text": _is_text,
     "object": lambda value: isinstance(value, dict),
-    "texts": lambda value: (
-        isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-    ),
-    "files": lambda value: (
-        isinstance(value, dict)
-        and all(
-            isinstance(entry, dict) and _is_count(entry.get("size")) for entry in value.values()
-        )
-    ),
+    "texts": partial(_is_object_of, _is_text),
+    "files": partial(_is_object_of, _is_file),
     "none": lambda value: value is None,
     "missing": lambda _: False,
 }
@@ -185,17 +203,14 @@ NAME = re.compile(r"step-([0-9]{8,})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of manifest.json.
-
-    `files`: path inside the checkpoint -> its size in bytes and checksum.
-    """
+    """The content of manifest.json."""
 
     step: int
     layout: str
     ranks: int
     recipe_sha256: str
-    packages: dict[str, str]
-    files: dict[str, dict[str, Any]]
+    packages: dict[str, str]  # name -> version
+    files: dict[str, dict[str, Any]]  # path inside the checkpoint -> size in bytes, and checksum
     format_version: int = FORMAT_VERSION
 
     @property
@@ -204,9 +219,9 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of `checkpoint`.
+    """Reads the manifest of `checkpoint`.
 
-    Raises `ValueError` (a sentence) if it is not one, `OSError` if unreadable.
+    Raises `ValueError` with a sentence if it is damaged, `OSError` if it is unreadable.
     """
     content, encoded = read_object(checkpoint / MANIFEST)
     version = content.get("format_version")
@@ -219,13 +234,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if _encode(content) == encoded:
             refuse_malformed_manifest(MANIFEST, content)
             return Manifest(**content)
-    except (TypeError, RecursionError):  # keys that no manifest has; nested too deep to be one
+    except (TypeError, RecursionError):  # unknown keys; nested too deep
         pass
     raise ValueError(f"{MANIFEST} is damaged")
 
 
 def find_checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or whose model/ it is; None where it is neither.
+    """Returns the checkpoint that `path` is, or whose model/ it is; None for any other path.
 
     >>> find_checkpoint_of(Path("runs/nosuch/checkpoints/step-00000100/model")) is None
     True
@@ -243,11 +258,13 @@ def find_damage(
     parts: Collection[str] = PARTS,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
-    """Finds what is wrong with a published checkpoint, one sentence each; nothing, where it can be
-    relied on.
+    """Lists the problems of a published checkpoint, as sentences.
 
-    `checksums=False` compares names and sizes only. `parts` must be right, beside state.json.
-    `advance` counts bytes.
+    Args:
+        checkpoint: Its folder.
+        checksums: Whether every byte is read; else names and sizes are compared.
+        parts: The folders that are checked, beside state.json.
+        advance: Called with the number of bytes that were read.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -276,15 +293,18 @@ def _file_problems(
     parts: Collection[str],
     advance: Callable[[int], object],
 ) -> Iterator[str]:
-    others = set(PARTS) - set(parts)
-    expected = {
-        checkpoint / n: entry
-        for n, entry in manifest.files.items()
-        if PurePosixPath(n).parts[0] not in others
-    }
-    present = {
-        path for part in parts for path in (checkpoint / part).rglob("*") if not path.is_dir()
-    }
+    """Yields the problems of the files in a checkpoint's `parts` and beside its parts.
+
+    The arguments are those of `find_damage`.
+    """
+    unchecked = set(PARTS) - set(parts)
+    expected = {}
+    for file, entry in manifest.files.items():
+        if PurePosixPath(file).parts[0] not in unchecked:
+            expected[checkpoint / file] = entry
+    present: set[Path] = set()
+    for part in parts:
+        present.update(path for path in (checkpoint / part).rglob("*") if not path.is_dir())
     for path in sorted(present - expected.keys()):
         yield f"{path.relative_to(checkpoint)} does not belong to it"
     to_read = []
@@ -297,14 +317,16 @@ def _file_problems(
         elif checksums:
             to_read.append((path, entry))
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for (path, _), problem in zip(
-            to_read, pool.map(lambda item: _damage(advance, *item), to_read), strict=True
-        ):
+        problems = pool.map(lambda item: _compare_checksum(advance, *item), to_read)
+        for (path, _), problem in zip(to_read, problems, strict=True):
             if problem:
                 yield f"{path.relative_to(checkpoint)} {problem}"
 
 
-def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any]) -> str | None:
+def _compare_checksum(
+    advance: Callable[[int], object], path: Path, entry: dict[str, Any]
+) -> str | None:
+    """Returns the problem of a file's content, a predicate; None without one."""
     try:
         if durable.checksum(path, advance) == entry:
             return None
@@ -314,12 +336,13 @@ def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any])
 
 
 def complete(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest into a staging folder, whose other files are all on disk, and syncs its
-    folders.
+    """Writes the manifest into a staging folder, and syncs its folders: only the name is missing.
 
-    Then it is a checkpoint that only lacks its name. Raises `UserError` where it does not hold what
-    the manifest lists: a rank's files may be on another machine's disk. Every rank has read its own
-    files back, so names and sizes are compared here.
+    Its other files are on disk. Every rank has read its own files back, so only names and sizes are
+    compared here.
+
+    Raises `UserError` where files of the manifest are missing: a rank may have written to another
+    machine's disk.
     """
     durable.write_file(staging / MANIFEST, [_encode(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):
@@ -332,15 +355,15 @@ def complete(staging: Path, manifest: Manifest) -> None:
 
 
 def hash_recipe(recipe: dict[str, Any]) -> str:
-    """A hash of a recipe with every key filled in."""
+    """Returns the hash of a recipe with every key filled in."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _encode(content: dict[str, Any]) -> bytes:
-    """JSON with a checksum of the rest in it: the one spelling of `content`, so that any changed
-    byte shows.
+    """Encodes `content` as JSON with its own checksum.
+
+    There is one encoding of a content, so that any changed byte is found.
     """
     plain = json.dumps(content, sort_keys=True, indent=1)
-    return json.dumps(
-        {"checksum": hashlib.sha256(plain.encode()).hexdigest()} | content, sort_keys=True, indent=1
-    ).encode()
+    checked = {"checksum": hashlib.sha256(plain.encode()).hexdigest()} | content
+    return json.dumps(checked, sort_keys=True, indent=1).encode()

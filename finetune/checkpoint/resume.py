@@ -1,11 +1,11 @@
-"""Resuming from a checkpoint, in any layout and on any number of ranks, if the run still reads the
-same.
+"""Resumes from a checkpoint, in any layout and on any number of ranks, if the inputs are the same.
 
-The same recipe over other files would be a different run: fingerprints of them are kept in
-state.json. A resumed run compares them, and an export compares that of the LoRA base.
+The same recipe over other files would be a different run. A checkpoint's state.json therefore has
+hashes of these files. A resumed run compares them, and an export compares the LoRA base's.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -53,15 +53,14 @@ from finetune.files.tensors import hash_weights
 from finetune.models.carried import hash_tensors
 from finetune.models.load import read_carried, weights_folder
 
-# without effect on a run
+# keys of a config.json without effect on a run
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
 OF_MODEL = ("model_name_or_path", "model_revision")
 OF_TOKENIZER = ("tokenizer_name_or_path", *OF_MODEL, "added_tokens", "special_tokens", "eot_tokens")
 OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision")
 STARTED = "the same name is given, but its weights, from which the training started, have changed"
-# name -> (the recipe's keys that name it, what has changed where its content has, and those keys
-# have not)
+# input -> (the recipe's keys that name it, the sentence for a changed content under equal keys)
 INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "datasets": (
         ("datasets", "streaming"),
@@ -123,15 +122,15 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(
     recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World
 ) -> dict[str, str]:
-    """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
+    """Returns a hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    Every byte of a base under LoRA, of a base that is the reference, of a teacher and of reward
-    models is read; of others, what an export carries over.
+    It reads every byte of a base under LoRA, of a base that is the reference, of a teacher and of
+    reward models. Of other bases it reads the tensors that an export carries over.
     """
-    paying = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
-    for model in (recipe.model, recipe.teacher, *paying):
+    reward_models = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
+    for model in (recipe.model, recipe.teacher, *reward_models):
         if model is not None and model.model_name_or_path is not None:
-            weights_folder(model)  # a hub's are downloaded first, on every node
+            weights_folder(model)  # which downloads a hub's model first, on every node
     hashes: dict[str, str] = RankGroup(world).on_main(
         lambda: _read_fingerprints(recipe, tokenizer, data)
     )
@@ -139,50 +138,64 @@ def fingerprint_inputs(
 
 
 def _is_base_read(recipe: Recipe) -> bool:
-    is_reference = recipe.method_facts.needs_reference or (
-        recipe.method_facts.samples and recipe.method.beta > 0
-    )
-    return recipe.lora.use_peft or is_reference
+    """Returns whether a run reads all weights of its base while it trains others."""
+    if recipe.lora.use_peft or recipe.method_facts.needs_reference:
+        return True
+    return recipe.method_facts.samples and recipe.method.beta > 0
 
 
 def find_changed_inputs(
     then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]
 ) -> list[str]:
-    """A sentence for each input that differs, but for those that a key of `changed_keys` (`key:
-    then -> now`) explains.
+    """Returns a sentence for each input whose content has changed.
 
-    What either does not know (another version wrote it, or a hub's data set is streamed) is not
-    compared.
+    An input whose keys were changed is left out, and so is one that either run does not know:
+    another version wrote the hashes, or a hub's data set is streamed.
+
+    Args:
+        then: Input -> hash, of the run that saved the checkpoint.
+        now: Input -> hash, of this run.
+        changed_keys: The changed keys, as `compare_recipes` writes them.
     """
+    changed_names = {_name_of(change) for change in changed_keys}
     sentences = []
     for name, (keys, sentence) in INPUTS.items():
         is_known = None not in (then.get(name), now.get(name))
-        is_explained = any(change.startswith(keys) for change in changed_keys)
-        if is_known and then[name] != now[name] and not is_explained:
+        has_changed = is_known and then[name] != now[name]
+        if has_changed and changed_names.isdisjoint(keys):
             sentences.append(sentence)
     return sentences
 
 
+def _name_of(change: str) -> str:
+    """Returns the key of a change.
+
+    >>> _name_of("datasets[0].path: 'a' -> 'b'")
+    'datasets'
+    """
+    return re.split(r"\W", change, maxsplit=1)[0]
+
+
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` if a model that is read is a damaged checkpoint; loading compares no
-    checksum.
+    """Raises `UserError` if a model of the recipe is a damaged checkpoint.
+
+    Loading does not compare checksums.
     """
     named = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
     named += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
     for key, model in named:
-        name = None if model is None else model.model_name_or_path
-        if name is not None:
-            checkpoint = find_checkpoint_of(Path(name))
-        else:
-            checkpoint = None
+        if model is None or model.model_name_or_path is None:
+            continue
+        checkpoint = find_checkpoint_of(Path(model.model_name_or_path))
         if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
             raise UserError(
-                f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint"
+                f"{key}: {model.model_name_or_path}: damaged: {'; '.join(problems)}; name another "
+                "checkpoint"
             )
 
 
 def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
-    """The hash of each of `INPUTS` that the run has."""
+    """Computes the hash of each of `INPUTS` that the run has."""
     hashes = _hash_data(recipe, data) | _hash_tokenizer(tokenizer) | _hash_code(recipe)
     base = _find_folder(recipe.model)
     teacher = _find_folder(recipe.teacher)
@@ -195,18 +208,16 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     if teacher is not None and recipe.method_facts.needs_teacher:
         hashes["teacher"] = durable.hash_json([_hash_config(teacher), hash_weights(teacher)])
     if recipe.rollout.reward_models:
-        folders = [
-            weights_folder(Model(model_name_or_path=name)) for name in recipe.rollout.reward_models
-        ]
-        each = [[_hash_config(folder), hash_weights(folder)] for folder in folders]
-        hashes["reward_models"] = durable.hash_json(each)
+        by_model = []
+        for name in recipe.rollout.reward_models:
+            folder = weights_folder(Model(model_name_or_path=name))
+            by_model.append([_hash_config(folder), hash_weights(folder)])
+        hashes["reward_models"] = durable.hash_json(by_model)
     return hashes
 
 
 def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
-    """The hashes of the rows trained on and of the held-out files; none of rows that are streamed
-    from a hub.
-    """
+    """Returns the hashes of the training rows and the held-out files, except streamed ones."""
     if data is None:
         return {}
     hashes = {"datasets": data.train.fingerprint}
@@ -216,18 +227,18 @@ def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
 
 
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
+    """Returns the hashes of the chat template and the tokenizer, without truncation and padding."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = {
-        key: value for key, value in backend.items() if key not in ("truncation", "padding")
-    }
+    for key in ("truncation", "padding"):
+        backend.pop(key, None)
     return {
         "chat_template": durable.hash_json(tokenizer.chat_template),
-        "tokenizer": durable.hash_json([vocabulary, tokenizer.special_tokens_map]),
+        "tokenizer": durable.hash_json([backend, tokenizer.special_tokens_map]),
     }
 
 
 def _hash_code(recipe: Recipe) -> dict[str, str]:
-    """The hashes of the user's own files of code that the recipe names."""
+    """Returns the hashes of the user's files of code that the recipe names."""
     named = {
         "metrics": recipe.run.metrics,
         "callbacks": recipe.run.callbacks,
@@ -243,9 +254,7 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
 
 
 def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
-    """The hashes of a base's config, and of what is read of its weights beside the parameters that
-    are trained.
-    """
+    """Returns the hashes of a base's config, and of the weights that are read but not trained."""
     hashes = {"config": _hash_config(folder)}
     if _is_base_read(recipe):
         return hashes | {"base": hash_weights(folder)}
@@ -256,17 +265,18 @@ def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
 
 
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
-    """Raises `UserError` if the run that made `adapter` had a base with other weights than the hash
-    `base`.
+    """Raises `UserError` if the run that made `adapter` had another base.
+
+    base: The hash of this run's base.
     """
     states = [adapter.parent / STATE, *sorted(adapter.parent.glob(f"checkpoints/*/{STATE}"))]
-    inputs = (read_json_object(state).get("inputs") for state in states)
-    trained_on = {
-        each["base"]
-        for each in inputs
-        if isinstance(each, dict) and isinstance(each.get("base"), str)
-    }
-    if base is not None and trained_on and base not in trained_on:
+    trained_on = set()
+    for state in states:
+        inputs = read_json_object(state).get("inputs")
+        if isinstance(inputs, dict) and isinstance(inputs.get("base"), str):
+            trained_on.add(inputs["base"])
+    is_known = base is not None and bool(trained_on)
+    if is_known and base not in trained_on:
         raise UserError(
             f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was "
             f"trained on other weights than those of {recipe.model.model_name_or_path}; name its "
@@ -275,11 +285,10 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
 
 
 def _find_folder(model: Model | None) -> Path | None:
-    """A model's folder on this machine; None where there is no such model, or it is inline."""
-    name = None if model is None else model.model_name_or_path
-    if model is None or name is None:
+    """Returns a model's folder on this machine; None where it has none, or there is no model."""
+    if model is None or model.model_name_or_path is None:
         return None
-    return find_local_folder(name, model.model_revision)
+    return find_local_folder(model.model_name_or_path, model.model_revision)
 
 
 def _hash_config(folder: Path) -> str:
@@ -292,12 +301,19 @@ def _hash_config(folder: Path) -> str:
 def find_start(
     recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None
 ) -> Path | None:
-    """The verified checkpoint that `resume_from_checkpoint` names; None to start at step 0.
+    """Returns the verified checkpoint that `resume_from_checkpoint` names; None: start at step 0.
 
     All ranks call it.
 
-    Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course
-    has changed: the recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
+    Args:
+        recipe: The recipe.
+        run_folder: The run's folder.
+        world: This rank's place.
+        inputs: What `fingerprint_inputs` returned.
+
+    Raises:
+        UserError: The checkpoint cannot be used, or the recipe or its inputs have changed so that
+            this would be another run.
     """
     checkpoint = RankGroup(world).on_main(
         lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
@@ -306,12 +322,11 @@ def find_start(
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
-    """Finds and verifies the checkpoint from which a run resumes; None where it starts at step 0.
+    """Finds and verifies the checkpoint from which a run resumes; None: it starts at step 0.
 
     Args:
-        resume_from: auto, none, or the path of a checkpoint or of a run. A path outside
-            `run_folder` is used only until the run has checkpoints of its own, so that the same
-            command restarts a preempted job.
+        resume_from: auto, none, or the path of a checkpoint or a run. A path outside `run_folder`
+            is used until the run has checkpoints of its own: the command can be repeated.
         run_folder: The run's folder.
 
     Raises:
@@ -348,10 +363,10 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
 def load_start(
     start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> Progress:
-    """Fills model and optimizer from the checkpoint that `find_start` has found. All ranks call it.
+    """Loads the checkpoint that `find_start` returned into model and optimizer.
 
-    A run without one is at step 0, with the weights it has. Raises `UserError` where the checkpoint
-    was saved from a different model.
+    Returns its progress, or that of step 0 without one. All ranks call it. Raises `UserError` where
+    the checkpoint was saved from a different model.
     """
     if start is None:
         return Progress()
@@ -380,33 +395,38 @@ def read_progress(checkpoint: Path) -> Progress:
 def compare_to_saved(
     state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Lists what differs between the run that saved `state` (state.json) and this one.
+    """Lists the differences between the run that saved `state` (state.json) and this one.
 
     Returns:
-        The changes that would make another run of it, and the harmless ones. Held-out data are
-        among the first where their loss chooses a checkpoint or ends the run.
+        (the changes that would make it another run, the harmless ones). Changes of held-out data
+        make it another run where their loss chooses a checkpoint or ends the run.
     """
     deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed = find_changed_inputs(inputs_then, inputs, deciding + other)
-    held_out = [change for change in other + changed if change.startswith("eval_datasets")]
-    # metrics and callbacks only watch
-    watching = [change for change in changed if change.startswith(("metrics", "callbacks"))]
-    deciding += [change for change in changed if change not in held_out + watching]
-    other = [change for change in other if change not in held_out] + watching
-    held_out_decides = (
-        recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
-    )
-    if held_out_decides:
-        return (deciding + held_out, other)
-    return (deciding, other + held_out)
+    held_out = [change for change in other if _name_of(change) == "eval_datasets"]
+    other = [change for change in other if change not in held_out]
+    for change in changed:
+        name = _name_of(change)
+        if name == "eval_datasets":
+            held_out.append(change)
+        elif name in ("metrics", "callbacks"):  # which do not change the training
+            other.append(change)
+        else:
+            deciding.append(change)
+    keys = recipe.checkpoint
+    if keys.keep_best_checkpoint or recipe.run.early_stopping_patience is not None:
+        return deciding + held_out, other
+    return deciding, other + held_out
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
-    First what decides the course of a run (the schema marks it). A key that `then` does not know
-    had its default.
+    A key that `then` lacks had its default.
+
+    Returns:
+        (the changes that make it another run, by the schema's marks, the others).
     """
     deciding: list[str] = []
     other: list[str] = []
@@ -414,16 +434,18 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
         was = _fill_in(name, then.get(name, _plain(key.default)))
         before = dict(leaves(was, name))
         after = dict(leaves(now[name], name))
-        changed = [leaf for leaf in before | after if before.get(leaf) != after.get(leaf)]
-        (deciding if key.same_on_resume else other).extend(
-            f"{leaf}: {_short(before.get(leaf))} -> {_short(after.get(leaf))}" for leaf in changed
-        )
+        changes = deciding if key.same_on_resume else other
+        for leaf in before | after:
+            if before.get(leaf) != after.get(leaf):
+                values = f"{_short(before.get(leaf))} -> {_short(after.get(leaf))}"
+                changes.append(f"{leaf}: {values}")
     return deciding, other
 
 
 def _find_and_compare(
     recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
 ) -> str | None:
+    """Does `find_start` on rank 0."""
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
     if checkpoint is None:
         return None
@@ -437,6 +459,7 @@ def _find_and_compare(
 
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
+    """Prints what has changed since the checkpoint. Raises `UserError` for another run."""
     then = read_state(checkpoint)
     deciding, other = compare_to_saved(then, recipe, inputs)
     before = then["global_batch_size"]
@@ -460,6 +483,7 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, 
 
 
 def _find_newest(run_folder: Path) -> Path:
+    """Returns a run's newest checkpoint that verifies. Raises `UserError` where none does."""
     passed_over: list[str] = []
     newest = find_newest_valid(run_folder, passed_over.append)
     if newest is None:
@@ -482,9 +506,7 @@ def _is_within(path: Path, run_folder: Path) -> bool:
 
 
 def _fill_in(name: str, value: Any) -> Any:
-    """`value` with defaults added for the `datasets` keys that did not exist when it was
-    written.
-    """
+    """Adds defaults to a value of `datasets` for keys that did not exist when it was written."""
     if name not in NESTED or not isinstance(value, list):
         return value
     defaults = {
@@ -501,7 +523,6 @@ def _plain(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    # paths differ at their ends
     if len(text) <= 200:
         return text
-    return f"{text[:100]} ... {text[-95:]}"
+    return f"{text[:100]} ... {text[-95:]}"  # paths differ at their ends

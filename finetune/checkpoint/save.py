@@ -1,5 +1,5 @@
-"""Saving a checkpoint: every rank writes its shards, rank 0 publishes the folder; blocking, or in a
-thread.
+"""Saves checkpoints: every rank writes its shards, and rank 0 publishes the folder; blocking, or in
+a thread.
 """
 
 import copy
@@ -61,16 +61,28 @@ from finetune.files.json_files import load_json
 from finetune.files.network import find_local_folder
 from finetune.files.phases import Phases
 
-GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
+GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # generation_config.json has their ids
 
 
 class Saver:
-    """Writes the checkpoints of one run. Every rank has one and makes the same calls.
+    """Writes the checkpoints of one run. Every rank has a saver and makes the same calls.
 
     With `async_save` a thread copies the state to host memory, then writes and publishes it while
-    training continues. The copy must end before the next update, so the loop calls `before_update`;
-    the next save waits for this one to be published. A failure in the thread is raised by the next
+    training continues. The loop calls `before_update`, which waits until the copy is complete. The
+    next save waits until this one is published. A failure in the thread is raised by the next
     `save` or `finish`; until then `has_failed` is true.
+
+    Args:
+        run_folder: The run's folder.
+        model: The model in training.
+        optimizer: Its optimizer, which Accelerate may have wrapped.
+        world: This rank's place.
+        recipe: The recipe.
+        tokenizer: The tokenizer that checkpoints hold.
+        inputs: What `fingerprint_inputs` returned.
+        describe_files: Returns the method's files for a checkpoint after a step: name -> content.
+        carried_bytes: The size of the base's tensors that the export carries over.
+        phases: Measures the time of saves.
     """
 
     def __init__(
@@ -82,9 +94,8 @@ class Saver:
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
-        # of the method, after so many steps
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
-        carried_bytes: int = 0,  # of the base, which the export will hold beside the model
+        carried_bytes: int = 0,
         phases: Phases | None = None,
     ) -> None:
         self.run_folder = run_folder
@@ -93,22 +104,18 @@ class Saver:
         self.world = world
         self.recipe = recipe
         self.inputs = inputs or {}
-        wanted = recipe.checkpoint.async_save
-        # else the copy on the host would hold it whole
-        is_in_memory = recipe.optimization.optim_offload == "none"
-        if wanted is None:
-            self.is_async = world.device.type == "cuda" and is_in_memory
-        else:
-            self.is_async = wanted
+        # An offloaded optimizer's state would need as much memory again for its copy on the host.
+        is_offloaded = recipe.optimization.optim_offload != "none"
+        self.is_async = world.device.type == "cuda" and not is_offloaded
+        if recipe.checkpoint.async_save is not None:
+            self.is_async = recipe.checkpoint.async_save
+        group = None
         if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=world.collective_timeout)
-        else:
-            group = None
         self._ranks = RankGroup(world, group)
+        self._descriptions: Mapping[str, bytes] = {}
         if world.is_main:
             self._descriptions = describe_model(model, recipe, tokenizer)
-        else:
-            self._descriptions = {}
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
         self._phases = phases or Phases()
@@ -130,27 +137,25 @@ class Saver:
         if kind is None:
             self.finish()
         elif self._thread is not None:
-            # a save that has started is published; the error that ended the loop is raised
-            self._thread.join()
+            self._thread.join()  # the save is published; the error that ended the loop is raised
 
     def save(self, progress: Progress) -> None:
-        """Publishes the checkpoint of `progress.step` and prunes older ones; an async save returns
-        before that.
+        """Publishes the checkpoint of `progress.step` and prunes older ones.
 
-        Raises `UserError` on every rank where any of them cannot write, or where replicas of the
-        model are not equal; then nothing has been published or pruned.
+        An async save returns before that.
+
+        Raises `UserError` on every rank where one cannot write, or where replicas of the model are
+        not equal. Then nothing is published or pruned.
         """
         with self._phases.timed("save"):
             self._save(progress)
 
     def _save(self, progress: Progress) -> None:
         self.finish()
-        if self.world.is_main:
-            self._files = self._describe_files(progress.step)
-        else:
-            self._files = {}
+        self._files = self._describe_files(progress.step) if self.world.is_main else {}
         scaler = self.world.accelerator.scaler
-        progress = replace(progress, scaler=scaler.state_dict() if scaler is not None else None)
+        scaler_state = scaler.state_dict() if scaler is not None else None
+        progress = replace(progress, scaler=scaler_state)
         shards = self._shards()
         refuse_different_replicas(shards, progress.step, self._ranks)
         shards = [shard for shard in shards if shard.is_first_copy]
@@ -172,11 +177,11 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an async save of this rank has failed; `finish` raises what happened."""
+        """Whether an async save of this rank has failed; `finish` raises its error."""
         return self._failure is not None
 
     def finish(self) -> None:
-        """Waits for an async save to be published. Raises what made it fail."""
+        """Waits until an async save is published. Raises its error if it failed."""
         if self._thread is not None:
             with self._phases.timed("save"):
                 self._thread.join()
@@ -187,12 +192,19 @@ class Saver:
             raise failure
 
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
-        """Writes the real state into a staging folder and removes it, so that a run that cannot
-        save does not start.
+        """Writes the state into a staging folder and removes it: a run that cannot save must not
+        start.
 
-        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's
-        size in bytes. Raises `UserError` where it cannot be written, or the disk is too small for
-        the checkpoints and the export that the run will make.
+        Args:
+            steps: The run's last step.
+            steps_per_epoch: None: unknown.
+
+        Returns:
+            The checkpoint's size in bytes.
+
+        Raises:
+            UserError: It cannot be written, or the disk is too small for the run's checkpoints and
+                its export.
         """
         with self._phases.timed("trial save"):
             return self._check_save(steps, steps_per_epoch)
@@ -203,15 +215,24 @@ class Saver:
         size = self._stage(Progress(), shards, is_published=False)
         if self.is_async:
             self._reserve(list(shards))
-        # made in order to be named; its memory is free again until the first update
-        if not had_state:
+        if not had_state:  # `_shards` made it; its memory is not needed before the first update
             self.optimizer.state.clear()
-        keys = steps, size, self._count_parameters(), steps_per_epoch, self._carried_bytes
-        self._ranks.on_main(lambda: refuse_small_disk(self.run_folder, self.recipe, *keys))
+        parameters = self._count_parameters()
+        self._ranks.on_main(
+            lambda: refuse_small_disk(
+                self.run_folder,
+                self.recipe,
+                steps,
+                size,
+                parameters,
+                steps_per_epoch,
+                self._carried_bytes,
+            )
+        )
         return size
 
     def _reserve(self, shards: list[TensorShard]) -> None:
-        """Starts to allocate the host's copies: the first save would stop training for it."""
+        """Starts to allocate the host's copies; else the first save would stop training for it."""
         self._is_copied.set()
         self._thread = threading.Thread(
             target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
@@ -219,7 +240,7 @@ class Saver:
         self._thread.start()
 
     def _count_parameters(self) -> int:
-        """Counts the parameters of the whole model, all stages. All ranks call it."""
+        """Counts the parameters of all pipeline stages. All ranks call it."""
         by_rank: list[int] = self._ranks.on_all(lambda: count_parameters(self.model))
         return sum(by_rank[:: self.world.stage_size])
 
@@ -229,20 +250,20 @@ class Saver:
             MODEL: get_model_state(self.model, self.optimizer),
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
-        stages = self.world.stages
         pipeline = find_pipeline(unwrap(self.model))
+        copied: tuple[str, ...] = ()  # parameters that an earlier stage has, too
         if pipeline:
             copied = tuple(f"{name}." for name in pipeline.copied)
-        else:
-            copied = ()
         shards = []
         for part, tensors in parts.items():
-            for shard in list_shards(tensors, part, stages):
-                is_copied = f"{shard.name}.".removeprefix("state.").startswith(copied)
-                shards.append(replace(shard, is_first_copy=False) if is_copied else shard)
+            for shard in list_shards(tensors, part, self.world.stages):
+                if f"{shard.name}.".removeprefix("state.").startswith(copied):
+                    shard = replace(shard, is_first_copy=False)
+                shards.append(shard)
         return shards
 
     def _write_in_thread(self, progress: Progress, shards: list[TensorShard], event: Any) -> None:
+        """Does an async save. `event`: what `record_event` returned."""
         try:
             try:
                 copies = copy_to_host(shards, self._host_copies, event, self.world.device)
@@ -253,16 +274,14 @@ class Saver:
             self._failure = failure
 
     def _write(self, progress: Progress, shards: list[TensorShard]) -> None:
+        """Stages and publishes a checkpoint. Raises `UserError` with the outcome if that fails."""
         started = time.perf_counter()
         try:
             self._stage(progress, shards, is_published=True)
             self._phases.add("publication", time.perf_counter() - started, progress.step)
         except UserError as error:
             published = step_folder(self.run_folder, progress.step)
-            if published.exists():
-                outcome = f"{published} exists"
-            else:
-                outcome = "nothing was published"
+            outcome = f"{published} exists" if published.exists() else "nothing was published"
             raise UserError(
                 f"the save of step {progress.step} failed, and {outcome}: {error}"
             ) from error
@@ -273,16 +292,16 @@ class Saver:
         try:
             return self._fill_and_publish(staging, progress, shards, is_published)
         except Exception:
-            if self.world.is_main:  # it is not published any more, and would keep a full disk full
+            if self.world.is_main:  # a full disk would stay full
                 durable.remove_tree(staging, ignore_errors=True)
             raise
 
     def _fill_and_publish(
         self, staging: Path, progress: Progress, shards: list[TensorShard], is_published: bool
     ) -> int:
-        """Writes the files of all ranks, then the manifest, and last gives the folder its name.
+        """Writes the files of all ranks, then the manifest; then publishes or removes the folder.
 
-        All ranks call it. Returns the checkpoint's size in bytes.
+        Returns the checkpoint's size in bytes. All ranks call it.
         """
         ranks = self._ranks
         ranks.on_main(lambda: make_staging(staging))
@@ -302,14 +321,16 @@ class Saver:
     def _complete(
         self, staging: Path, progress: Progress, entries_by_rank: list[dict[str, dict[str, Any]]]
     ) -> Manifest:
-        """Writes the files beside the shards, and last the manifest of all. Rank 0 calls it.
+        """Writes the files beside the shards, and last the manifest. Rank 0 calls it.
 
-        `entries_by_rank`: what `write_shards` has returned on each rank.
+        entries_by_rank: What `write_shards` returned on each rank.
         """
         state = describe_state(progress, self.recipe, self.world, self.inputs)
         state_json = json.dumps(state, indent=1).encode()
         contents = {**self._descriptions, **self._files, STATE: state_json}
-        entries = {name: entry for of_rank in entries_by_rank for name, entry in of_rank.items()}
+        entries: dict[str, dict[str, Any]] = {}
+        for of_rank in entries_by_rank:
+            entries |= of_rank
         for name, content in contents.items():
             entries[name] = durable.write_file(staging / name, [content])
         manifest = Manifest(
@@ -327,12 +348,9 @@ class Saver:
         """Gives the folder its name, and removes the checkpoints that the recipe does not keep."""
         publish(self.run_folder, staging, progress.step)
         keys = self.recipe.checkpoint
+        best_step = progress.best_step if keys.keep_best_checkpoint else None
         problems = prune(
-            self.run_folder,
-            progress.step,
-            keys.save_total_limit,
-            keys.keep_every_steps,
-            best_step=progress.best_step if keys.keep_best_checkpoint else None,
+            self.run_folder, progress.step, keys.save_total_limit, keys.keep_every_steps, best_step
         )
         for problem in problems:
             print(problem, flush=True)
@@ -341,13 +359,12 @@ class Saver:
 def write_shards(
     staging: Path, shards: list[TensorShard], world: World
 ) -> dict[str, dict[str, Any]]:
-    """Writes this rank's files and reads them back. Returns the manifest's entries for them."""
+    """Writes this rank's files and reads them back; returns their entries in the manifest."""
 
     def write(part: str) -> tuple[str, dict[str, Any]]:
         name = f"{part}/pieces-{world.rank:05d}-of-{world.size:05d}.safetensors"
-        entry = durable.write_file(
-            staging / name, encode_file([shard for shard in shards if shard.part == part])
-        )
+        own = [shard for shard in shards if shard.part == part]
+        entry = durable.write_file(staging / name, encode_file(own))
         if durable.checksum(staging / name) != entry:
             raise UserError(
                 f"{staging / name}: read back differently than written; the disk or its memory is "
@@ -363,12 +380,14 @@ def write_shards(
 def describe_model(
     model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, bytes]:
-    """The files beside the weights that an export needs: the configs of model, generation and LoRA,
-    the tokenizer, and of a vision-language model the processors.
+    """Returns the files beside the weights that an export needs, as name -> content.
+
+    They are the configs of model, generation and LoRA, the tokenizer, and a vision-language model's
+    processors.
     """
     plain = unwrap(model)
-    with tempfile.TemporaryDirectory() as name:
-        made = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary)
         plain.config.save_pretrained(made)
         if getattr(plain, "generation_config", None) is not None:
             plain.generation_config.save_pretrained(made)
@@ -376,29 +395,26 @@ def describe_model(
             _in_order(plain.peft_config["default"]).save_pretrained(made)
         tokenizer.save_pretrained(made)
         base = recipe.model.model_name_or_path
-        if base:
-            base_folder = find_local_folder(base, recipe.model.model_revision)
-        else:
-            base_folder = None
+        base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
-            # The base's own lists the tokens that end an answer.
+            # unlike transformers' default it lists all tokens that end an answer
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
-        # As in training, a model from random weights has the processor beside its tokenizer.
-        source = base or recipe.model.tokenizer_name_or_path
-        folder = base_folder
-        if not base:
-            folder = find_local_folder(source) if source else None
-        if folder is not None and has_other_parts(plain):
-            for path in (folder / name for name in PROCESSOR_FILES):
-                if path.is_file():
-                    shutil.copyfile(path, made / path.name)
+        processor_folder = base_folder
+        tokenizer_name = recipe.model.tokenizer_name_or_path
+        if not base and tokenizer_name:  # a model from random weights: as in training
+            processor_folder = find_local_folder(tokenizer_name)
+        if processor_folder is not None and has_other_parts(plain):
+            for name in PROCESSOR_FILES:
+                if (processor_folder / name).is_file():
+                    shutil.copyfile(processor_folder / name, made / name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
 
 
 def _in_order(config: Any) -> Any:
-    """An adapter's config with lists in place of sets, which peft writes in another order in each
-    process.
+    """Returns an adapter's config with sorted lists in place of sets.
+
+    The order of a set differs between processes, and with it the file that peft writes.
     """
     config = copy.copy(config)
     for name, value in list(vars(config).items()):
@@ -410,8 +426,8 @@ def _in_order(config: Any) -> Any:
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into generation_config.json.
 
-    Generation then stops at the recipe's EOS and `eot_tokens`, and where it stopped before. Without
-    these two keys, the file stays as it is.
+    Generation then stops at the recipe's EOS and `eot_tokens`, and at the tokens at which it
+    stopped before. Without these two keys the file stays as it is.
 
     Args:
         path: The generation_config.json; made where there is none.
@@ -423,11 +439,10 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
     if not (special or end_of_turn):
         return
     content = load_json(path) if path.is_file() else {}
-    ids = {
-        f"{name}_id": tokenizer.convert_tokens_to_ids(special[name])
-        for name in GENERATION_TOKENS
-        if name in special
-    }
+    ids = {}
+    for name in GENERATION_TOKENS:
+        if name in special:
+            ids[f"{name}_id"] = tokenizer.convert_tokens_to_ids(special[name])
     earlier_stops = content.get("eos_token_id", tokenizer.eos_token_id)
     if not isinstance(earlier_stops, list):
         earlier_stops = [earlier_stops]
@@ -441,21 +456,21 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
 def describe_state(
     progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The content of state.json."""
+    """Returns the content of state.json."""
     base = recipe.model.model_name_or_path
+    if base is not None and Path(base).is_dir():
+        base = str(Path(base).resolve())
     return asdict(progress) | {
         "recipe": to_dict(recipe),
         "global_batch_size": compute_global_batch_size(recipe.batch, world.data_parallel.size),
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
-        "base_model": str(Path(base).resolve())
-        if base is not None and Path(base).is_dir()
-        else base,
+        "base_model": base,
         "compute_dtype": COMPUTE_DTYPE[world.sharding.mixed_precision],
     }
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The torch optimizer inside Accelerate's wrapper."""
+    """Returns the torch optimizer inside Accelerate's wrapper, or the optimizer without one."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner

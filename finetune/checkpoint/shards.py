@@ -1,17 +1,17 @@
-"""The state of model and optimizer as shards: this rank's part of each tensor, under the name of
-the whole.
+"""The state of model and optimizer as shards: this rank's part of each tensor, by its full name.
 
-The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint
-written by any number of ranks in any layout is read by any other. The files are those of
+In every layout the shards of all ranks cover each tensor exactly once. A checkpoint can therefore
+be read in any layout and on any number of ranks. The files are those of
 `torch.distributed.checkpoint`'s HuggingFaceStorageWriter(save_distributed=True); its reader opens
-them too.
+them, too.
 """
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,61 +38,55 @@ from finetune.distributed.model_parts import local_part, text_names, tied_names,
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError
-from finetune.files.tensors import header_bytes, read_folder, read_slice
+from finetune.files.tensors import StoredTensor, header_bytes, read_folder, read_slice
 from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, OffloadedTensor, allocate_aligned
 from finetune.optim.optimizers import complete_state
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether this is torchao's 8-bit tensor, of which torch sees only the wrapper."""
+    """Returns whether this is torchao's 8-bit tensor."""
     return hasattr(tensor, "codes") and hasattr(tensor, "qmap")
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
-    """The tensor in fp32, such that torchao quantizes it to the same codes and scales again.
+    """Returns torchao's 8-bit tensor in fp32.
 
-    Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude,
-    -1, from which it takes the scale. Written as -0.993 the scale, and with it every code of that
-    block, would be another; so it is written as -1.
+    torchao quantizes the result to the same codes and scales again. Its lowest signed code decodes
+    to -0.993, but encodes -1, a block's largest magnitude and its scale. It is therefore decoded to
+    -1 here: -0.993 would change the scale, and with it every code of the block.
     """
     values = tensor.qmap.clone()
     if tensor.signed:
         values[0] = -1.0
-    blocks: torch.Tensor = values[tensor.codes.int()].view(
-        len(tensor.scale), -1
-    ) * tensor.scale.view(-1, 1)
-    return blocks.view(tensor.shape)
+    blocks = values[tensor.codes.int()].view(len(tensor.scale), -1)
+    scaled: torch.Tensor = blocks * tensor.scale.view(-1, 1)
+    return scaled.view(tensor.shape)
 
 
 def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
-    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a
-    file (optim_offload: nvme).
-    """
+    """Yields the elements of a rank's tensor, flat: at once, or in chunks where it is in a file."""
     if isinstance(tensor, OffloadedTensor):
         yield from tensor.chunks()
-    else:
-        yield (dequantize(tensor) if is_quantized(tensor) else tensor).contiguous().reshape(-1)
+        return
+    if is_quantized(tensor):
+        tensor = dequantize(tensor)
+    yield tensor.contiguous().reshape(-1)
 
 
 def allocate_on_host(tensor: Any) -> Any:
-    """Memory on the host for a copy of `tensor`, quantized or not: whole pages, pinned where it is
-    on a GPU.
-    """
+    """Allocates host memory for a copy of `tensor`, quantized or not; pinned for one on a GPU."""
     if is_quantized(tensor):
         parts = allocate_on_host(tensor.codes), allocate_on_host(tensor.scale), tensor.qmap.cpu()
         return type(tensor)(*parts, tensor.signed, dtype=tensor.dtype)
     if not tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    return (
-        allocate_aligned(tensor.nbytes, tensor.device)[: tensor.nbytes]
-        .view(tensor.dtype)
-        .view(tensor.shape)
-    )
+    content = allocate_aligned(tensor.nbytes, tensor.device)[: tensor.nbytes]
+    return content.view(tensor.dtype).view(tensor.shape)
 
 
 def record_event(device: torch.device) -> Any:
-    """A CUDA event after all work queued so far; None on a CPU, where that work is done."""
+    """Records a CUDA event after the work queued so far; None on a CPU, which queues none."""
     if device.type == "cuda":
         return torch.cuda.current_stream(device).record_event()
     return None
@@ -101,13 +95,17 @@ def record_event(device: torch.device) -> Any:
 def copy_to_host(
     shards: list["TensorShard"], copies: dict[str, torch.Tensor], event: Any, device: torch.device
 ) -> list["TensorShard"]:
-    """The shards with their tensors, as they are at `event` (of `record_event`), copied into
-    `copies`.
+    """Copies the shards' tensors as they are at `event`; returns the shards with the copies.
 
-    `copies` is filled by the first call and reused by the next. On a GPU the copies run on a stream
-    of their own.
+    On a GPU the copies run on a separate stream.
+
+    Args:
+        shards: The shards to copy.
+        copies: Filled by the first call with host memory that the next calls use again.
+        event: What `record_event` returned.
+        device: The device of the shards.
     """
-    # A new thread's device is the first, whatever the loop's is.
+    # A new thread's current device is the first one, so the device is named.
     stream = None if event is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     copied = []
     with torch.cuda.stream(stream):
@@ -123,12 +121,13 @@ def copy_to_host(
 
 
 def reserve_on_host(shards: list["TensorShard"], copies: dict[str, torch.Tensor]) -> None:
-    """Allocates what `copy_to_host` will copy into, and lets go of one tensor after another."""
+    """Allocates the `copies` of `copy_to_host`. Removes each shard, which frees its tensor."""
     while shards:
         _find_copy(shards.pop(), copies)
 
 
 def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the host memory for a shard, which may have to be allocated."""
     name = f"{shard.part}/{shard.name}"
     copy = copies.get(name)
     if copy is None or copy.shape != shard.tensor.shape or copy.dtype != shard.tensor.dtype:
@@ -138,52 +137,48 @@ def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.T
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True)
-# by bytes of an element
+# bytes of an element -> the integer type of that size
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SUMMED_AT_ONCE = 1 << 20  # elements: bounds the int64 temporaries of a checksum to 24 MiB
+_SUMMED_AT_ONCE = 1 << 20  # elements; bounds the int64 temporaries of a checksum to 24 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a tensor, held by this rank."""
+    """This rank's box of a tensor."""
 
     part: str  # model or optimizer
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of the shard's first element in the whole
-    tensor: Any  # torch's, or an OffloadedTensor: the rank's part of the state in its file
-    is_first_copy: bool  # False where a rank before this one holds the same values
-    is_divided: bool = False  # whether the ranks of a tensor parallel group hold different parts
+    shape: tuple[int, ...]  # of the unsharded tensor
+    offsets: tuple[int, ...]  # the place of the box's first element in the unsharded tensor
+    tensor: Any  # the box: a torch tensor, or an OffloadedTensor in a file
+    is_first_copy: bool  # False where another rank writes the same values
+    is_divided: bool = False  # the ranks of a tensor-parallel group have different boxes
 
 
 def get_model_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """The whole model by transformers' names, each tensor where it lives; a tied one under one name
-    only.
+    """Returns the model's tensors by transformers' names, a tied one under one name only.
 
-    Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the
-    base model's.
+    They are not copies. With adapters only trained tensors are returned: the adapters and
+    `modules_to_save`. An offloaded optimizer's master weights replace the model's.
     """
-    parameters = {
-        clean_tensor_name(name): parameter for name, parameter in unwrap(model).named_parameters()
-    }
+    names = {clean_tensor_name(name) for name, _ in unwrap(model).named_parameters()}
     state: dict[str, Any]
-    if any(is_adapter(name) for name in parameters):
+    if any(map(is_adapter, names)):
         state = get_model_state_dict(model, options=_TRAINABLE)
-        # and no buffers
-        state = {name: value for name, value in state.items() if name in parameters}
+        state = {name: value for name, value in state.items() if name in names}  # no buffers
     else:
         state = get_model_state_dict(model)
         for name in tied_names(unwrap(model)):
             state.pop(name, None)
-    return state | (optimizer.master_weights() if isinstance(optimizer, OffloadedOptimizer) else {})
+    if isinstance(optimizer, OffloadedOptimizer):
+        state |= optimizer.master_weights()
+    return state
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state of all that is trained, flat: `state.<parameter>.exp_avg` and
-    `param_groups.…`.
-    """
+    """Returns the optimizer's state, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     complete_state(optimizer)
@@ -193,51 +188,42 @@ def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 
 def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a flat state that are tensors."""
+    """Returns the entries of a flat state that are tensors."""
     kinds = torch.Tensor | ShardedTensor | OffloadedTensor
     return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
 def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[TensorShard]:
-    """This rank's shards of all tensors, in order of name.
+    """Lists this rank's shards of all tensors of `state`, in order of name; they are not copies.
 
-    The tensors are those of `state`, not copies.
+    Tensors that every rank has (under DDP, or scalars) are dealt to the ranks, so that each writes
+    about as many bytes.
 
-    Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that
-    all write alike.
-
-    stages: Groups of ranks that hold different layers.
+    Args:
+        state: Name -> tensor.
+        part: model or optimizer.
+        stages: The number of pipeline stages, whose ranks have different layers.
     """
-    rank, size = (
-        (dist.get_rank(), dist.get_world_size() // stages) if dist.is_initialized() else (0, 1)
-    )
-    first = rank - rank % size
-    rank = rank % size
-    layouts = {
-        name: tensor.layout if isinstance(tensor, OffloadedTensor) else tensor
-        for name, tensor in state.items()
-    }
-    replicated = [
-        name for name, layout in layouts.items() if not isinstance(layout, DTensor | ShardedTensor)
-    ]
-    writers = {}
-    loads = [0] * size
-    for name in sorted(replicated, key=lambda name: (-layouts[name].nbytes, name)):
-        writers[name] = loads.index(min(loads))
-        loads[writers[name]] += layouts[name].nbytes + 1  # + 1 deals out scalars too
+    rank = 0
+    size = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        size = dist.get_world_size() // stages
+    layouts = {}
+    for name, tensor in state.items():
+        layouts[name] = tensor.layout if isinstance(tensor, OffloadedTensor) else tensor
+    writers = _choose_writers(layouts, size)
     listed: list[TensorShard] = []
     for name, layout in sorted(layouts.items()):
         if isinstance(layout, DTensor):
-            shards = _shards_of_dtensor(part, name, layout, first)
+            shards = _shards_of_dtensor(part, name, layout, rank - rank % size)
         elif isinstance(layout, ShardedTensor):
             shards = _shards_of_sharded_tensor(part, name, layout)
         else:
             shape = tuple(layout.shape)
-            shards = [
-                TensorShard(
-                    part, name, shape, (0,) * len(shape), layout.detach(), writers[name] == rank
-                )
-            ]
+            offsets = (0,) * len(shape)
+            is_writer = writers[name] == rank % size
+            shards = [TensorShard(part, name, shape, offsets, layout.detach(), is_writer)]
         tensor = state[name]
         if isinstance(tensor, OffloadedTensor):
             shards = [replace(shard, tensor=tensor) for shard in shards]
@@ -245,15 +231,31 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     return listed
 
 
+def _choose_writers(tensors: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Chooses the rank that writes each tensor that is not sharded: name -> rank in its stage."""
+    replicated = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor | ShardedTensor):
+            replicated.append((-tensor.nbytes, name))
+    writers = {}
+    loads = [0] * ranks
+    for negative_bytes, name in sorted(replicated):
+        writers[name] = loads.index(min(loads))
+        loads[writers[name]] += 1 - negative_bytes  # 1 deals out scalars, too
+    return writers
+
+
 def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -> list[TensorShard]:
+    """Returns this rank's shard of a DTensor. `first_rank`: that of the pipeline stage."""
     local = local_part(tensor).detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    # A copy is the first if it is in the mesh of the stage's first rank, and in each dimension of
+    # the mesh that replicates it has the coordinate 0.
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
     placed = zip(coordinate, tensor.placements, strict=True)
     replicas = [index for index, placement in placed if isinstance(placement, Replicate)]
     first = first_rank in tensor.device_mesh.mesh and not any(replicas)
@@ -262,25 +264,22 @@ def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -
 
 
 def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorShard]:
-    # Under hybrid sharding each group of ranks holds the whole tensor.
+    """Returns this rank's shards of FSDP1's tensor."""
+    # Under hybrid sharding each group of ranks has all shards.
     first = 0 in dist.get_process_group_ranks(tensor._process_group)
-    return [
-        TensorShard(
-            part,
-            name,
-            tuple(tensor.size()),
-            tuple(shard.metadata.shard_offsets),
-            shard.tensor.detach(),
-            first,
-        )
-        for shard in tensor.local_shards()
-        if shard.tensor.numel()
-    ]
+    shape = tuple(tensor.size())
+    shards = []
+    for shard in tensor.local_shards():
+        offsets = tuple(shard.metadata.shard_offsets)
+        if shard.tensor.numel():
+            shards.append(TensorShard(part, name, shape, offsets, shard.tensor.detach(), first))
+    return shards
 
 
 def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these shards, a tensor at a time: copied from its device, or converted
-    from 8 bits to fp32, when its turn comes.
+    """Yields the content of a safetensors file of these shards, one tensor after another.
+
+    A tensor is copied from its device, or dequantized, just before it is yielded.
     """
     offsets = json.dumps({shard.name: {"saved_offsets": list(shard.offsets)} for shard in shards})
     yield header_bytes(
@@ -294,7 +293,7 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 
 
 def names_beside_text(model: torch.nn.Module) -> frozenset[str]:
-    """The parameters of a vision-language model that no text reaches."""
+    """Returns the names of a vision-language model's parameters that text does not use."""
     plain = unwrap(model)
     text = tuple(map(clean_tensor_name, text_names(plain)))
     names = (clean_tensor_name(name) for name, _ in plain.named_parameters())
@@ -313,44 +312,30 @@ def read_shards(
     All ranks call it.
 
     Args:
-        state: Of `get_model_state`, or the tensors of `get_optimizer_state`.
+        state: What `get_model_state` returned, or the tensors of `get_optimizer_state`.
+        part: model or optimizer.
+        checkpoint: Its folder.
+        world: This rank's place.
         optional: Parameters whose optimizer state the checkpoint may lack, or have while they are
-            not trained here. Earlier versions trained what no image reaches: most layouts kept no
-            state for it, FSDP1 did.
+            not trained here. Earlier versions trained a vision tower without images, for which
+            FSDP1 kept state, and most layouts did not.
 
     Raises:
-        UserError: Names or shapes are others. Nothing has been read then.
+        UserError: Names or shapes differ. Then nothing was read.
     """
-    # an optimizer without state (SGD) leaves none
+    stored: Mapping[str, StoredTensor] = {}
     has_files = any((checkpoint / part).glob("*.safetensors"))
-    if has_files or part == MODEL:
+    if has_files or part == MODEL:  # an optimizer without state (SGD) has no file
         stored = read_folder(checkpoint / part)
-    else:
-        stored = {}
-    stages = world.stages
-    shards = list_shards(state, part, stages)
-    known = (
-        state.keys()
-        if stages == 1
-        else {name for names in world.gather(sorted(state)) for name in names}
-    )
+    known = set(state)
+    if world.stages > 1:
+        known.update(chain.from_iterable(world.gather(sorted(state))))
     missing = _without(optional, known - stored.keys(), stored.keys())
     unexpected = _without(optional, stored.keys() - known, known)
     if missing or unexpected:
-        if missing:
-            example = f"it lacks {missing[0]}"
-        else:
-            example = f"there is no {unexpected[0]} here"
-        if part == MODEL:
-            origin = "from a different model"
-        else:
-            origin = "with a different optimizer or model"
-        raise UserError(
-            f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
-            "unexpected); continue with the model and the optimizer of that run, or set another "
-            "output_dir"
-        )
-    shards = [shard for shard in shards if shard.name in stored]
+        raise _different_names(missing, unexpected, part, checkpoint)
+    listed = list_shards(state, part, world.stages)
+    shards = [shard for shard in listed if shard.name in stored]
     for shard in shards:
         if stored[shard.name].shape != shard.shape:
             raise UserError(
@@ -358,19 +343,35 @@ def read_shards(
                 f"{stored[shard.name].shape}, here {shard.shape}"
             )
     for shard in shards:
-        box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
+        sizes = zip(shard.offsets, shard.tensor.shape, strict=True)
+        box = tuple(slice(offset, offset + size) for offset, size in sizes)
         values = read_slice(stored[shard.name], box)
-        # torchao quantizes what is copied into its tensors, from fp32 on the same device.
-        if is_quantized(shard.tensor):
+        if is_quantized(shard.tensor):  # torchao's `copy_` quantizes fp32 on the same device
             values = values.to(shard.tensor.device, torch.float32)
         shard.tensor.copy_(values)
+
+
+def _different_names(
+    missing: Sequence[str], unexpected: Sequence[str], part: str, checkpoint: Path
+) -> UserError:
+    """Makes the error for names that only the run or only the checkpoint has."""
+    example = f"it lacks {missing[0]}" if missing else f"there is no {unexpected[0]} here"
+    origin = "from a different model"
+    if part != MODEL:
+        origin = "with a different optimizer or model"
+    return UserError(
+        f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
+        "unexpected); continue with the model and the optimizer of that run, or set another "
+        "output_dir"
+    )
 
 
 def _without(
     optional: Collection[str], names: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """`names` of an optimizer's state, sorted, but for those of `optional` parameters of which
-    `others` has none.
+    """Returns `names` of an optimizer's state, sorted, without those of `optional` parameters.
+
+    The names of an optional parameter stay where `others` has a name of it, too.
 
     >>> (
     ...     _without({"a"}, {"state.a.step", "state.b.step"}, set()),
@@ -378,58 +379,61 @@ def _without(
     ... )
     (['state.b.step'], ['state.a.step'])
     """
-    kept = {_parameter_of(name) for name in others}
-    return sorted(
-        name for name in names if _parameter_of(name) not in optional or _parameter_of(name) in kept
-    )
+    dropped = set(optional) - {_parameter_of(name) for name in others}
+    return sorted(name for name in names if _parameter_of(name) not in dropped)
 
 
 def _parameter_of(name: str) -> str:
+    """Returns the parameter of a name such as `state.<parameter>.exp_avg`."""
     return name.removeprefix("state.").rpartition(".")[0]
 
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Loads `state` (of `get_model_state`, filled in) into the model."""
-    tied = {
-        name: state[source] for name, source in tied_names(unwrap(model)).items() if source in state
-    }
-    # The frozen ones too: FSDP1 warns of every parameter that it is not given.
-    in_memory = {
-        name: value
-        for name, value in (state | tied).items()
-        if not isinstance(value, OffloadedTensor)
-    }
-    set_model_state_dict(model, get_model_state_dict(model) | in_memory)
+    """Loads a state, which `get_model_state` returned and `read_shards` filled, into the model."""
+    state = dict(state)
+    for name, source in tied_names(unwrap(model)).items():
+        if source in state:
+            state[name] = state[source]
+    # With the frozen parameters: FSDP1 warns of every parameter that is missing.
+    complete = get_model_state_dict(model)
+    for name, value in state.items():
+        if not isinstance(value, OffloadedTensor):
+            complete[name] = value
+    set_model_state_dict(model, complete)
 
 
 def set_optimizer_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Loads `state` (of `get_optimizer_state`, filled in) into the optimizer."""
-    if not isinstance(optimizer, OffloadedOptimizer):  # whose state has been filled in place
+    """Loads a state, which `get_optimizer_state` returned and `read_shards` filled."""
+    if not isinstance(optimizer, OffloadedOptimizer):  # whose state was filled in place
         set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """The whole model's parameters over all ranks with these layers, tied ones once."""
-    state: dict[str, Any] = get_model_state_dict(model)
-    layers = quantized_layers(unwrap(model))
+    """Counts the parameters of this pipeline stage, unsharded, tied ones once."""
     pipeline = find_pipeline(unwrap(model))
-    copied = pipeline.copied if pipeline else ()
-    quantized = (f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))
-    skipped = {*copied, *tied_names(unwrap(model)), *quantized}
-    plain: int = sum(
-        math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped
-    )
-    return plain + sum(math.prod(layer.full_shape) for _, layer in layers)
+    skipped = set(tied_names(unwrap(model)))
+    if pipeline:
+        skipped.update(pipeline.copied)
+    count = 0
+    for name, layer in quantized_layers(unwrap(model)):
+        skipped.update((f"{name}.{CODES}", f"{name}.{SCALES}"))
+        count += math.prod(layer.full_shape)
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name, tensor in state.items():
+        if name not in skipped:
+            count += math.prod(tensor.size())
+    return count
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:
-    """Raises `UserError` on all ranks if two ranks that should hold the same part of the state hold
-    different values.
+    """Raises `UserError` on all ranks if copies of the same part of the state differ.
 
-    `shards`: all of this rank's, first copies or not. Each rank sends one digest for each
-    comparison: of replicas, and of what the ranks of a tensor-parallel group hold whole.
+    Compares replicas, and the tensors that every rank of a tensor-parallel group has. Each rank
+    sends one digest for each comparison.
+
+    shards: All of this rank's shards, first copies or not.
     """
     group_size = ranks.world.shard_group_size
     tensors = ranks.world.stage_size // ranks.world.tensor_group_count
@@ -446,8 +450,9 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
 def _refuse_different(
     shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]
 ) -> None:
-    """Raises `UserError` on all ranks where one's `shards` differ from those of the rank `first_of`
-    it.
+    """Raises `UserError` on all ranks where the shards of two ranks differ that must be equal.
+
+    first_of: Rank -> the rank with which it is compared.
     """
     sums = {f"{shard.part}/{shard.name}": int(weighted_sum(shard.tensor)) for shard in shards}
     digests = ranks.on_all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
@@ -456,7 +461,7 @@ def _refuse_different(
         return
     by_rank = ranks.on_all(lambda: sums)
     rank = different[0]
-    first = first_of(different[0])
+    first = first_of(rank)
     unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
     raise UserError(
         f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but "
@@ -467,11 +472,13 @@ def _refuse_different(
 
 
 def weighted_sum(tensor: Any) -> torch.Tensor:
-    """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim
-    int64, on the device).
+    """Returns a checksum: the sum of each element's bits times 2 * position + 1, modulo 2**64.
 
-    Integers add up to the same in any order, and so on every device. One changed element always
-    shows.
+    The sum of integers does not depend on their order, so that every device gives the same. One
+    changed element always changes it, because the factors are odd.
+
+    Returns:
+        0-dim int64, on the tensor's device.
     """
     total = torch.zeros((), dtype=torch.int64)
     place = 0
@@ -488,11 +495,9 @@ def weighted_sum(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def optimizer_state_without_pickles() -> Iterator[None]:
-    """In this block `get_optimizer_state_dict` of FSDP1 exchanges the states' names, shapes and
-    scalars as JSON.
+    """Makes FSDP1's `get_optimizer_state_dict` exchange names, shapes and scalars as JSON.
 
-    torch's own `all_gather_object` sends pickles, and unpickling runs what another rank puts into
-    them.
+    torch's `all_gather_object` sends pickles, and unpickling runs code that another rank sends.
     """
     pickled = dist.all_gather_object
     dist.all_gather_object = _all_gather_json  # type: ignore[assignment]
@@ -505,24 +510,22 @@ def optimizer_state_without_pickles() -> Iterator[None]:
 def _all_gather_json(
     gathered: list[Any], value: Any, group: dist.ProcessGroup | None = None
 ) -> None:
-    """`dist.all_gather_object` for the two kinds of value that FSDP1 sends: keys, and states by
-    parameter name.
+    """Replaces `dist.all_gather_object` for the two kinds of value that FSDP1 sends.
+
+    They are a list of keys, or states by parameter name.
     """
-    is_states = isinstance(value, dict)
-    if is_states:
+    device = _get_pg_default_device(group)
+    if isinstance(value, dict):
         plain = {name: _encode_state(info) for name, info in value.items()}
-    else:
-        plain = value
-    for index, received in enumerate(gather_json(plain, group, _get_pg_default_device(group))):
-        if is_states:
-            gathered[index] = {name: _decode_state(info) for name, info in received.items()}
-        else:
-            gathered[index] = [
-                _OptimStateKey(tuple(names), is_managed) for names, is_managed in received
-            ]
+        for index, states in enumerate(gather_json(plain, group, device)):
+            gathered[index] = {name: _decode_state(info) for name, info in states.items()}
+        return
+    for index, keys in enumerate(gather_json(value, group, device)):
+        gathered[index] = [_OptimStateKey(tuple(names), is_managed) for names, is_managed in keys]
 
 
 def _encode_state(info: StateInfo) -> dict[str, Any]:
+    """Returns the state's names, shapes, dtypes and scalars as values of JSON."""
     return {
         "tensors": {
             name: [list(shape), str(dtype).removeprefix("torch.")]
@@ -537,6 +540,7 @@ def _encode_state(info: StateInfo) -> dict[str, Any]:
 
 
 def _decode_state(plain: dict[str, Any]) -> StateInfo:
+    """Reads what `_encode_state` returned."""
     return StateInfo(
         {
             name: _PosDimTensorInfo(torch.Size(shape), getattr(torch, dtype))

@@ -1,5 +1,5 @@
-"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, with its base
-beside it.
+"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, and compare it
+with its base.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from finetune.inference.conversation import AnswerOptions, Speaker
 
 
+# options of chat that --rank does not take
 UNRANKED = ("compare", "compare_with", "system", "image", "chat_template", "base_model")
 
 
@@ -77,7 +79,7 @@ def chat_command(options: argparse.Namespace) -> int:
 def _rank(
     options: argparse.Namespace, location: ModelLocation, prompts: Sequence[Conversation]
 ) -> int:
-    """Ranks the lines of a file for each prompt, or for what is typed. Returns 0."""
+    """Ranks the lines of a file for each prompt, or for each typed query. Returns 0."""
     given = [flag for flag in UNRANKED if getattr(options, flag) not in (None, False, [])]
     if given:
         raise UserError(
@@ -112,23 +114,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
     Returns 0.
     """
-    tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
-    if not tasks:
-        raise UserError(
-            "--tasks: names of lm-eval's tasks are expected, with commas between, such as "
-            "gsm8k,mmlu"
-        )
-    if options.limit is not None and not options.limit > 0:
-        raise UserError(
-            f"--limit {options.limit}: a number of documents, or a share below 1, is expected"
-        )
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise UserError(
-            f"--include-path {options.include_path}: no such folder; name one with task files of "
-            "lm-eval"
-        )
-    if options.output is not None:
-        _check_output(Path(options.output))
+    tasks = _read_tasks(options)
     location = find_model(options.source)
     base = _find_base(options, location)
     if (spec := find_spec("lm_eval")) is None or spec.origin is None:
@@ -160,14 +146,36 @@ def evaluate_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _read_tasks(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the tasks to measure. Raises `UserError` for an invalid option of evaluate."""
+    tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
+    if not tasks:
+        raise UserError(
+            "--tasks: names of lm-eval's tasks are expected, with commas between, such as "
+            "gsm8k,mmlu"
+        )
+    if options.limit is not None and not options.limit > 0:
+        raise UserError(
+            f"--limit {options.limit}: a number of documents, or a share below 1, is expected"
+        )
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise UserError(
+            f"--include-path {options.include_path}: no such folder; name one with task files of "
+            "lm-eval"
+        )
+    if options.output is not None:
+        _check_output(Path(options.output))
+    return tasks
+
+
 def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | None]) -> None:
-    """Raises `UserError` for a plain name that is in no task file: lm-eval itself takes 20 seconds
-    to start.
+    """Raises `UserError` for tasks that no file of the folders names.
+
+    lm-eval finds them too, but takes 20 seconds to start.
     """
     left = {task for task in tasks if re.fullmatch(r"[\w.+-]+", task) and not Path(task).is_file()}
-    for path in (
-        file for folder in folders if folder is not None for file in Path(folder).rglob("*.yaml")
-    ):
+    named = [Path(folder) for folder in folders if folder is not None]
+    for path in chain.from_iterable(folder.rglob("*.yaml") for folder in named):
         if not left:
             return
         left -= set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8", errors="replace")))
@@ -179,9 +187,7 @@ def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | N
 
 
 def _find_base(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
-    """The base to measure beside the model; None where it is not wanted, or not known, which is
-    reported.
-    """
+    """Locates the base model to measure; None if not asked for. Reports one that is unknown."""
     if not options.compare:
         return None
     if options.base_model is not None:
@@ -194,26 +200,24 @@ def _find_base(options: argparse.Namespace, location: ModelLocation) -> ModelLoc
 
 
 def _check_output(path: Path) -> None:
-    """Raises `UserError` where --output can surely not be written: the measurement may take
-    hours.
-    """
+    """Raises `UserError` where --output cannot be written, before hours of measuring."""
     if path.is_dir():
         raise UserError(f"--output {path}: a folder; name a file in it")
     if not path.parent.is_dir():
         raise UserError(
             f"--output {path}: {path.parent} is no folder; make it, or name another file"
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    written = path if path.exists() else path.parent
+    if not os.access(written, os.W_OK):
         raise UserError(f"--output {path}: cannot be written; name a file in a folder of yours")
 
 
 def keep_results(
     results: Sequence[BenchmarkResult], location: ModelLocation, output: str | None
 ) -> Iterator[Path]:
-    """Writes the results to benchmarks.json, `output` and the exports' cards; yields what was
-    written.
+    """Writes the results to the run's benchmarks.json, to `output`, and to its exports' cards.
 
-    Raises `UserError` where a file cannot be written.
+    Yields the path of each file after it was written. Raises `UserError` where one cannot be.
     """
     from finetune.export.card import CARD_FILE, add_evaluation  # imports torch
 
@@ -231,7 +235,7 @@ def keep_results(
             return
         exports = [location.run / name for name in (EXPORT, ADAPTER)]
         if Path(location.name).resolve() not in [folder.resolve() for folder in exports]:
-            return  # another checkpoint than the exported one was measured
+            return  # a checkpoint was measured, and may not be the exported one
         for folder in exports:
             path = folder / CARD_FILE
             if path.is_file():
@@ -244,6 +248,7 @@ def keep_results(
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
+    """Raises `UserError` for an option of chat that is out of range, or contradicts another."""
     if options.max_new_tokens < 1:
         raise UserError(
             f"--max-new-tokens {options.max_new_tokens}: an answer has at least one token"
@@ -264,7 +269,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
-    """The value of --chat-template-kwargs. Raises `UserError` where it cannot be used."""
+    """Returns the value of --chat-template-kwargs. Raises `UserError` where it is invalid."""
     text = options.chat_template_kwargs
     try:
         variables = parse_json(text or "{}")
@@ -282,17 +287,18 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_compared(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
-    named = options.compare_with or (options.compare and options.base_model)
-    if named:
-        return find_model(named)
-    return locate_base(location) if options.compare else None
+    """Locates the model to compare with: that of --compare-with, or the base under --compare."""
+    if options.compare_with:
+        return find_model(options.compare_with)
+    if not options.compare:
+        return None
+    if options.base_model:
+        return find_model(options.base_model)
+    return locate_base(location)
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
-    """The prompts from --prompt and --prompts, otherwise from a pipe.
-
-    Empty for an interactive session.
-    """
+    """Returns the prompts of --prompt and --prompts, or that of a pipe; none in a terminal."""
     check_utf8(options.system or "", "--system")
     if options.image and not options.prompt:
         raise UserError(
@@ -323,7 +329,7 @@ def _is_terminal(stream: object) -> bool:
 def _load_speakers(
     options: argparse.Namespace, location: ModelLocation, compared: ModelLocation | None
 ) -> "list[Speaker]":
-    """The model, after the one that it is compared with."""
+    """Loads the models; first the one to compare with, if there is one."""
     import torch
 
     from finetune.inference.conversation import Chat, Speaker
@@ -366,27 +372,31 @@ def _answer_all(
     *,
     as_json: bool,
 ) -> int:
-    """Prints the answers to every prompt, under labels unless there is one prompt and one model."""
+    """Prints the answers of every model to every prompt: the text as it is made, or JSON lines.
+
+    Several prompts or several models get labels.
+
+    Returns:
+        The exit code: 2 where a prompt could not be answered, 130 after Ctrl-C, else 0.
+    """
     from finetune.inference.conversation import answer, write_piece
 
     code = 0
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts, start=1):
         answers: list[dict[str, Any]] = []
-        if not as_json and len(prompts) > 1:
+        where = f"prompt {number}: " if len(prompts) > 1 else ""
+        if where and not as_json:
+            empty_line = "\n" if number > 1 else ""
             shown = prompt.messages[-1]["content"].replace(IMAGE, "[image] ")
-            print(f"{'' if number == 0 else chr(10)}> {shown}")
+            print(f"{empty_line}> {shown}")
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
+            write = _write_nothing if as_json else write_piece
             try:
-                answered = answer(
-                    speaker.chat.model,
-                    prompt,
-                    sampling,
-                    (lambda _: None) if as_json else write_piece,
-                )
-            except UserError as error:  # too long, say: the other prompts can be answered
-                _log(f"prompt {number + 1}: {error}" if len(prompts) > 1 else str(error))
+                answered = answer(speaker.chat.model, prompt, sampling, write)
+            except UserError as error:  # of this prompt: it may be too long, for example
+                _log(f"{where}{error}")
                 answers.append({"model": speaker.chat.model.name, "error": str(error)})
                 code = EXIT_USER_ERROR
                 continue
@@ -405,6 +415,10 @@ def _answer_all(
         if as_json:
             print(write_json_line({"messages": prompt.messages, "answers": answers}), flush=True)
     return code
+
+
+def _write_nothing(_: str) -> None:
+    pass
 
 
 def _log(line: str) -> None:

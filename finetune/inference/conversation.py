@@ -1,11 +1,9 @@
-"""A model's answers, made by transformers' `generate` piece by piece, and conversations in the
-terminal.
-"""
+"""Answers that transformers' `generate` makes piece by piece, and conversations in the terminal."""
 
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from finetune.config.methods import MULTI_LABEL
 from finetune.config.pretrained import scores_tokens
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
+from finetune.data.images import EncodedImage
 from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, find_image_token, write_images
 from finetune.data.spans import read_messages
@@ -40,10 +39,10 @@ from finetune.models.vision import with_read_tiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How tokens are chosen. None: as the model's generation_config.json says."""
+    """The options of sampling. None: that of the model's generation_config.json."""
 
     max_new_tokens: int = 512
-    temperature: float | None = None  # 0: greedily
+    temperature: float | None = None  # 0: greedy
     top_p: float | None = None
 
 
@@ -54,9 +53,9 @@ class Answer:
     text: str
     tokens: int
     seconds: float
-    is_cut: bool = False  # at max_new_tokens, or at the end of what the model can read
-    limit: int | None = None  # the tokens that the model reads, where the answer is cut there
-    is_interrupted: bool = False
+    is_cut: bool = False  # at max_new_tokens, or at the model's limit
+    limit: int | None = None  # the tokens that the model can read, where it cut the answer
+    is_interrupted: bool = False  # by Ctrl-C
 
 
 def answer(
@@ -65,13 +64,15 @@ def answer(
     sampling: AnswerOptions,
     write: Callable[[str], object],
 ) -> Answer:
-    """The model's answer to a conversation; `write` gets each piece of it as it is made.
+    """Answers a conversation, and calls `write` with each piece of the text as it is made.
 
-    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat
-    template rejects the messages, or they are longer than what the model can read.
+    Ctrl-C stops the answer, which is returned as far as it was made. A model with a score head
+    answers with its scores.
+
+    Raises `UserError` where the chat template rejects the messages, or they are longer than the
+    model can read.
     """
     input_ids = encode_prompt(model, conversation)
-    images = conversation.images
     if has_scores(model.whole):
         return _score(model, input_ids, write)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
@@ -86,56 +87,62 @@ def answer(
         )
     streamer = _Pieces(model.tokenizer, write)
     started = time.monotonic()
-    with interruptible() as interrupted, model.computing(), torch.inference_mode():
-        ids = torch.tensor([input_ids], device=model.model.device)
-        try:
-            generated = model.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                **(
-                    with_read_tiles(
-                        model.whole,
-                        ids,
-                        model.tokenizer.images.make_generation_inputs(model.whole, ids, images),
-                    )
-                    if images
-                    else {}
-                ),
-                max_new_tokens=room,
-                streamer=streamer,
-                stopping_criteria=[_StopWhen(interrupted)],
-                **_sampling_options(model, sampling),
-            )
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-        ) as error:  # a setting that transformers refuses
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it"
-            ) from None
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use "
-                "a shorter one, or more or larger GPUs"
-            ) from None
-    new = generated[0, len(input_ids) :].tolist()
-    ends = end_ids(model)
+    with interruptible() as interrupted:
+        options = _sampling_options(model, sampling)
+        options["max_new_tokens"] = room
+        options["streamer"] = streamer
+        options["stopping_criteria"] = [_StopWhen(interrupted)]
+        new_ids = _generate(model, input_ids, conversation.images, options)
     return Answer(
         text=streamer.text,
-        tokens=len(new),
+        tokens=len(new_ids),
         seconds=time.monotonic() - started,
-        is_cut=len(new) >= room and new[-1] not in ends,
+        is_cut=len(new_ids) >= room and new_ids[-1] not in end_ids(model),
         limit=limit if room < sampling.max_new_tokens else None,
         is_interrupted=interrupted.is_set(),
     )
 
 
+@torch.inference_mode()
+def _generate(
+    model: InferenceModel,
+    input_ids: list[int],
+    images: Sequence[EncodedImage],
+    options: Mapping[str, Any],
+) -> list[int]:
+    """Returns the tokens that transformers' `generate` makes after `input_ids`.
+
+    Raises `UserError` where it refuses a setting of the model, or memory runs out.
+    """
+    ids = torch.tensor([input_ids], device=model.model.device)
+    inputs: Mapping[str, Any] = {}
+    try:
+        if images:
+            tiles = model.tokenizer.images.make_generation_inputs(model.whole, ids, images)
+            inputs = with_read_tiles(model.whole, ids, tiles)
+        with model.computing():
+            generated = model.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options
+            )
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it"
+        ) from None
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use "
+            "a shorter one, or more or larger GPUs"
+        ) from None
+    new_ids: list[int] = generated[0, len(input_ids) :].tolist()
+    return new_ids
+
+
 def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
-    """The tokens that the model is asked with: rendered as in training, with the generation prompt;
-    or what it scores.
+    """Returns the token ids of a conversation, rendered as in training.
+
+    The generation prompt follows, except for a model that scores. Without a chat template the
+    contents of the messages are joined.
 
     Raises `UserError` where the chat template rejects the conversation.
     """
@@ -147,12 +154,13 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
                 "--chat-template"
             )
         text = "".join(message["content"] for message in conversation.messages)
-        text += (model.tokenizer.eos_token or "") * is_scoring
+        if is_scoring:
+            text += model.tokenizer.eos_token or ""
         return list(model.tokenizer(text, verbose=False).input_ids)
     try:
         renderer = make_renderer(model.tokenizer, assistant_only=True)
         if conversation.images:
-            find_image_token(renderer)  # says so where the model takes none
+            find_image_token(renderer)  # raises `BadRow` where the model takes no images
             renderer = read_parts(renderer)
         renderer = add_variables(renderer, {**model.variables, **conversation.variables})
         messages = read_messages(conversation, renderer)
@@ -167,18 +175,13 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
 
 
 def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], object]) -> Answer:
-    """The scores of a reward model, or a classifier's probabilities, the largest first, as an
-    answer.
-    """
+    """Answers with a reward model's scores or a classifier's probabilities, the largest first."""
     started = time.monotonic()
+    ids = torch.tensor([input_ids], device=model.model.device)
     with model.computing(), torch.inference_mode():
-        scores = (
-            model.model(input_ids=torch.tensor([input_ids], device=model.model.device))
-            .logits[0]
-            .float()
-        )
+        scores = model.model(input_ids=ids).logits[0].float()
     if scores_tokens(model.model.config):
-        scores = scores[-1]  # of the last step
+        scores = scores[-1]  # the score of the last step
     names = model.model.config.id2label
     if model.model.config.problem_type == MULTI_LABEL:
         scores = scores.sigmoid()
@@ -187,31 +190,23 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
     order = scores.argsort(descending=True).tolist()
     text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)
     write(text)
-    seconds = time.monotonic() - started
-    return Answer(
-        text=text, tokens=0, seconds=seconds, is_cut=False, limit=None, is_interrupted=False
-    )
+    return Answer(text=text, tokens=0, seconds=time.monotonic() - started)
 
 
 def end_ids(model: InferenceModel) -> list[int]:
-    """The tokens that end an answer: those of the model's generation config, and of its
-    tokenizer.
-    """
+    """Returns the tokens that end an answer by the model's generation config or its tokenizer."""
     own = model.model.generation_config.eos_token_id
     listed = own if isinstance(own, list) else [own]
-    return sorted(
-        {
-            *(token for token in listed if type(token) is int and token >= 0),
-            *end_of_answer_ids(model.tokenizer),
-        }
-    )
+    valid = [token for token in listed if type(token) is int and token >= 0]
+    return sorted({*valid, *end_of_answer_ids(model.tokenizer)})
 
 
 def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
+    """Returns the arguments of `generate` for `sampling`."""
     ends = end_ids(model)
     pad = model.tokenizer.pad_token_id
     options: dict[str, Any] = {
-        "num_return_sequences": 1,  # one answer, written as it is made
+        "num_return_sequences": 1,  # a streamer takes one answer
         "num_beams": 1,
         "return_dict_in_generate": False,
         "eos_token_id": ends or None,
@@ -227,19 +222,22 @@ def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[st
         }
     named = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     given = {name: value for name, value in named.items() if value is not None}
-    return options | given | ({"do_sample": True} if given else {})
+    if given:
+        options["do_sample"] = True
+    return options | given
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
-    """Hands on the text as it grows, without special tokens, and not before its last character is
-    whole.
+    """Writes the text as it grows, without special tokens.
+
+    A character of several tokens is written once it is complete.
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._write = write
-        self._ids: list[int] | None = None  # None: what comes first is the prompt
+        self._ids: list[int] | None = None  # None: the prompt, which comes first, is expected
 
     def put(self, value: torch.Tensor) -> None:
         if self._ids is None:
@@ -276,9 +274,9 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """In this block the first Ctrl-C sets the event, and the second raises `KeyboardInterrupt`.
+    """Yields an event that the first Ctrl-C sets; the second raises `KeyboardInterrupt`.
 
-    Threads but the main one get no signal.
+    Only the main thread gets signals; in others the event is never set.
     """
     pressed = Event()
     if current_thread() is not main_thread():
@@ -320,16 +318,16 @@ class Chat:
         temperature: float | None = None,
         images: Sequence[str] = (),
     ) -> str:
-        """The model's answer to `prompt`, after all that was said before.
+        """Returns the model's answer to `prompt`, which continues the conversation.
 
         Args:
-            prompt: A user's turn.
-            max_new_tokens: After which the answer is cut.
-            temperature: 0: greedily; None: as the model's generation_config.json says.
-            images: Paths of what is asked about.
+            prompt: The user's turn.
+            max_new_tokens: The length at which the answer is cut.
+            temperature: 0: greedy; None: that of the model's generation_config.json.
+            images: The paths of images that the prompt is about.
 
         Raises:
-            UserError: Where the conversation is longer than the model reads, or an image cannot be
+            UserError: The conversation is longer than the model can read, or an image cannot be
                 read.
         """
         sampling = AnswerOptions(max_new_tokens=max_new_tokens, temperature=temperature)
@@ -342,15 +340,16 @@ def take_turn(
     sampling: AnswerOptions,
     on_piece: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """The answer to `message`, which is remembered with it.
+    """Answers `message`, and adds message and answer to the conversation.
 
-    `on_piece` gets its text as it is made.
+    Without a chat template, and by a model that scores, each message is answered on its own.
+
+    on_piece: Called with each piece of the text as it is made.
     """
     asked = [*chat.messages, message]
     answered = answer(chat.model, ask(asked), sampling, on_piece)
-    # without turns, or what is scored
-    stands_alone = chat.model.template is None or has_scores(chat.model.whole)
-    if not stands_alone:
+    has_turns = chat.model.template is not None and not has_scores(chat.model.whole)
+    if has_turns:
         chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
     return answered
 
@@ -363,10 +362,7 @@ class Speaker:
     chat: Chat
 
     def ask(self, message: Message, sampling: AnswerOptions) -> None:
-        """Prints the answer as it is made.
-
-        A message that cannot be answered is reported, and forgotten.
-        """
+        """Prints the answer as it is made; reports a message that cannot be answered."""
         try:
             finish_answer(take_turn(self.chat, message, sampling, write_piece), sampling)
         except UserError as error:
@@ -393,7 +389,8 @@ def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str |
             case "/help":
                 print(HELP)
             case "/new" | "/system":
-                system = (rest.strip() or None) if command == "/system" else system
+                if command == "/system":
+                    system = rest.strip() or None
                 images = []
                 for speaker in speakers:
                     speaker.start_over(system)
@@ -414,19 +411,18 @@ def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str |
 
 
 def read_turn() -> str | None:
-    """Reads what the user types, without spaces around it; None at its end (Ctrl-D, or Ctrl-C
-    twice).
-    """
+    """Reads a turn that the user types, stripped of spaces; None after Ctrl-D, or Ctrl-C twice."""
     lines: list[str] = []
     interrupted = False
     while True:
         try:
             line = check_utf8(input(PROMPT if not lines else "  "), "this line")
-        except (UserError, UnicodeDecodeError) as error:  # a terminal in another encoding
-            print(
-                error if isinstance(error, UserError) else f"this line: not UTF-8: {error.reason}",
-                file=sys.stderr,
-            )
+        except UserError as error:
+            print(error, file=sys.stderr)
+            lines = []
+            continue
+        except UnicodeDecodeError as error:  # the terminal has another encoding
+            print(f"this line: not UTF-8: {error.reason}", file=sys.stderr)
             lines = []
             continue
         except EOFError:
@@ -452,7 +448,7 @@ def write_piece(text: str) -> None:
 
 
 def finish_answer(answered: Answer, sampling: AnswerOptions) -> None:
-    """Ends the line of an answer, and says why it is not whole."""
+    """Ends the line of a printed answer, and prints why it is incomplete or empty."""
     if not answered.text.endswith("\n"):
         print()
     if answered.is_interrupted:

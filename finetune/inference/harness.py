@@ -1,4 +1,4 @@
-"""Benchmarks by EleutherAI's lm-eval, of a loaded model and of its base."""
+"""Measures a model and its base with EleutherAI's lm-eval."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class BenchmarkOptions:
     """The options of a measurement, by lm-eval's names."""
 
     tasks: tuple[str, ...]
-    include_path: str | None = None  # a folder with task files of one's own
+    include_path: str | None = None  # a folder with the user's task files
     num_fewshot: int | None = None  # None: as each task says
     limit: float | None = None  # documents of each task, or a share below 1; None: all
     batch_size: str = "auto"
@@ -42,28 +42,30 @@ def evaluate_models(
     options: BenchmarkOptions,
     log: Callable[[str], object],
 ) -> list[BenchmarkResult]:
-    """Loads and measures the model, then its base. Raises `UserError` where either cannot be."""
+    """Loads and measures the model, then its base.
+
+    Raises `UserError` where one of them cannot be loaded or measured.
+    """
     manager = make_task_manager(options)
     model = load_inference_model(location, load_options, log)
     log(f"model   {model.name} on {model.model.device}")
     trained = measure(model, options, manager)
-    before = None
-    if base is not None:
-        other = load_base(model, base, load_options, log)
-        log(f"beside  {other.name}")
-        before = measure(other, options, manager)
-    return collect_results(
-        trained, before, (location.name, base.name if base is not None else None), options
-    )
+    if base is None:
+        return collect_results(trained, None, (location.name, None), options)
+    base_model = load_base(model, base, load_options, log)
+    log(f"beside  {base_model.name}")
+    measured_base = measure(base_model, options, manager)
+    return collect_results(trained, measured_base, (location.name, base.name), options)
 
 
 def make_task_manager(options: BenchmarkOptions) -> TaskManager:
-    """lm-eval's tasks and those of `include_path`.
+    """Makes an index of the tasks in `include_path`, with lm-eval's own where one is asked for.
 
-    Raises `UserError` for a task that is none of them.
+    Raises `UserError` for an unknown task.
     """
     unknown = list(options.tasks)
-    if options.include_path is not None:  # alone first: lm-eval's own tasks are thousands of files
+    if options.include_path is not None:
+        # lm-eval's own tasks are thousands of files, and may not be needed
         manager = TaskManager(include_path=options.include_path, include_defaults=False)
         unknown = _find_unknown(manager, options.tasks)
     if unknown:
@@ -84,19 +86,18 @@ def _find_unknown(manager: TaskManager, tasks: Sequence[str]) -> list[str]:
 def measure(
     model: InferenceModel, options: BenchmarkOptions, manager: TaskManager
 ) -> dict[str, Any]:
-    """lm-eval's results of one model.
-
-    Raises `UserError` where its data cannot be loaded or it fails.
-    """
+    """Returns lm-eval's results for one model. Raises `UserError` where lm-eval fails."""
     if options.apply_chat_template and model.template is None:
         raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
+    # padding would change the results of a model that depends on the length of its input
+    batch_size = 1 if depends_on_length(model.model) else options.batch_size
     try:
         with model.computing():
             results = simple_evaluate(
                 model=HFLM(
                     pretrained=model.model,
                     tokenizer=model.tokenizer,
-                    batch_size=1 if depends_on_length(model.model) else options.batch_size,
+                    batch_size=batch_size,
                     chat_template_args=dict(model.variables),
                 ),
                 tasks=list(options.tasks),
@@ -106,9 +107,7 @@ def measure(
                 task_manager=manager,
                 log_samples=False,
             )
-    except (
-        Exception
-    ) as error:  # the hub, a task's own code, a data set without its split: each raises its own
+    except Exception as error:  # the hub, data sets and the code of tasks raise any kind of error
         reason = on_one_line(error)
         raise UserError(
             f"{','.join(options.tasks)}: lm-eval cannot measure it: {reason}"
@@ -123,41 +122,47 @@ def collect_results(
     names: tuple[str, str | None],
     options: BenchmarkOptions,
 ) -> list[BenchmarkResult]:
-    """A result for every metric of every task and group that lm-eval reports a number for; `names`:
-    of both models.
+    """Makes a result for every metric of every task and group to which lm-eval gives a number.
+
+    Args:
+        trained: lm-eval's results for the model.
+        base: Those for its base; None if it was not measured.
+        names: The names of both models.
+        options: The options of the measurement.
     """
     results = []
     for task, metrics in trained["results"].items():
         config = trained.get("configs", {}).get(task, {})
         samples = trained.get("n-samples", {}).get(task, {})
+        fewshot = trained.get("n-shot", {}).get(task, config.get("num_fewshot"))
+        better = trained.get("higher_is_better", {}).get(task, {})
+        base_metrics = base["results"].get(task, {}) if base is not None else {}
+        is_sampled = samples.get("effective") != samples.get("original")
         for name, value in metrics.items():
-            metric, _, filtered = name.partition(",")
-            if not _is_number(value) or not filtered or metric.endswith("_stderr"):
+            metric, _, filtered = name.partition(",")  # a metric of each of the task's filters
+            is_metric = bool(filtered) and not metric.endswith("_stderr")
+            if not (is_metric and _is_number(value)):
                 continue
-            before = base["results"].get(task, {}) if base is not None else {}
-            fewshot = trained.get("n-shot", {}).get(task, config.get("num_fewshot"))
-            results.append(
-                BenchmarkResult(
-                    task=task,
-                    metric=metric,
-                    filter=filtered,
-                    trained=float(value),
-                    trained_stderr=_number(metrics.get(f"{metric}_stderr,{filtered}")),
-                    base=_number(before.get(name)),
-                    base_stderr=_number(before.get(f"{metric}_stderr,{filtered}")),
-                    higher_is_better=trained.get("higher_is_better", {}).get(task, {}).get(metric)
-                    is not False,
-                    samples=samples.get("effective"),
-                    is_limited=options.limit is not None
-                    and samples.get("effective") != samples.get("original"),
-                    num_fewshot=fewshot if isinstance(fewshot, int) else None,
-                    chat_template=options.apply_chat_template,
-                    version=str(trained.get("versions", {}).get(task, "")),
-                    model=names[0],
-                    base_model=names[1] if base is not None else None,
-                    lm_eval=version("lm_eval"),
-                )
+            stderr = f"{metric}_stderr,{filtered}"
+            result = BenchmarkResult(
+                task=task,
+                metric=metric,
+                filter=filtered,
+                trained=float(value),
+                trained_stderr=_number(metrics.get(stderr)),
+                base=_number(base_metrics.get(name)),
+                base_stderr=_number(base_metrics.get(stderr)),
+                higher_is_better=better.get(metric) is not False,
+                samples=samples.get("effective"),
+                is_limited=options.limit is not None and is_sampled,
+                num_fewshot=fewshot if isinstance(fewshot, int) else None,
+                chat_template=options.apply_chat_template,
+                version=str(trained.get("versions", {}).get(task, "")),
+                model=names[0],
+                base_model=names[1] if base is not None else None,
+                lm_eval=version("lm_eval"),
             )
+            results.append(result)
     return results
 
 

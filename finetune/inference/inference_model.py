@@ -1,5 +1,5 @@
-"""A model loaded for generation by transformers: a folder, an adapter on its base, or a
-checkpoint's weights.
+"""Loads a model for generation by transformers: from a folder, an adapter on its base, or a
+checkpoint.
 """
 
 import sys
@@ -49,34 +49,33 @@ class InferenceModel:
     """A model with its tokenizer, ready for `generate`. Returned by `load_inference_model`."""
 
     name: str
-    model: Any  # of transformers, in evaluation mode on its device; a PeftModel for an adapter
+    model: Any  # transformers' model in evaluation mode; a PeftModel for an adapter
     tokenizer: Any
     template: str | None  # the tokenizer's chat template; None: prompts are continued as they are
     variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
-    without_adapter: bool = False  # answer with the base under the adapter
+    without_adapter: bool = False  # the base under the adapter answers
 
     @property
     def whole(self) -> Any:
-        """The model of transformers, whose own arguments are known also under an adapter."""
+        """Transformers' model, under an adapter too. Its class shows its forward's arguments."""
         if self.has_adapter:
             return self.model.get_base_model()
         return self.model
 
     def computing(self) -> AbstractContextManager[Any]:
-        """The block in which the model computes."""
+        """Returns the context in which the model is called: it may disable the adapter."""
         return self.model.disable_adapter() if self.without_adapter else nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How models are loaded, as the command asks for it."""
+    """The options of loading, as the command's options give them."""
 
     chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use_chat_template: bool = True
-    # where an adapter or a checkpoint does not name it, or it has moved
-    base_model: str | None = None
+    base_model: str | None = None  # None: the one that the adapter or the checkpoint names
     trust_remote_code: bool = False
 
 
@@ -86,10 +85,16 @@ def load_inference_model(
     log: Callable[[str], object],
     default_template: str | None = None,
 ) -> InferenceModel:
-    """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it
-    has none of its own.
+    """Loads a model on the machine's GPUs, or on its CPU.
 
-    Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
+    Args:
+        location: The model's place.
+        options: The options of loading.
+        log: Called with messages for the user.
+        default_template: The chat template of a model that has none.
+
+    Raises:
+        UserError: The model cannot be loaded, or has no tokenizer or chat template.
     """
     refuse_other_use(location)
     if not sys.stderr.isatty():
@@ -111,19 +116,17 @@ def load_inference_model(
             model = _load_pretrained(location.name, location.revision, options)
         tokenizer = _load_tokenizer(folder, location, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
-    with suppress(UserError):  # a model's own code keeps its own rotary embedding
-        # else dynamic RoPE remembers
-        install_document_rotary(model.get_base_model() if has_adapter else model)
-    is_whole = location.kind == "checkpoint" and not has_adapter
-    if is_whole:
-        described = str(source.description)
-    else:
-        described = model.config.name_or_path
-    keys = Model(model_name_or_path=described, model_revision=location.revision)
+    base = model.get_base_model() if has_adapter else model
+    # transformers' dynamic RoPE would remember the longest conversation
+    with suppress(UserError):  # a model with code of its own keeps its rotary embedding
+        install_document_rotary(base)
+    processor_folder = model.config.name_or_path
+    if location.kind == "checkpoint" and not has_adapter:
+        processor_folder = str(source.description)
+    keys = Model(model_name_or_path=processor_folder, model_revision=location.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
-    is_scoring = has_scores(model)
     template = choose_template(
-        tokenizer, location, options, default_template, log, is_scoring=is_scoring
+        tokenizer, location, options, default_template, log, is_scoring=has_scores(model)
     )
     if template is not None:
         tokenizer.chat_template = template
@@ -132,9 +135,9 @@ def load_inference_model(
 
 
 def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]:
-    """Returns (the model of a folder without its head, its tokenizer), to compute states with.
+    """Returns (the folder's model without its head, its tokenizer).
 
-    Raises `UserError` where it cannot be loaded.
+    Raises `UserError` where they cannot be loaded.
     """
     from transformers import AutoModel
 
@@ -148,25 +151,22 @@ def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]
 def load_base(
     model: InferenceModel, base: ModelLocation, options: LoadOptions, log: Callable[[str], object]
 ) -> InferenceModel:
-    """The base model of `model`. Under an adapter it is in memory already."""
+    """Loads the base model of `model`; that of an adapter is in memory already."""
     if model.has_adapter:
         return replace(model, name=base.name, without_adapter=True)
     return load_inference_model(base, options, log, default_template=model.template)
 
 
 def describe_base(model: InferenceModel, location: ModelLocation) -> str:
-    """The form in which the base under an adapter is loaded, where the training quantized it; empty
-    otherwise.
-    """
+    """Describes the form of an adapter's base where training quantized it; empty otherwise."""
     quantization = trained_quantization(location.run)
     if not model.has_adapter or quantization.bits is None:
         return ""
     trained = describe_quantization(quantization)
     if getattr(model.model.config, "quantization_config", None) is not None:
         return f"; base loaded in {trained}, as trained on"
-    return (
-        f"; base loaded in {str(model.model.dtype).removeprefix('torch.')}, trained on in {trained}"
-    )
+    dtype = str(model.model.dtype).removeprefix("torch.")
+    return f"; base loaded in {dtype}, trained on in {trained}"
 
 
 def choose_template(
@@ -178,10 +178,10 @@ def choose_template(
     *,
     is_scoring: bool = False,
 ) -> str | None:
-    """The chat template to ask in: the one that is named, the tokenizer's own, else what the model
-    was trained with.
+    """Chooses the chat template: the option's, the tokenizer's, `default`, or that of training.
 
-    None: prompts are continued as they are. Raises `UserError` where none of these is known.
+    Returns None where prompts are continued as they are. Raises `UserError` where no template is
+    known.
     """
     if not options.use_chat_template:
         return None
@@ -192,18 +192,20 @@ def choose_template(
     rows = f"rows of {' and '.join(sorted(formats))}"
     if is_scoring and formats and not are_rendered:
         return None
-    if tokenizer.chat_template:
+    own = tokenizer.chat_template
+    if own:
         if formats and not are_rendered:
             log(
                 f"{location.name}: was trained on {rows}, without its chat template; "
                 "--no-chat-template asks in that form"
             )
-        own = tokenizer.chat_template
-        return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
+        if not isinstance(own, str):  # several templates by name
+            own = own.get("default") or next(iter(own.values()))
+        return str(own)
     if default is not None:
         return default
     if are_rendered:
-        return PLAIN  # training rendered the conversations with it, for want of another
+        return PLAIN  # training rendered conversations with it, as no other template was known
     if formats:
         log(
             f"{location.name}: has no chat template and was trained on {rows}; prompts are "
@@ -217,18 +219,16 @@ def choose_template(
 
 
 def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> Any:
-    """The model in a Hugging Face folder, or of a hub name."""
+    """Loads the model of a Hugging Face folder or a hub name, dequantized as training read it."""
     from transformers import AutoConfig
 
-    keys = {
-        "trust_remote_code": options.trust_remote_code,
-        **({"revision": revision} if revision else {}),
-    }
+    keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if revision:
+        keys["revision"] = revision
     with _one_sentence(name, "its weights", revision):
         config: Any = AutoConfig.from_pretrained(name, **keys)
         form = read_published_form(getattr(config, "quantization_config", None))
         if form in BY_TRANSFORMERS:
-            # as the training read it, on every device
             config.quantization_config["dequantize"] = True
             keys["config"] = config
         elif form is not None:
@@ -236,11 +236,11 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
         return auto_class_of(config).from_pretrained(name, **_placement(), **keys)
 
 
-BY_TRANSFORMERS = ("fp8", "mxfp4")  # what it dequantizes itself
+BY_TRANSFORMERS = ("fp8", "mxfp4")  # the forms of weights that transformers dequantizes
 
 
 def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
-    """A packed base in plain numbers, in memory as its export would be."""
+    """Loads a model with packed weights, unpacked as its export would have them."""
     folder = weights_folder(Model(model_name_or_path=name, model_revision=revision))
     source = open_source(folder, log=lambda _: None)
     with TemporaryDirectory(prefix="finetune-") as temporary:
@@ -248,14 +248,12 @@ def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
 
 
 def _placement() -> dict[str, Any]:
-    """Returns the arguments that load a model in the dtype of its files, over all GPUs of this
-    machine or on its CPU.
-    """
+    """Returns the arguments that load a model in its files' dtype, on all GPUs or on the CPU."""
     return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
 
 
 def _load_adapter(folder: Path, options: LoadOptions) -> Any:
-    """A PEFT folder on its base model, not merged."""
+    """Loads an adapter from a PEFT folder on its base model, not merged."""
     from peft import PeftModel
 
     config = load_json(folder / ADAPTER_CONFIG)
@@ -279,7 +277,8 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
 
 
 def _load_base(folder: Path, options: LoadOptions) -> Any:
-    checkpoint = find_checkpoint_of(folder)  # a run that trained on from another one's
+    """Loads the base of an adapter: a model's folder, or the checkpoint of an earlier run."""
+    checkpoint = find_checkpoint_of(folder)
     if checkpoint is None:
         return _load_pretrained(str(folder), None, options)
     with TemporaryDirectory(prefix="finetune-") as temporary:
@@ -287,33 +286,29 @@ def _load_base(folder: Path, options: LoadOptions) -> Any:
 
 
 def _grow_vocabulary(model: Any, folder: Path) -> None:
-    """Gives the base as many token embeddings as the adapter was trained with, where it added
-    tokens.
-    """
+    """Gives the base the token embeddings that the adapter's training added."""
     embedding = model.get_input_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
     adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
     if name in adapter and adapter[name].shape[0] > embedding.weight.shape[0]:
-        # the adapter brings the new rows
+        # the adapter has the values of the new rows
         model.resize_token_embeddings(adapter[name].shape[0], mean_resizing=False)
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """The adapter of a checkpoint, on its base; `folder` becomes a PEFT folder."""
+    """Loads the adapter of a checkpoint on its base; exports it to `folder`."""
     from transformers import GenerationConfig
 
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
     model = _load_adapter(folder, replace(options, base_model=source.base_model))
     if (source.description / GENERATION_FILE).is_file():
-        # has the recipe's eot_tokens
+        # with the recipe's eot_tokens
         model.generation_config = GenerationConfig.from_pretrained(source.description)
     return model
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """A checkpoint's whole model in memory, as its export would be; `folder` gets all but the
-    weights.
-    """
+    """Loads a full model as its export would be; writes the rest of the export to `folder`."""
     from transformers import AutoConfig, GenerationConfig
 
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
@@ -321,7 +316,9 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     weights = plan_weights(source, target, export_options)
     folder.mkdir()
     write_metadata(folder, source, target, weights, folder.name, export_options)
-    state = {value.name: _read_value(value) for shard in weights.model for value in shard.values}
+    state: dict[str, torch.Tensor] = {}
+    for shard in weights.model:
+        state |= {value.name: _read_value(value) for value in shard.values}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     with _one_sentence(str(source.path), "its weights"):
         model_class: Any = type(target.model)
@@ -331,6 +328,7 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
 
 
 def _read_value(value: Value) -> torch.Tensor:
+    """Computes an exported tensor, some rows at a time."""
     tensor = torch.empty(value.shape, dtype=value.dtype)
     for start, stop in row_blocks(value.shape):
         part = tensor[start:stop] if value.shape else tensor
@@ -339,24 +337,28 @@ def _read_value(value: Value) -> torch.Tensor:
 
 
 def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOptions) -> Any:
+    """Loads the tokenizer of a folder or hub name. Raises `UserError` where there is none."""
     from transformers import AutoTokenizer
 
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
         raise UserError(
             f"{location.name}: has no tokenizer; copy the base model's tokenizer files into it"
         )
+    keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if location.revision:
+        keys["revision"] = location.revision
     with _one_sentence(location.name, "its tokenizer", location.revision):
-        return AutoTokenizer.from_pretrained(
-            folder,
-            trust_remote_code=options.trust_remote_code,
-            **({"revision": location.revision} if location.revision else {}),
-        )
+        return AutoTokenizer.from_pretrained(folder, **keys)
 
 
 @contextmanager
 def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator[None]:
-    """Turns whatever transformers, peft, the hub or a damaged file raise in this block into a
-    `UserError`.
+    """Turns any error of transformers, peft, the hub or a damaged file into a `UserError`.
+
+    Args:
+        name: The model's folder or hub name.
+        what: What is loaded: "its weights", "its tokenizer" or "its adapter".
+        revision: The revision on the hub.
     """
     try:
         yield
@@ -365,31 +367,23 @@ def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator
 
 
 def _describe_failure(name: str, revision: str | None, what: str, error: Exception) -> UserError:
+    """Makes the `UserError` of `_one_sentence`, which names a damaged file where there is one."""
     if not Path(name).exists():
-        if isinstance(error.__cause__, Exception):
-            cause = error.__cause__
-        else:
-            cause = error
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what=what, revision=revision)
     damage = _find_damage(Path(name))
-    if damage is not None:
-        is_export = (Path(name).parent / "checkpoints").is_dir()
-        if is_export:
-            again = (
-                f", or export it again: finetune export {Path(name).parent} --output {name} "
-                "--overwrite"
-            )
-        else:
-            again = ""
-        return UserError(f"{damage}{again}")
-    reason = on_one_line(error)
-    return UserError(f"{name}: {what} cannot be loaded: {reason}")
+    if damage is None:
+        return UserError(f"{name}: {what} cannot be loaded: {on_one_line(error)}")
+    run = Path(name).parent
+    if not (run / "checkpoints").is_dir():
+        return UserError(str(damage))
+    return UserError(
+        f"{damage}, or export it again: finetune export {run} --output {name} --overwrite"
+    )
 
 
 def _find_damage(folder: Path) -> UserError | None:
-    """Finds what is wrong with the first damaged weights file in `folder`; None where all are
-    whole.
-    """
+    """Returns the error of the first damaged weights file in `folder`; None without damage."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             read_header(file)

@@ -1,4 +1,4 @@
-"""What the arguments of chat, evaluate and serve-check stand for: models, and prompts.
+"""Finds the models and reads the prompts that chat, evaluate and serve-check get as arguments.
 
 Imports no torch.
 """
@@ -41,22 +41,21 @@ RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLocation:
-    """Where a model to load lies, and what it was made from. Returned by `find_model`."""
+    """The place of a model, its run and its base. Returned by `find_model`."""
 
-    name: str  # a folder or a hub name, as it is shown
-    kind: Kind  # a Hugging Face folder or hub name, a PEFT folder, or weights to export
+    name: str  # a folder or a hub name
+    kind: Kind  # "model": a Hugging Face folder or hub name; "adapter": a PEFT folder
     revision: str | None = None  # on the hub
     run: Path | None = None  # the folder of the run that made it
-    base: str | None = None  # what it was trained from: a folder or hub name
+    base: str | None = None  # the folder or hub name of the model from which it was trained
     base_revision: str | None = None
-    notices: tuple[str, ...] = ()  # what a person should know about the choice
+    notices: tuple[str, ...] = ()  # remarks about the choice for the user
 
 
 def find_model(name: str, revision: str | None = None) -> ModelLocation:
     """Finds the model that `name` stands for.
 
-    A run's folder stands for what it has exported (the adapter, where it trained one), else for its
-    newest checkpoint.
+    A run's folder stands for its exported adapter, or its exported model, or its newest checkpoint.
 
     Raises `UserError` where there is no model at `name`.
     """
@@ -87,7 +86,7 @@ def find_model(name: str, revision: str | None = None) -> ModelLocation:
     if any((path / file).exists() for file in RUN_FILES):
         return _find_model_of_run(path)
     refuse_several_runs(path)
-    return _describe(path, "checkpoint", None)  # another tool's, which the export reads or refuses
+    return _describe(path, "checkpoint", None)  # maybe another tool's, which an export may read
 
 
 def _find_on_hub(name: str, revision: str | None) -> None:
@@ -116,7 +115,7 @@ def locate_base(model: ModelLocation) -> ModelLocation:
 
 
 def refuse_other_use(model: ModelLocation) -> None:
-    """Raises `UserError` where `model` embeds texts, or fills in masked tokens."""
+    """Raises `UserError` for a model that embeds texts or fills in masked tokens."""
     if fills_masks(_read_recipe(model.run)):
         raise UserError(
             f"{model.name}: fills in masked tokens, and writes none "
@@ -130,57 +129,59 @@ def refuse_other_use(model: ModelLocation) -> None:
 
 
 def trained_formats(run: Path | None) -> set[str]:
-    """The formats of the rows that a run was trained on, by its data_report.json; empty where that
-    is unknown.
-    """
-    if run is not None:
-        report = read_json_object(run / "data_report.json")
-    else:
-        report = {}
+    """Returns the formats of the rows of a run, by its data_report.json; empty where unknown."""
+    report = read_json_object(run / "data_report.json") if run is not None else {}
     sources = report.get("sources")
-    if isinstance(sources, list):
-        formats = [source.get("formats") for source in sources if isinstance(source, dict)]
-    else:
-        formats = []
-    return {str(name) for names in formats if isinstance(names, list) for name in names}
+    formats: set[str] = set()
+    if not isinstance(sources, list):
+        return formats
+    for source in sources:
+        names = source.get("formats") if isinstance(source, dict) else None
+        if isinstance(names, list):
+            formats.update(map(str, names))
+    return formats
 
 
 def trained_quantization(run: Path | None) -> Quantization:
-    """How the base of a run was quantized while training."""
+    """Returns the quantization of the base while a run trained."""
     return read_recipe_quantization(_read_recipe(run))
 
 
 def _find_model_of_run(run: Path) -> ModelLocation:
-    checkpoints = sorted(
-        (int(match[1]), path.parent)
-        for path in run.glob(f"checkpoints/*/{MANIFEST}")
-        if (match := NAME.fullmatch(path.parent.name))
-    )
+    """Finds a run's exported adapter or model, or its newest checkpoint.
+
+    Raises `UserError` where the run has none of them.
+    """
+    newest = _find_newest_checkpoint(run)
     for folder, (file, kind) in zip((run / ADAPTER, run / EXPORT), KINDS.items(), strict=True):
-        if (folder / file).is_file():
-            written = (folder / file).stat().st_mtime
-            newer = [
-                path for _, path in checkpoints[-1:] if (path / MANIFEST).stat().st_mtime > written
-            ]
-            notices = tuple(f"{path} is newer than {folder}; name it to use it" for path in newer)
-            return _describe(folder, kind, run, notices)
-    if not checkpoints:
+        if not (folder / file).is_file():
+            continue
+        written = (folder / file).stat().st_mtime
+        notices: tuple[str, ...] = ()
+        if newest is not None and (newest / MANIFEST).stat().st_mtime > written:
+            notices = (f"{newest} is newer than {folder}; name it to use it",)
+        return _describe(folder, kind, run, notices)
+    if newest is None:
         raise UserError(
             f"{run}: has no export and no checkpoint yet; train on, or name another run"
         )
-    newest = checkpoints[-1][1]
-    return _describe(
-        newest,
-        "checkpoint",
-        run,
-        (f"{run} has no export yet; this is its checkpoint {newest.name}",),
-    )
+    notice = f"{run} has no export yet; this is its checkpoint {newest.name}"
+    return _describe(newest, "checkpoint", run, (notice,))
+
+
+def _find_newest_checkpoint(run: Path) -> Path | None:
+    checkpoints = {}
+    for manifest in run.glob(f"checkpoints/*/{MANIFEST}"):
+        match = NAME.fullmatch(manifest.parent.name)
+        if match is not None:
+            checkpoints[int(match[1])] = manifest.parent
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
 def _describe(
     path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()
 ) -> ModelLocation:
-    """The location `path` with its base model, which the adapter or the run's recipe names."""
+    """Makes the location of `path`; its base is the one that the adapter or the recipe names."""
     recipe = _read_recipe(run)
     adapter = read_json_object(path / ADAPTER_CONFIG)
     base = adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path")
@@ -196,51 +197,46 @@ def _describe(
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run whose export, adapter or checkpoint `path` is."""
-    return next(
-        (
-            parent
-            for parent in list(path.absolute().parents)[:3]
-            if (parent / "recipe.yaml").is_file()
-        ),
-        None,
-    )
+    """Returns the folder of the run whose export, adapter or checkpoint `path` is; else None."""
+    for parent in list(path.absolute().parents)[:3]:
+        if (parent / "recipe.yaml").is_file():
+            return parent
+    return None
 
 
 def _read_recipe(run: Path | None) -> dict[str, Any]:
-    """recipe.yaml of a run; empty where there is none that can be read."""
+    """Reads a run's recipe.yaml; returns {} where it is missing or unreadable."""
     return find_yaml(run / "recipe.yaml") if run is not None else {}
 
 
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
-ANSWERING = ("assistant", "gpt", "model")
+ANSWERING = ("assistant", "gpt", "model")  # the roles of the assistant
 
 
 def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> Conversation:
-    """A conversation that begins with `prompt`, after the system message where there is one.
+    """Makes a conversation of a system message, if there is one, and the user's `prompt`.
 
-    images: Paths of what is asked about.
+    images: The paths of images that the prompt is about.
 
     Raises:
-        UserError: Where an image cannot be read.
+        UserError: An image cannot be read.
     """
     return ask([*system_message(system), user_message(prompt, images)])
 
 
 def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
-    """Returns the user's message, after the images that it is about."""
+    """Makes a user's message: the images at these paths, then the text."""
+    if not images:
+        return {"role": "user", "content": prompt}
     parts = [{"type": "image", "path": path} for path in images]
-    return {
-        "role": "user",
-        "content": [*parts, {"type": "text", "text": prompt}] if parts else prompt,
-    }
+    return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
 
 
 def ask(messages: Sequence[Message]) -> Conversation:
-    """The messages, to be answered; a content may be a list of parts.
+    """Makes a conversation to be answered. A content may be a list of parts.
 
     Raises:
-        UserError: Where an image cannot be read.
+        UserError: An image cannot be read.
     """
     if all(isinstance(message["content"], str) for message in messages):
         return Conversation(tuple(messages), (False,) * len(messages))
@@ -275,12 +271,11 @@ def check_utf8(text: str, where: str) -> str:
 
 
 def read_piped_prompt() -> str:
-    """All of stdin as one prompt. Raises `UserError` where it is empty or not UTF-8."""
+    """Reads all of stdin as one prompt. Raises `UserError` where it is empty or not UTF-8."""
+    text = ""
     try:
         if sys.stdin is not None:
             text = check_utf8(sys.stdin.read().strip(), "stdin")
-        else:
-            text = ""
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     if not text:
@@ -292,11 +287,11 @@ def read_piped_prompt() -> str:
 
 
 def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
-    """The prompts in a file: a row each of JSON, CSV, Parquet or Arrow, a line each of text.
+    """Reads the prompts of a file: one a row of JSON, CSV, Parquet or Arrow, or one a line of text.
 
-    Of a row with messages, those before its last answer; else the first of its usual columns.
+    The prompt of a row is its messages without the last answer, or a column for prompts.
 
-    Raises `UserError` where a row has none.
+    Raises `UserError` where a row has no prompt.
     """
     for number, row in read_file(path):
         try:
@@ -308,6 +303,10 @@ def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
 
 
 def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversation:
+    """Makes the prompt of a row. Raises `BadRow` where none of its columns has one.
+
+    The arguments are those of `_before_answer`.
+    """
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
             return _before_answer(row, row[column], system, folder)
@@ -327,27 +326,30 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
 def _before_answer(
     row: dict[str, Any], turns: list[Any], system: str | None, folder: Path
 ) -> Conversation:
-    """The conversation up to the last turn not said by the assistant.
+    """Makes a conversation of the turns before the assistant's last answer.
 
-    Images' paths are of `folder`.
+    Args:
+        row: The row of the turns, with images and tools.
+        turns: The turns, in any form that training reads.
+        system: The system message of turns without one; None: there is none.
+        folder: The folder of relative paths of images.
     """
-    answer = {"role": "assistant", "content": ""}
-    conversation = make_conversation(
-        Columns(row), turns if turns and role_of(turns[-1]) in ANSWERING else [*turns, answer]
-    )
+    if not turns or role_of(turns[-1]) not in ANSWERING:  # training expects an answer
+        turns = [*turns, {"role": "assistant", "content": ""}]
+    conversation = make_conversation(Columns(row), turns)
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise BadRow("messages: nothing is asked before the assistant's turn")
-    messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
+    if messages[0]["role"] != "system":
+        messages = [*system_message(system), *messages]
+    images: tuple[Any, ...] = ()
     if conversation.images:
-        asked = sum(message["content"].count(IMAGE) for message in messages)
-    else:
-        asked = 0
-    images = tuple(read_image(image, folder) for image in conversation.images[:asked])
+        shown = sum(message["content"].count(IMAGE) for message in messages)
+        images = tuple(read_image(image, folder) for image in conversation.images[:shown])
     for image in images:
-        open_image(image)  # a file that holds no image is found before the model is loaded
+        open_image(image)  # raises for a file that is no image, before the model is loaded
     return replace(
         conversation, messages=tuple(messages), trained=(False,) * len(messages), images=images
     )

@@ -1,4 +1,4 @@
-"""An exported embedder in use: the lines of a file, ranked by their cosine to a query."""
+"""Ranks the lines of a file by their cosine to a query, with an exported embedder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,29 +27,31 @@ COLUMNS = ("text", *POSITIVE)
 class Embedder:
     """A model that embeds texts. Returned by `load_embedder`."""
 
-    model: Any  # of transformers, without a head
+    model: Any  # transformers' model without a head
     tokenizer: Any
-    takes_mean: bool  # of the states of all tokens; else the state of the last one
-    prompts: dict[str, str]  # what stands before a query, and before a document
+    takes_mean: bool  # pools by the mean over tokens; else by the last token
+    prompts: dict[str, str]  # the texts in front of a "query" and a "document"
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Tensor:
-        """fp32[texts, numbers]: the embedding of each text, of length 1."""
+        """Returns the embedding of each text, of length 1: fp32[texts, hidden]."""
         prompt = self.prompts.get(kind) or ""
-        # Texts alike in length together, so that little is padded.
-        order = torch.tensor([len(text) for text in texts]).argsort().tolist()
-        rows = []
-        for first in range(0, len(order), BATCH):
-            some = [prompt + texts[place] for place in order[first : first + BATCH]]
-            inputs = self.tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+        # texts of similar length share a batch, which needs little padding
+        order = torch.tensor([len(text) for text in texts]).argsort()
+        batches = []
+        for first in range(0, len(texts), BATCH):
+            places = order[first : first + BATCH].tolist()
+            batch = [prompt + texts[place] for place in places]
+            inputs = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
             inputs = inputs.to(self.model.device)
             states = self.model(**inputs).last_hidden_state.float()
-            rows.append(self._pool(states, inputs["attention_mask"]))
-        return functional.normalize(torch.cat(rows)[torch.tensor(order).argsort()], dim=1).cpu()
+            batches.append(self._pool(states, inputs["attention_mask"]))
+        in_order = torch.cat(batches)[order.argsort()]
+        return functional.normalize(in_order, dim=1).cpu()
 
     def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
-        """[texts, numbers] of `states` [texts, tokens, numbers], of which `mask` marks the texts'
-        own; padding stands behind them.
+        """Pools states [texts, tokens, hidden] to [texts, hidden]. Padding, where `mask` is 0, is
+        on the right.
         """
         counts = mask.sum(1)
         if self.takes_mean:
@@ -61,31 +63,31 @@ class Embedder:
 class RankedLine:
     """A document of a file."""
 
-    number: int  # from 1
+    number: int  # its line or row, from 1
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The documents of a file, each with its embedding."""
+    """The documents of a file and their embeddings."""
 
     embedder: Embedder
     lines: Sequence[RankedLine]
-    vectors: Tensor  # fp32[lines, numbers], of length 1
-    nearest: int  # how many are shown
+    vectors: Tensor  # fp32[lines, hidden], of length 1
+    nearest: int  # how many documents `find` returns
 
     def find(self, query: str) -> list[tuple[RankedLine, float]]:
-        """The nearest documents, each with its cosine to the query, the largest first."""
+        """Returns the documents nearest to the query with their cosines, the largest first."""
         cosines = self.vectors @ self.embedder.embed([query], "query")[0]
         top = cosines.topk(min(self.nearest, len(self.lines)))
-        places = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [(self.lines[place], cosine) for place, cosine in places]
+        lines = [self.lines[place] for place in top.indices.tolist()]
+        return list(zip(lines, top.values.tolist(), strict=True))
 
 
 def load_embedder(location: ModelLocation, options: LoadOptions) -> Embedder:
-    """Loads the export of a run that embeds, on a GPU of this machine or its CPU.
+    """Loads an exported embedder on the machine's GPUs, or on its CPU.
 
-    Raises `UserError` where it is another model, or cannot be loaded.
+    Raises `UserError` where the folder is no such export, or cannot be loaded.
     """
     folder = Path(location.name)
     if not (folder / MODULES).is_file():
@@ -105,9 +107,9 @@ def load_embedder(location: ModelLocation, options: LoadOptions) -> Embedder:
 
 
 def read_lines(path: str) -> list[RankedLine]:
-    """The documents in a file: a line each of text, or a row each with a column of them.
+    """Reads documents: the lines of a text file, or the first of COLUMNS in each row of a table.
 
-    Raises `UserError` where there are none, or a row has none.
+    Raises `UserError` where a row has none of these columns, or the file has no document.
     """
     lines = []
     for number, row in read_file(path):
@@ -137,12 +139,13 @@ def rank_queries(ranking: Ranking, queries: Sequence[str], *, as_json: bool) -> 
             print(write_json_line({"query": query, "ranked": ranked}), flush=True)
             continue
         if len(queries) > 1:
-            print(f"{'' if place == 0 else chr(10)}> {query}")
+            empty_line = "\n" if place > 0 else ""
+            print(f"{empty_line}> {query}")
         print("\n".join(format_ranked(ranking, query)))
 
 
 def converse_ranked(ranking: Ranking) -> None:
-    """Asks for queries and prints the documents nearest to each, until the user ends it."""
+    """Asks for queries and prints the documents nearest to each, until /exit or Ctrl-D."""
     while (query := read_turn()) is not None:
         if query in ("/exit", "/quit"):
             return
@@ -154,7 +157,7 @@ def converse_ranked(ranking: Ranking) -> None:
 
 
 def format_ranked(ranking: Ranking, query: str) -> Iterator[str]:
-    """A line for each of the documents nearest to the query."""
+    """Yields a line for each of the documents nearest to the query: cosine, number and text."""
     width = len(str(ranking.lines[-1].number))
     for line, cosine in ranking.find(query):
         text = printable(" ".join(line.text.split()))

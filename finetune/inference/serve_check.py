@@ -1,7 +1,6 @@
-"""`finetune serve-check`: what a server answers to held-out prompts, beside what transformers
-answers.
+"""`finetune serve-check`: compares a server's answers to held-out prompts with transformers'.
 
-The server is started or running already, and is asked through the OpenAI protocol.
+The server is started here or runs already. It is asked through the OpenAI protocol.
 """
 
 import argparse
@@ -11,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,54 +32,50 @@ from finetune.inference.conversation import encode_prompt, end_ids
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
 from finetune.inference.inputs import ModelLocation, find_model, read_prompts
 
-START_SECONDS = 600  # vLLM compiles
+START_SECONDS = 600  # vLLM compiles for minutes
 ANSWER_SECONDS = 300
 OLLAMA = "http://127.0.0.1:11434"
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers. Returned by `open_server`."""
+    """A server that is ready. Returned by `open_server`."""
 
     url: str  # without /v1
-    model: str  # as it calls it
+    model: str  # the server's name of it
 
     def complete(self, prompt: str, max_tokens: int) -> dict[str, Any]:
-        """The greedy continuation of a text: "text" and "logprobs", of its tokens."""
-        body = {"prompt": prompt, "logprobs": 1}
-        return self._choose(_request(f"{self.url}/v1/completions", body | self._greedy(max_tokens)))
+        """Continues a text greedily; returns the protocol's choice: "text" and "logprobs"."""
+        return self._ask("completions", {"prompt": prompt, "logprobs": 1}, max_tokens)
 
     def score(self, ids: Sequence[int]) -> list[float] | None:
-        """The log-probability of each token after the first; None where the server does not give
-        them for prompts.
+        """Returns the log-probability of each token of a prompt after the first.
+
+        None where the server gives no log-probabilities for prompts.
         """
-        body = {"prompt": list(ids), "logprobs": 1, "echo": True} | self._greedy(1)
+        body = {"prompt": list(ids), "logprobs": 1, "echo": True}
         try:
-            answer = self._choose(_request(f"{self.url}/v1/completions", body))
-        except UserError:  # it takes no ids, or no echo
+            choice = self._ask("completions", body, 1)
+        except UserError:  # the server takes no ids, or no echo
             return None
-        given = (answer.get("logprobs") or {}).get("token_logprobs") or []
-        of_prompt = given[1 : len(ids)]
-        is_complete = len(given) in (len(ids), len(ids) + 1) and all(
-            isinstance(each, float) for each in of_prompt
-        )
-        return of_prompt if is_complete else None
+        scores = _read_logprobs(choice)
+        if len(scores) not in (len(ids), len(ids) + 1):  # the prompt, and maybe one token more
+            return None
+        prompt_scores = scores[1 : len(ids)]
+        is_complete = all(isinstance(each, float) for each in prompt_scores)
+        return prompt_scores if is_complete else None
 
     def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
-        """The greedy answer to a conversation, which the server renders itself."""
-        answer = _request(
-            f"{self.url}/v1/chat/completions",
-            {"messages": list(messages)} | self._greedy(max_tokens),
-        )
-        return str(self._choose(answer)["message"]["content"] or "")
+        """Answers a conversation greedily; the server renders it."""
+        choice = self._ask("chat/completions", {"messages": list(messages)}, max_tokens)
+        return str(choice["message"]["content"] or "")
 
-    def _greedy(self, max_tokens: int) -> dict[str, Any]:
-        # llama-cpp-python's server penalizes repetition by 1.1 unless a request says otherwise;
-        # vLLM's key is another.
+    def _ask(self, path: str, body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+        """Sends a request for greedy tokens; returns the only choice of the answer."""
+        greedy = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0}
+        # By default llama-cpp-python's server penalizes repetition by 1.1. vLLM names it otherwise.
         plain = {"repeat_penalty": 1.0, "repetition_penalty": 1.0}
-        return {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0} | plain
-
-    def _choose(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        answer = _request(f"{self.url}/v1/{path}", {**body, **greedy, **plain})
         try:
             return dict(answer["choices"][0])
         except (KeyError, IndexError, TypeError):
@@ -97,16 +92,17 @@ def open_server(
     served: str | None,
     log: Callable[[str], object],
 ) -> Iterator[Server]:
-    """The server `name`: llama.cpp or vllm, started for the block; ollama or a URL, which must run
-    already.
+    """Yields a server, started for the block unless `name` is ollama or a URL.
 
     Args:
+        name: One of STARTED, ollama, or the URL of a server.
         location: The export or adapter.
-        file: Of `find_file`.
-        served: What a running server calls the model; None: the only one that it has.
+        file: The file that `find_file` returned.
+        served: The name of the model at the server; None: its only model.
+        log: Called with the command that starts the server.
 
     Raises:
-        UserError: Where the server is not installed, does not start, or does not answer.
+        UserError: The server is not installed, does not start, or does not answer.
     """
     if name.startswith(("http://", "https://")) or name == "ollama":
         if name == "ollama":
@@ -123,26 +119,32 @@ def open_server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with ExitStack() as beside:
+    url = f"http://127.0.0.1:{port}"
+    folder = Path(location.name)
+    with TemporaryDirectory(prefix="finetune-") as temporary:
         if name == "vllm" and location.kind == "adapter":
-            temporary = beside.enter_context(TemporaryDirectory(prefix="finetune-"))
-            folder = Path(location.name)
             folder = export_for_vllm(folder, Path(temporary) / folder.name)
             command = _serve_adapter(folder, location.base, port)
             served = served or folder.name
         else:
             start = EXPORT_FORMATS[STARTED[name]].start
             assert start is not None
-            command = start(Path(location.name), file, port)
+            command = start(folder, file, port)
         log(f"server  {' '.join(command)}")
-        said = beside.enter_context(TemporaryFile())
-        process = beside.enter_context(
-            subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
+        with _running(command) as (process, said):
             _wait(url, process, said, name)
             yield Server(url, served or _find_served(url))
+
+
+@contextmanager
+def _running(command: Sequence[str]) -> Iterator[tuple["subprocess.Popen[bytes]", Any]]:
+    """Runs a command during the block; yields (its process, the file with its output)."""
+    with (
+        TemporaryFile() as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            yield process, said
         finally:
             process.terminate()
             try:
@@ -152,7 +154,7 @@ def open_server(
 
 
 def _serve_adapter(folder: Path, base: str | None, port: int) -> list[str]:
-    """The command that serves an adapter, in the dtype of its base's files."""
+    """Returns the command that serves an adapter in the dtype of its base's files."""
     command = serve_adapter(folder, base, read_json_object(folder / ADAPTER_CONFIG))
     if command is None:
         raise UserError(
@@ -161,7 +163,7 @@ def _serve_adapter(folder: Path, base: str | None, port: int) -> list[str]:
     return [*command, *list_server_options(Path(str(base)), port)]
 
 
-# By the name of the server: the format that it is started with.
+# A server that this command starts -> the export format that it serves.
 STARTED = dict(
     sorted(
         (row.server, name)
@@ -172,10 +174,10 @@ STARTED = dict(
 
 
 def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
-    """The file that the server serves: as given, else the first in `folder`; None where it serves
-    the folder.
+    """Returns the file to serve: the option's, or the first in `folder`.
 
-    Raises `UserError` where a file that is given is not there.
+    None where the server serves a folder. Raises `UserError` where the option's file does not
+    exist.
     """
     file = None
     for name, row in EXPORT_FORMATS.items():
@@ -185,15 +187,16 @@ def find_file(arguments: argparse.Namespace, folder: Path) -> Path | None:
         if given is not None and not Path(given).is_file():
             raise UserError(f"--{name}: {given}: no such file")
         if row.server == arguments.server:
-            if given is not None:
-                file = Path(given)
-            else:
-                file = next(iter(sorted(folder.glob(f"*{row.suffix}"))), None)
+            files = [given] if given is not None else sorted(folder.glob(f"*{row.suffix}"))
+            file = Path(files[0]) if files else None
     return file
 
 
 def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) -> None:
-    """Returns once the server answers. Raises `UserError` where it ends, or takes too long."""
+    """Waits until the server answers. Raises `UserError` where it ends, or takes too long.
+
+    said: The file with its output.
+    """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -202,26 +205,25 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", said: Any, name: str) ->
         except UserError:
             if process.poll() is not None:
                 said.seek(0)
-                lines = [
-                    line
-                    for line in said.read().decode(errors="replace").splitlines()
-                    if line.strip()
-                ]
-                errors = [line for line in lines if "rror" in line] or lines or ["nothing was said"]
+                reason = _find_reason(said.read().decode(errors="replace"))
                 raise UserError(
-                    f"--server {name}: ended with {process.returncode}: {errors[-1].strip()[:200]}"
+                    f"--server {name}: ended with {process.returncode}: {reason}"
                 ) from None
             time.sleep(0.5)
     raise UserError(f"--server {name}: did not answer within {START_SECONDS} seconds")
 
 
+def _find_reason(output: str) -> str:
+    """Returns the last line of a server's output that mentions an error, or its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "rror" in line]
+    return (errors or lines or ["nothing was said"])[-1][:200]
+
+
 def _find_served(url: str) -> str:
-    """Returns the server's name of its model. Raises `UserError` where it has several, or none."""
+    """Returns the server's name of its model. Raises `UserError` unless it has exactly one."""
     listed = _request(f"{url}/v1/models", None).get("data")
-    if isinstance(listed, list):
-        names = [str(each.get("id")) for each in listed]
-    else:
-        names = []
+    names = [str(each.get("id")) for each in listed] if isinstance(listed, list) else []
     if len(names) != 1:
         raise UserError(
             f"{url}: serves {', '.join(names[:5]) or 'no model'}; name one with --served-model"
@@ -232,7 +234,7 @@ def _find_served(url: str) -> str:
 def _request(
     url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS
 ) -> dict[str, Any]:
-    """The JSON that `url` answers. Raises `UserError` where it does not."""
+    """Returns the JSON object that `url` answers. Raises `UserError` for any other answer."""
     try:
         answer = json.loads(send(url, body, seconds))
     except ValueError as error:
@@ -251,37 +253,30 @@ NEAR_TIE = 0.05
 class GreedyAnswer:
     """The greedy answer of transformers."""
 
-    prompt: str  # as it is sent, without a bos that the server adds
+    prompt: str  # as the server gets it, without a bos that the server adds
     ids: list[int]  # of the prompt
-    prompt_logprobs: list[float]  # of each of them after the first
-    tokens: list[int]
+    prompt_logprobs: list[float]  # of the prompt's tokens after the first
+    tokens: list[int]  # of the answer, without the end
     text: str
     logprobs: list[float]  # of each token
-    leads: list[float]  # of each token's over the second best
+    leads: list[float]  # by how much each exceeds the log-probability of the second best token
     seconds: list[int]  # the second best token at each place
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt. Returned by `compare`."""
+    """The comparison of one prompt. Returned by `compare`."""
 
-    line: str
+    line: str  # for the user
     is_same: bool
-    # the largest of the log-probabilities, over the tokens that are the same; nan: not given
-    difference: float
-    prompt_difference: float  # the same, over the tokens of the prompt
+    # The largest difference between log-probabilities, of answer and prompt; nan: not given.
+    difference: float  # over the tokens before the answers differ
+    prompt_difference: float
 
 
 def serve_check_command(arguments: argparse.Namespace) -> int:
-    """Compares the server's answers with transformers'. Returns 0, or 1 where they part."""
-    if arguments.max_new_tokens < 1 or arguments.count < 1:
-        raise UserError("--max-new-tokens, --count: 1 or more is expected")
-    most: float | None = arguments.max_difference
-    if most is not None and not most > 0:
-        raise UserError(
-            f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
-            "bf16"
-        )
+    """Compares the server's answers with transformers'. Returns 0, or 1 where they differ."""
+    _check_numbers(arguments)
     location = find_model(arguments.source)
     prompts = list(islice(_read_prompts(location, arguments.prompts), arguments.count))
     if not prompts:
@@ -296,43 +291,61 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         )
         model = load_inference_model(location, options, print)
         compared = [compare(model, server, prompt, arguments.max_new_tokens) for prompt in prompts]
+    return _report(compared, arguments.server, arguments.max_difference)
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    if arguments.max_new_tokens < 1 or arguments.count < 1:
+        raise UserError("--max-new-tokens, --count: 1 or more is expected")
+    most: float | None = arguments.max_difference
+    if most is not None and not most > 0:
+        raise UserError(
+            f"--max-difference {most:g}: more than 0 nats is expected; 1e-4 holds in fp32, 0.1 in "
+            "bf16"
+        )
+
+
+def _report(compared: Sequence[Comparison], server: str, most: float | None) -> int:
+    """Prints a summary; returns the command's exit code.
+
+    Args:
+        compared: The comparisons of all prompts.
+        server: The name of the server.
+        most: The largest difference of log-probabilities that is the same; None: any.
+
+    Raises:
+        UserError: There are no log-probabilities to compare with `most`.
+    """
     same = sum(each.is_same for each in compared)
     largest = _find_largest(each.difference for each in compared)
     of_prompts = _find_largest(each.prompt_difference for each in compared)
-    if largest is None:
-        near = ""
+    near = f"; log-probabilities within {largest:.2g}" if largest is not None else ""
+    print(f"{same} of {len(compared)} prompts answered alike by {server} and transformers{near}")
+    if of_prompts is None:
+        print("prompts: the server gives no log-probabilities for them")
     else:
-        near = f"; log-probabilities within {largest:.2g}"
-    print(
-        f"{same} of {len(compared)} prompts answered alike by {arguments.server} and "
-        f"transformers{near}"
-    )
-    print(
-        "prompts: the server gives no log-probabilities for them"
-        if of_prompts is None
-        else f"prompts: log-probabilities of their tokens within {of_prompts:.2g}"
-    )
-    if most is not None and largest is None and of_prompts is None:
-        raise UserError(f"--max-difference: {arguments.server} gives no log-probabilities")
-    is_near = most is None or max(largest or 0.0, of_prompts or 0.0) <= most
-    return 0 if same == len(compared) and is_near else EXIT_DIFFERS
+        print(f"prompts: log-probabilities of their tokens within {of_prompts:.2g}")
+    if most is not None:
+        if largest is None and of_prompts is None:
+            raise UserError(f"--max-difference: {server} gives no log-probabilities")
+        if max(largest or 0.0, of_prompts or 0.0) > most:
+            return EXIT_DIFFERS
+    return 0 if same == len(compared) else EXIT_DIFFERS
 
 
 def _find_largest(differences: Iterable[float]) -> float | None:
-    """The largest, without those that are not given; None where none is."""
+    """Returns the largest difference that is not nan; None where all are nan."""
     return max((each for each in differences if not math.isnan(each)), default=None)
 
 
 def _read_prompts(location: ModelLocation, given: str | None) -> Iterator[Conversation]:
-    """The prompts of a file, or of the run's held-out rows; of those it trained on where it held
-    out no file.
+    """Reads the prompts of the file `given`, or of the run's first file of held-out rows.
+
+    A run without one gives the first file of rows on which it was trained.
     """
     if given is not None:
         return read_prompts(given, None)
-    if location.run is not None:
-        recipe = find_yaml(location.run / "recipe.yaml")
-    else:
-        recipe = {}
+    recipe = find_yaml(location.run / "recipe.yaml") if location.run is not None else {}
     entries = [*(recipe.get("eval_datasets") or []), *(recipe.get("datasets") or [])]
     paths = [
         str(each["path"])
@@ -344,39 +357,28 @@ def _read_prompts(location: ModelLocation, given: str | None) -> Iterator[Conver
             f"{location.name}: its run's rows are not in a file here; give prompts with --prompts "
             "FILE"
         )
-    print(f"prompts {paths[0]}{'' if recipe.get('eval_datasets') else ', which was trained on'}")
+    remark = "" if recipe.get("eval_datasets") else ", which was trained on"
+    print(f"prompts {paths[0]}{remark}")
     return read_prompts(paths[0], None)
 
 
 def compare(
     model: InferenceModel, server: Server, conversation: Conversation, max_tokens: int
 ) -> Comparison:
-    """Asks both, as a text and, where the model has a chat template, as a conversation.
+    """Compares the answers to the rendered prompt and, by a chat template, to the conversation.
 
-    Prints what was found.
+    Prints the result.
     """
     ours = _ask_transformers(model, conversation, max_tokens)
-    prompt_logprobs = server.score(ours.ids)
-    answer = server.complete(ours.prompt, max_tokens)
-    text = str(answer.get("text") or "")
-    given = (answer.get("logprobs") or {}).get("token_logprobs") or []
+    prompt_logprobs = server.score(ours.ids) or []
+    choice = server.complete(ours.prompt, max_tokens)
+    text = str(choice.get("text") or "")
     parted = _find_parting(model, ours, text)
-    is_tie = False
-    alike = len(ours.tokens) if parted is None else parted
-    pairs = zip(ours.logprobs[:alike], given[:alike], strict=False)
-    difference = max(
-        (abs(one - other) for one, other in pairs if other is not None), default=math.nan
-    )
     if parted is None:
         line = f"the same {len(ours.tokens)} tokens"
+        is_same = True
     else:
-        piece = model.tokenizer.decode(ours.tokens[parted : parted + 1])
-        rest = text[len(model.tokenizer.decode(ours.tokens[:parted])) :][:20]
-        line = f"parts at token {parted + 1}: transformers {piece!r}, the server {rest!r}"
-        second = model.tokenizer.decode(ours.seconds[parted : parted + 1])
-        is_tie = ours.leads[parted] < NEAR_TIE and rest.strip().startswith(second.strip())
-        line += f" ({'a near tie: ' if is_tie else ''}ahead by {ours.leads[parted]:.2g})"
-    is_same = parted is None or is_tie
+        line, is_same = _describe_parting(model, ours, text, parted)
     if model.template is not None:
         said = server.chat(conversation.messages, max_tokens)
         if said.strip() != text.strip():
@@ -385,17 +387,47 @@ def compare(
                 "than the template"
             )
             is_same = False
-    prompt_pairs = zip(ours.prompt_logprobs, prompt_logprobs or (), strict=False)
-    prompt_difference = max((abs(one - other) for one, other in prompt_pairs), default=math.nan)
-    comparison = Comparison(line, is_same, difference, prompt_difference)
-    print(f"{model.tokenizer.decode(encode_prompt(model, conversation))[-40:]!r}: {line}")
-    return comparison
+    print(f"{model.tokenizer.decode(ours.ids)[-40:]!r}: {line}")
+    return Comparison(
+        line,
+        is_same,
+        difference=_find_difference(ours.logprobs[:parted], _read_logprobs(choice)),
+        prompt_difference=_find_difference(ours.prompt_logprobs, prompt_logprobs),
+    )
+
+
+def _describe_parting(
+    model: InferenceModel, ours: GreedyAnswer, theirs: str, parted: int
+) -> tuple[str, bool]:
+    """Describes where two answers part; returns (a line, whether it is a near tie)."""
+    if not ours.tokens:
+        return f"transformers answers nothing, the server {theirs[:20]!r}", False
+    piece = model.tokenizer.decode(ours.tokens[parted : parted + 1])
+    rest = theirs[len(model.tokenizer.decode(ours.tokens[:parted])) :][:20]
+    second = model.tokenizer.decode(ours.seconds[parted : parted + 1])
+    lead = ours.leads[parted]
+    is_tie = lead < NEAR_TIE and rest.strip().startswith(second.strip())
+    remark = f"a near tie: ahead by {lead:.2g}" if is_tie else f"ahead by {lead:.2g}"
+    line = f"parts at token {parted + 1}: transformers {piece!r}, the server {rest!r} ({remark})"
+    return line, is_tie
+
+
+def _read_logprobs(choice: Mapping[str, Any]) -> list[Any]:
+    """Returns the log-probabilities of the tokens of a choice; empty where there are none."""
+    return (choice.get("logprobs") or {}).get("token_logprobs") or []
+
+
+def _find_difference(ours: Sequence[float], theirs: Sequence[float | None]) -> float:
+    """Returns the largest difference between two lists, as far as both go; nan without a pair."""
+    pairs = zip(ours, theirs, strict=False)
+    return max((abs(one - other) for one, other in pairs if other is not None), default=math.nan)
 
 
 @torch.inference_mode()
 def _ask_transformers(
     model: InferenceModel, conversation: Conversation, max_tokens: int
 ) -> GreedyAnswer:
+    """Generates greedily with transformers, and scores the prompt."""
     ids = encode_prompt(model, conversation)
     given = torch.tensor([ids], device=model.model.device)
     with model.computing():
@@ -413,37 +445,34 @@ def _ask_transformers(
     ends = end_ids(model)
     if tokens and tokens[-1] in ends:  # servers do not show it
         tokens = tokens[:-1]
-    two = [
-        torch.log_softmax(scores[0].float(), -1).topk(2) for scores in made.logits[: len(tokens)]
+    best_two = [
+        torch.log_softmax(logits[0].float(), -1).topk(2) for logits in made.logits[: len(tokens)]
     ]
-    best = [each.values for each in two]
+    scores = [each.values for each in best_two]
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
     sent = ids[1:] if adds_bos and ids[:1] == [bos] else ids
     return GreedyAnswer(
-        model.tokenizer.decode(sent),
-        ids,
-        of_prompt.gather(1, given[0, 1:, None])[:, 0].tolist(),
-        tokens,
-        model.tokenizer.decode(tokens),
-        [float(pair[0]) for pair in best],
-        [float(pair[0] - pair[1]) for pair in best],
-        [int(each.indices[1]) for each in two],
+        prompt=model.tokenizer.decode(sent),
+        ids=ids,
+        prompt_logprobs=of_prompt.gather(1, given[0, 1:, None])[:, 0].tolist(),
+        tokens=tokens,
+        text=model.tokenizer.decode(tokens),
+        logprobs=[float(best) for best, _ in scores],
+        leads=[float(best - second) for best, second in scores],
+        seconds=[int(each.indices[1]) for each in best_two],
     )
 
 
 def _find_parting(model: InferenceModel, ours: GreedyAnswer, theirs: str) -> int | None:
-    """The number of the first of our tokens that the server's text does not have; None where all is
-    the same.
+    """Returns the index of our first token that the server's text does not continue with.
+
+    None where both texts are the same.
     """
     if ours.text.strip() == theirs.strip():
         return None
-    decoded = (
-        model.tokenizer.decode(ours.tokens[: number + 1]) for number in range(len(ours.tokens))
-    )
-    partings = (
-        number
-        for number, text in enumerate(decoded)
-        if not theirs.lstrip().startswith(text.strip())
-    )
-    return next(partings, max(0, len(ours.tokens) - 1))
+    for index in range(len(ours.tokens)):
+        text = model.tokenizer.decode(ours.tokens[: index + 1])
+        if not theirs.lstrip().startswith(text.strip()):
+            return index
+    return max(0, len(ours.tokens) - 1)

@@ -1,16 +1,15 @@
-"""An optimizer with its state in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021),
-under FSDP2.
+"""An optimizer under FSDP2 with its state in a file of each rank, as in ZeRO-Infinity (Rajbhandari
+et al. 2021).
 
-Moments, and fp32 master weights where the model computes in another dtype, are read into one
-buffer, updated there and written back, while what was in the other buffer is written and what comes
-next is read into it. A buffer holds a window of the state: parameters in the order of the
-optimizer, as many bytes as the largest decoder layer has. Each update is made by the optimizer that
-would make it in memory, in the same order: bit for bit the same.
+The state is the moments, and fp32 master weights where the model computes in another dtype. It is
+divided into windows in the order of the optimizer's parameters; the largest decoder layer gives
+their size. There are two buffers. While the window in one buffer is updated, the other buffer is
+written to the file, and the next window is read into it. The optimizer that would update the
+parameters in memory updates them here, in the same order. The results are equal bit for bit.
 
-The file has no name, so that no killed process leaves one behind: the system frees what has neither
-a name nor a process. Requests are direct (open(2), O_DIRECT) where the file system has that; else
-what they leave in the page cache, which would be the very memory that is to be saved, is dropped
-after each.
+The file has no name: the system frees it when its process ends, even if that is killed. Requests
+bypass the page cache (open(2), O_DIRECT) where the file system can. Elsewhere the cached pages are
+dropped after each request, because they would take the memory that offloading saves.
 """
 
 import errno
@@ -19,9 +18,11 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,11 +43,11 @@ from finetune.units import counted, disk_size
 
 T = TypeVar("T")
 REQUEST_BYTES = 8 << 20
-REQUESTS = 4  # in flight at once: one alone leaves an NVMe disk waiting
+REQUESTS = 4  # requests in flight; an NVMe disk would wait after a single one
 
 
 def align(byte_count: int) -> int:
-    """The next multiple of OFFLOAD_ALIGNMENT.
+    """Rounds up to a multiple of OFFLOAD_ALIGNMENT.
 
     >>> align(1), align(4096), align(0)
     (4096, 4096, 0)
@@ -55,36 +56,42 @@ def align(byte_count: int) -> int:
 
 
 TOUCHING_THREADS = 8
-TOUCHED_BYTES = 64 * 1024 * 1024  # at once by a thread
+TOUCHED_BYTES = 64 * 1024 * 1024  # that a thread clears at once
 
 
 def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
-    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned for GPU
-    ranks.
+    """Allocates host memory for direct requests, pinned for a GPU.
 
-    Not by torch's pinned allocator, which rounds up to a power of two.
+    torch's pinned allocator would round up to a power of two.
+
+    Returns:
+        uint8[bytes], aligned, and at least `byte_count` rounded up by `align`.
     """
     size = max(align(byte_count), OFFLOAD_ALIGNMENT)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
-        # Pages that exist are pinned at 16 GiB/s on the host of an H200, others at 2.
+        # On the host of an H200 existing pages are pinned at 16 GiB/s, others at 2.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
             list(threads.map(torch.Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # where that fails, copies are only slower
+        # if this fails, copies are only slower
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     return memory
 
 
 def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
-    """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host
-    memory, or has not `needed` bytes free for the files of `ranks` ranks; and where the folder
-    above it is missing too, as by a typing error.
+    """Raises `UserError` where a folder cannot hold the files of the optimizer's state.
 
-    Leaves nothing there.
+    It cannot if it is not writable, is in host memory, or has too little space. It may be missing,
+    but its parent may not: that is a typing error. Nothing is left in the folder.
+
+    Args:
+        folder: The folder.
+        needed: The bytes of all files in it.
+        ranks: The number of ranks with a file in it.
     """
     if not folder.exists() and not folder.absolute().parent.exists():
         raise UserError(
@@ -105,7 +112,7 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
 
 
 def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """A file of `size` bytes in `folder`, which is made if missing.
+    """Makes a file of `size` bytes in `folder`, which is made if missing.
 
     Raises `UserError` if that fails.
     """
@@ -134,30 +141,31 @@ def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
 
 
 def _find_filesystem(folder: Path) -> str:
+    """Returns the type of the file system of `folder`, such as ext4, or "unknown"."""
     import psutil
 
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    return next(
-        (mounts[path] for path in (folder.resolve(), *folder.resolve().parents) if path in mounts),
-        "unknown",
-    )
+    resolved = folder.resolve()
+    for path in (resolved, *resolved.parents):
+        if path in mounts:
+            return str(mounts[path])
+    return "unknown"
 
 
 class ScratchFile:
-    """`size` bytes in `folder`, zero at first.
+    """A file of `size` bytes in `folder`, filled with zeros.
 
-    All offsets and lengths are multiples of OFFLOAD_ALIGNMENT.
-
-    Raises `OSError` where the folder cannot be written, or the disk has not so many bytes free.
+    All offsets and lengths are multiples of OFFLOAD_ALIGNMENT. Raises `OSError` where the folder
+    cannot be written, or the disk has too little space.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.size = size
-        # to reserve it would fill the disk before it failed
+        # `posix_fallocate` would fill the disk before it fails
         if size > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        # open as long as the run
+        # stays open until the process ends
         self._file = self._with_place(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
         self._descriptor = self._file.fileno()
         if size:
@@ -166,11 +174,11 @@ class ScratchFile:
         self._pool = ThreadPoolExecutor(max_workers=REQUESTS, thread_name_prefix="offload")
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """Fills `into` (uint8, of `allocate_aligned`) with the bytes from `offset` on."""
+        """Fills `into` (uint8, from `allocate_aligned`) with the file's bytes from `offset` on."""
         self._with_place(lambda: self._request(os.preadv, offset, into))
 
     def write(self, offset: int, values: torch.Tensor) -> None:
-        """Writes `values` (uint8, of `allocate_aligned`) to `offset`."""
+        """Writes `values` (uint8, from `allocate_aligned`) to the file at `offset`."""
         self._with_place(lambda: self._request(os.pwritev, offset, values))
         if not self.is_direct:
             os.fdatasync(self._descriptor)  # only clean pages can be dropped
@@ -179,6 +187,7 @@ class ScratchFile:
     def _request(
         self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: torch.Tensor
     ) -> None:
+        """Moves `memory` by several requests at once. `call`: `os.preadv` or `os.pwritev`."""
         view = memory.numpy().data
 
         def move(start: int) -> None:
@@ -196,16 +205,16 @@ class ScratchFile:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def _with_place(self, action: Callable[[], T]) -> T:
+        """Returns the result of `action`. An `OSError` gets the folder as its file name."""
         try:
             return action()
         except OSError as error:
-            # the system knows only a descriptor
             error.filename = str(self.folder / "(a file without a name)")
             raise
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Whether requests now pass the page cache by; a file system without that (tmpfs) refuses."""
+    """Makes requests bypass the page cache; returns whether the file system can (tmpfs cannot)."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
@@ -213,7 +222,7 @@ def _make_direct(descriptor: int) -> bool:
     return True
 
 
-CHUNK_BYTES = 8 << 20  # of a tensor that a checkpoint reads or fills, in memory at once
+CHUNK_BYTES = 8 << 20  # the part of a tensor in memory while a checkpoint reads or fills it
 MASTER = "master"
 FIRST = "exp_avg"
 SECOND = "exp_avg_sq"
@@ -221,11 +230,11 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """An optimizer state tensor at `offset` in this rank's file.
+    """This rank's shard of a tensor of the optimizer's state, at `offset` in the rank's file.
 
-    `layout`: the parameter, sharded alike.
+    A checkpoint treats it like a tensor, but reads its values in `chunks`.
 
-    A checkpoint treats it as the rank's tensor, but for its values, which come in `chunks`.
+    layout: The parameter, which is sharded alike.
     """
 
     def __init__(
@@ -242,16 +251,16 @@ class OffloadedTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Numbers in this rank's part."""
+        """The number of elements in this rank's shard."""
         return prod(self.shape)
 
     def within(self, memory: Tensor, start: int) -> Tensor:
-        """This rank's part in `memory` (uint8), which holds the file's bytes from `start` on."""
+        """Returns the view of the shard in `memory` (uint8), the file's bytes from `start` on."""
         first = self._offset - start
         return memory[first : first + self.nbytes].view(self.dtype).view(self.shape)
 
     def chunks(self) -> Iterator[Tensor]:
-        """The values, flat, at most CHUNK_BYTES at once. Each chunk overwrites the one before."""
+        """Yields the values, flat, CHUNK_BYTES at once. Each chunk overwrites the one before."""
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.nbytes - start)
@@ -260,9 +269,7 @@ class OffloadedTensor:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Replaces this rank's part by `values`; of a master weight also what the model computes
-        with.
-        """
+        """Writes `values` to the file."""
         flat = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
@@ -276,36 +283,39 @@ class MasterWeight(OffloadedTensor):
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
+        """Writes `values` to the file, and rounds them to the parameter as FSDP2 would."""
         super().copy_(values)
-        # rounded as FSDP2 would round the fp32 weight to gather it
         local_part(self.layout).copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The state of one parameter. `group`: the index of its parameter group."""
+    """The state of one parameter."""
 
     name: str
     parameter: nn.Parameter
-    group: int
-    # MASTER, where the model computes in another dtype, FIRST and SECOND
+    group: int  # the index of its parameter group
+    # FIRST, SECOND and, where the model computes in another dtype, MASTER
     tensors: Mapping[str, OffloadedTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StateWindow:
-    """Entries that are in memory together; in the file one after another, from `offset` on."""
+    """States that are in memory together, and adjacent in the file."""
 
-    offset: int
+    offset: int  # in the file
     nbytes: int
     entries: tuple[ParameterState, ...]
 
 
 class StateLayout:
-    """How the state of a sharded model's trained parameters lies in the file of this rank: in the
-    order of the optimizer's `groups`.
+    """The places of the parameters' states in the rank's file, in the order of `groups`.
 
-    `moment_dtype`: None for that of the parameter; `compute_dtype`: what the model computes in.
+    Args:
+        model: The sharded model.
+        groups: The optimizer's parameter groups.
+        moment_dtype: The dtype of moments; None: that of the parameter.
+        compute_dtype: The dtype in which the model computes.
     """
 
     def __init__(
@@ -318,29 +328,25 @@ class StateLayout:
         self._names = {
             parameter: clean_tensor_name(name) for name, parameter in model.named_parameters()
         }
-        units = _find_layers(model)
-        by_unit = dict[str, int]()
+        layers = _find_layers(model)
+        bytes_by_unit: Counter[str] = Counter()  # a unit is a layer, or a parameter outside layers
+        # (parameter, index of its group, role -> dtype, bytes of its state)
         self._placed: list[tuple[nn.Parameter, int, dict[str, torch.dtype], int]] = []
         for group, settings in enumerate(groups):
             for parameter in settings["params"]:
                 moment = moment_dtype or parameter.dtype
+                dtypes = {FIRST: moment, SECOND: moment}
                 if parameter.dtype != compute_dtype:
-                    masters = {MASTER: parameter.dtype}
-                else:
-                    masters = {}
-                dtypes = masters | {FIRST: moment, SECOND: moment}
+                    dtypes = {MASTER: parameter.dtype, **dtypes}
                 numel = local_part(parameter.detach()).numel()
                 size = count_offloaded_bytes(numel, (dtype.itemsize for dtype in dtypes.values()))
                 self._placed.append((parameter, group, dtypes, size))
-                unit = units.get(parameter, self._names[parameter])
-                by_unit[unit] = by_unit.get(unit, 0) + size
-        self.size = sum(by_unit.values())
-        self.capacity = max(by_unit.values())
+                bytes_by_unit[layers.get(parameter, self._names[parameter])] += size
+        self.size = bytes_by_unit.total()
+        self.capacity = max(bytes_by_unit.values())  # of a window
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
-        """The windows of `file`, each within `capacity`: the largest decoder layer, or parameter
-        outside of one.
-        """
+        """Divides the state in `file` into windows of at most `capacity` bytes."""
         windows: list[StateWindow] = []
         entries: list[ParameterState] = []
         begin = offset = 0
@@ -361,30 +367,43 @@ class StateLayout:
 
 
 def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The decoder layer of each parameter that is in one."""
+    """Returns the name of the decoder layer of each parameter that is in one."""
     layers = decoder_layers(model)
-    return {
-        parameter: name
-        for name, module in model.named_modules()
-        if module in layers
-        for parameter in module.parameters()
-    }
+    names = {}
+    for name, module in model.named_modules():
+        if module in layers:
+            names.update(dict.fromkeys(module.parameters(), name))
+    return names
+
+
+def _find_compute_dtype(parameter: nn.Parameter, world: World) -> torch.dtype:
+    """Returns the dtype in which FSDP2 computes with a parameter."""
+    mixed = world.sharding.mixed_precision
+    if mixed == "no":
+        return parameter.dtype
+    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPE[mixed])
+    return dtype
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer that `make` makes, over the trained parameters of an FSDP2 `model`.
+    """An optimizer over the trained parameters of an FSDP2 model, with its state in a file.
 
-    All ranks call it alike.
+    In memory each parameter has a `step` (fp32 scalar). The rest is in the rank's file, which ends
+    with the process. Making it casts the trained parameters to the compute dtype. All ranks make
+    the same calls.
 
-    `groups`: its parameter groups. Trained parameters are from here on in the compute dtype. State
-    in memory of each: `step` (fp32 scalar). The rest is in the rank's file, which ends with the
-    process: only a checkpoint outlives it.
+    Args:
+        model: The model.
+        groups: The optimizer's parameter groups.
+        make: Makes the optimizer that updates a window, from parameter groups.
+        optimization: The recipe's section.
+        world: This rank's place.
 
-    Raises `UserError` on all ranks where `offload_dir` of one cannot be written, or its disk has
-    too little space.
+    Raises:
+        UserError: On all ranks, where one cannot write to `offload_dir`, or its disk is too small.
     """
 
     def __init__(
@@ -399,20 +418,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ranks = RankGroup(world)
         self._inner = make([group | {"params": [nn.Parameter(torch.empty(0))]} for group in groups])
         for group in self._inner.param_groups:
-            # in memory torch does not choose it for sharded tensors, but would for these
+            # torch would choose foreach for these tensors, but not for sharded ones in memory
             if "foreach" in group:
                 group["foreach"] = False
         self._settings = self._inner.param_groups
         trained = groups[0]["params"][0]
-        mixed = world.sharding.mixed_precision
-        if mixed == "no":
-            compute_dtype = trained.dtype
-        else:
-            compute_dtype = getattr(torch, COMPUTE_DTYPE[mixed])
-        if OPTIMIZERS[optimization.optim].moment_itemsize == 2:
-            moment_dtype = torch.bfloat16
-        else:
-            moment_dtype = None
+        compute_dtype = _find_compute_dtype(trained, world)
+        is_bf16 = OPTIMIZERS[optimization.optim].moment_itemsize == 2
+        moment_dtype = torch.bfloat16 if is_bf16 else None
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
         opened: list[ScratchFile] = []
         folder = Path(optimization.offload_dir or "")
@@ -421,31 +434,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.windows = layout.windows(self.file)
         self.capacity = layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
-        # A GPU's parameters are updated there, as they are in memory: another processor rounds
-        # otherwise.
-        on_gpu = trained.device.type != "cpu"
-        self._staging = (
-            torch.empty(self.capacity, dtype=torch.uint8, device=trained.device) if on_gpu else None
-        )
-        # One thread: a buffer is written before the next window is read into it.
+        # Parameters on a GPU are updated there, as without offloading: a CPU rounds differently.
+        self._staging: Tensor | None = None
+        if trained.device.type != "cpu":
+            self._staging = torch.empty(self.capacity, dtype=torch.uint8, device=trained.device)
+        # With one thread a buffer is written before the next window is read into it.
         self._io = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
-        entries = [entry for window in self.windows for entry in window.entries]
-        masters = {
-            entry.parameter: entry.tensors[MASTER] for entry in entries if MASTER in entry.tensors
-        }
-        self._ranks.on_all(
-            lambda: take_master_weights(
-                model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight))
-            )
-        )
-        if self._inner.defaults.get("fused"):
-            step_device = trained.device
-        else:
-            step_device = torch.device("cpu")
-        for entry in entries:
-            self.state[entry.parameter]["step"] = torch.zeros(
-                (), dtype=torch.float32, device=step_device
-            )
+        self._write_masters(model, compute_dtype)
+        step_device = trained.device if self._inner.defaults.get("fused") else ON_HOST
+        for entry in self._entries():
+            step = torch.zeros((), dtype=torch.float32, device=step_device)
+            self.state[entry.parameter]["step"] = step
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient.
@@ -456,36 +455,42 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ranks.on_all(self._update_all)
 
     def master_weights(self) -> dict[str, OffloadedTensor]:
-        """The fp32 weights behind the parameters, by the parameters' names; empty where these are
-        their own.
-        """
-        return self._list_tensors(
-            lambda entry: {entry.name: entry.tensors[MASTER]} if MASTER in entry.tensors else {}
-        )
+        """Returns the fp32 weights by the parameters' names; none where the parameters are fp32."""
+        weights = {}
+        for entry in self._entries():
+            if MASTER in entry.tensors:
+                weights[entry.name] = entry.tensors[MASTER]
+        return weights
 
     def moments(self) -> dict[str, OffloadedTensor | Tensor]:
-        """The rest of the state, named as torch's flat optimizer state: `state.<parameter>.exp_avg`
-        and so on.
-        """
-        return self._list_tensors(
-            lambda entry: {
-                **{f"state.{entry.name}.{name}": entry.tensors[name] for name in (FIRST, SECOND)},
-                f"state.{entry.name}.step": self.state[entry.parameter]["step"],
-            }
-        )
+        """Returns the rest of the state by torch's flat names, such as `state.<parameter>.step`."""
+        state: dict[str, OffloadedTensor | Tensor] = {}
+        for entry in self._entries():
+            for role in (FIRST, SECOND):
+                state[f"state.{entry.name}.{role}"] = entry.tensors[role]
+            state[f"state.{entry.name}.step"] = self.state[entry.parameter]["step"]
+        return state
 
-    def _list_tensors(self, of: Callable[[ParameterState], dict[str, Any]]) -> dict[str, Any]:
-        return {
-            name: tensor
-            for window in self.windows
-            for entry in window.entries
-            for name, tensor in of(entry).items()
-        }
+    def _write_masters(self, model: nn.Module, compute_dtype: torch.dtype) -> None:
+        """Writes the master weights to the file, and casts the parameters to the compute dtype."""
+        masters = {}
+        for entry in self._entries():
+            if MASTER in entry.tensors:
+                masters[entry.parameter] = entry.tensors[MASTER]
+
+        def take(weight: nn.Parameter) -> None:
+            masters[weight].copy_(local_part(weight))
+
+        self._ranks.on_all(lambda: take_master_weights(model, compute_dtype, take))
+
+    def _entries(self) -> Iterator[ParameterState]:
+        return chain.from_iterable(window.entries for window in self.windows)
 
     @torch.no_grad()
     def _update_all(self) -> None:
-        """One pass over the file: while a window is updated, the one before it is written and the
-        one after it read.
+        """Passes over the file once.
+
+        While a window is updated, the one before is written and the one after is read.
         """
         following = self._io.submit(self._read, 0)
         written: list[Future[None]] = []
@@ -496,7 +501,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     following = self._io.submit(self._read, index + 1)
                 event = self._update(window, self.buffers[index % 2])
                 written.append(self._io.submit(self._write, index, event))
-        finally:  # what is still under way uses the buffers
+        finally:  # requests in flight use the buffers
             failures = [each.exception() for each in (following, *written)]
         for failure in failures:
             if failure is not None:
@@ -513,21 +518,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _update(self, window: StateWindow, buffer: Tensor) -> Any:
-        """Updates what `buffer` holds, and the parameters.
+        """Updates the window's state, which is in `buffer`, and its parameters.
 
-        Returns the event that ends it; None: it has ended.
+        Returns the CUDA event that ends the update; None: it has ended.
         """
         memory = buffer[: window.nbytes]
         if self._staging is not None:
             memory = self._staging[: window.nbytes].copy_(memory, non_blocking=True)
         for index, group in enumerate(self.param_groups):
-            self._update_group(
-                group,
-                index,
-                [entry for entry in window.entries if entry.group == index],
-                memory,
-                window,
-            )
+            entries = [entry for entry in window.entries if entry.group == index]
+            self._update_group(group, index, entries, memory, window)
         if self._staging is None:
             return None
         buffer[: window.nbytes].copy_(memory, non_blocking=True)
@@ -541,15 +541,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         memory: Tensor,
         window: StateWindow,
     ) -> None:
-        """The inner optimizer's step over `entries`, whose state is in `memory`."""
+        """Steps the inner optimizer over `entries`, which are in one group.
+
+        Args:
+            group: The parameter group.
+            index: The index of the group.
+            entries: The states to update.
+            memory: The bytes of the window.
+            window: The window that has the entries.
+        """
         updated: list[tuple[Tensor, nn.Parameter]] = []
         inner = self._inner
         for entry in entries:
             if entry.parameter.grad is None:
                 continue
-            views = {
-                name: tensor.within(memory, window.offset) for name, tensor in entry.tensors.items()
-            }
+            views = {}
+            for role, tensor in entry.tensors.items():
+                views[role] = tensor.within(memory, window.offset)
             weight = views.pop(MASTER, None)
             if weight is None:
                 weight = local_part(entry.parameter).detach()
@@ -563,5 +571,5 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner.step()
         for weight, parameter in updated:
             local_part(parameter).copy_(weight)
-        inner.state.clear()  # it would keep the gradients
+        inner.state.clear()  # which would keep the gradients
         inner.param_groups = self._settings

@@ -1,7 +1,7 @@
-"""The optimizers of a recipe: how each is made, over which groups of parameters, and the update
-rules that torch lacks.
+"""The optimizers of a recipe: how each is made, their parameter groups, and update rules that torch
+lacks.
 
-Torch lacks AdamW with bf16 moments, and has Adafactor and Muon for whole tensors only.
+Torch has no AdamW with bf16 moments. Its Adafactor and Muon do not support sharded tensors.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,13 +25,12 @@ from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.optim.offload import OffloadedOptimizer
 
-# elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB
-# each
+# The elements that an update without a compiler does at once: bounds each fp32 temporary to 64 MiB.
 SLICE = 1 << 24
 
 
 def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict into `optimizer` without casting its tensors."""
+    """Loads a state dict into `optimizer` without casting its tensors, as torch would."""
     groups: list[dict[str, Any]] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append(saved | {"params": group["params"]})
@@ -41,7 +41,7 @@ def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[st
 
 
 class _ByParameter(torch.optim.Optimizer):
-    """Updates one parameter after another."""
+    """An optimizer that updates one parameter after another by `_update`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -62,10 +62,9 @@ class AdamWBf16Moments(_ByParameter):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
     State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded
-    like it). Draws from torch's default generator: seed it by the step, so that a run resumes
-    exactly, and alike on all ranks that hold the same shard, so that replicas stay equal. Where
-    `found_inf` (a scalar on the device, as for torch's fused optimizers) is not zero, parameters
-    and moments do not change.
+    like the parameter). The rounding draws from torch's default generator, which `seed_rounding`
+    seeds before each update. Where `found_inf` (a scalar on the device, as in torch's fused
+    optimizers) is not 0, parameters and moments do not change.
     """
 
     found_inf: Tensor | None = None
@@ -96,26 +95,22 @@ class AdamWBf16Moments(_ByParameter):
 
 @cache
 def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
-    """torchao's AdamW with 8-bit moments (Dettmers et al. 2022), a class whose making imports
-    torchao.
+    """Imports torchao, and returns its AdamW with 8-bit moments (Dettmers et al. 2022).
 
-    A parameter takes 2 bytes, and a scale for every 256 numbers.
+    The state has 2 bytes for each element, and a scale for each moment's block of 256.
     """
     from torchao.optim import AdamW8bit
 
     class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
-        """torchao's AdamW8bit with learning rates that are numbers, like those of the other
-        optimizers.
+        """torchao's AdamW8bit with numbers as learning rates, like the other optimizers.
 
         State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded
-        like it. A rank's part is quantized if it has at least 4096 numbers and divides by 256, else
-        it is fp32.
+        like the parameter. A rank's shard is quantized if its number of elements is at least 4096
+        and a multiple of 256; else it is fp32.
         """
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Keeps the rate a number: torchao's tensor would be in the checkpoint for every
-            parameter.
-            """
+            """Keeps the rate a number: checkpoints would have a tensor for each parameter."""
             rate = param_group.get("lr", self.defaults["lr"])
             super().add_param_group(param_group)
             self.param_groups[-1]["lr"] = rate
@@ -124,13 +119,12 @@ def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
         def step(self, closure: Callable[[], float] | None = None) -> None:
             """Updates every parameter with a gradient.
 
-            Rates are tensors meanwhile: numbers would recompile.
+            Meanwhile the rates are tensors: a number would recompile the update at every step.
             """
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = torch.tensor(rate, dtype=torch.float32)
-            # torchao compiles its update: on a CPU that takes minutes, and without a compiler it
-            # fails.
+            # torchao compiles its update. On a CPU that takes minutes, without a compiler it fails.
             compiles = self.param_groups[0]["params"][0].is_cuda and has_compiler()
             with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
                 super().step(closure)
@@ -140,8 +134,8 @@ def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
         load_state_dict = load_state_unconverted
 
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            # fp32 where it is not quantized: a second moment in plain bf16, as torchao's would be,
-            # stops changing.
+            # fp32 where it is not quantized. torchao would take the parameter's dtype, and a second
+            # moment in bf16 stops changing.
             moment: Tensor = super()._new_buffer(p.detach().float(), signed)
             return moment
 
@@ -157,20 +151,29 @@ def update_(
     settings: dict[str, Any],
     found_inf: Tensor | None = None,
 ) -> None:
-    """Updates one parameter and its moments in place; of a sharded one, this rank's part."""
+    """Updates a parameter and its moments in place; of a sharded one this rank's shard.
+
+    Args:
+        parameter: The parameter.
+        grad: Its gradient.
+        first: The running mean of gradients, bf16.
+        second: The running mean of squared gradients, bf16.
+        step: The number of this update, from 1.
+        settings: The parameter group, with `lr`, `betas`, `eps` and `weight_decay`.
+        found_inf: Where it is above 0, nothing changes.
+    """
     beta1, beta2 = settings["betas"]
-    # All that changes with the step is passed as tensors on the host: a number would recompile the
-    # update.
+    # Values that change with the step are tensors on the host: numbers would recompile the update.
     rate = torch.tensor(settings["lr"] / (1 - beta1**step))
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
     flat = [local_part(each).view(-1) for each in (parameter, grad, first, second)]
+    update = _update_
+    length = SLICE
     if parameter.is_cuda and has_compiler():
         update = _compiled_update()
-    else:
-        update = _update_
-    length = flat[0].numel() if update is not _update_ else SLICE
-    for start in range(0, flat[0].numel(), max(length, 1)):
+        length = max(1, flat[0].numel())
+    for start in range(0, flat[0].numel(), length):
         weights, gradient, mean, variance = (each[start : start + length] for each in flat)
         update(
             weights,
@@ -189,8 +192,9 @@ def update_(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """One kernel that reads and writes every element once; on an 8B model the plain update takes
-    ten times as long.
+    """Returns `_update_` as one kernel, which reads and writes every element once.
+
+    On an 8B model the plain function takes ten times as long.
     """
     return torch.compile(_update_, dynamic=True)
 
@@ -208,41 +212,40 @@ def _update_(
     beta2: float,
     eps: float,
 ) -> None:
-    """The equations, in fp32.
+    """Computes AdamW's equations in fp32, on flat tensors.
 
-    All [elements]; `rate` and `correction` carry the bias corrections of this step.
+    `rate` includes the bias correction of the first moment, `correction` is that of the second.
     """
     gradient = grad.float()
     mean = first.float().lerp(gradient, 1 - beta1)
     variance = second.float().lerp(gradient * gradient, 1 - beta2)
-    moved = (parameter.float() * decay - rate * mean / (variance.sqrt() * correction + eps)).to(
-        parameter.dtype
-    )
-    changes = (moved, round_stochastically(mean), round_stochastically(variance))
+    moved = parameter.float() * decay - rate * mean / (variance.sqrt() * correction + eps)
+    rounded = moved.to(parameter.dtype)
+    changes = (rounded, round_stochastically(mean), round_stochastically(variance))
     for old, new in zip((parameter, first, second), changes, strict=True):
         old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
 
 
 def round_stochastically(values: Tensor) -> Tensor:
-    """fp32 -> bf16, up or down with the probability that makes the mean exact.
+    """Rounds fp32 to bf16, up or down with the probability that makes the mean exact.
 
-    bf16 is the upper half of an fp32: a random lower half is added, and the carry decides.
+    bf16 is the upper half of an fp32. A random lower half is added, and its carry rounds up.
     """
     noise = torch.randint_like(values, 0, 1 << 16, dtype=torch.int32)
     return ((values.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 SQUARE_EPSILON = 1e-30  # added to the square of the gradient
-CLIP_THRESHOLD = 1.0  # of the update's root mean square
+CLIP_THRESHOLD = 1.0  # the largest root mean square of an update
 DECAY_RATE = -0.8
 
 
 class Adafactor(_ByParameter):
-    """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row`
-    [rows], sharded like it, and `exp_avg_sq_col` [columns], whole; of a vector, or of a
-    convolution's weight, `exp_avg_sq`, shaped and sharded like it.
+    """Adafactor (Shazeer and Stern 2018, algorithm 4) without relative step sizes.
 
-    All in fp32.
+    State of a parameter: `step` (scalar). A matrix [rows, columns] has `exp_avg_sq_row` [rows],
+    sharded like the matrix, and `exp_avg_sq_col` [columns], replicated. Any other parameter has
+    `exp_avg_sq`, shaped and sharded like the parameter. All are fp32.
     """
 
     def __init__(
@@ -261,6 +264,7 @@ class Adafactor(_ByParameter):
 
 
 def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Fills Adafactor's `state` of a parameter with zeros."""
     state["step"] = torch.zeros((), dtype=torch.float32)
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
     if parameter.dim() != 2:
@@ -273,13 +277,10 @@ def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
 def _update_factored(
     parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float
 ) -> None:
-    """Algorithm 4 of the paper, without its relative step sizes; on this rank's part of a sharded
-    parameter.
-    """
+    """Updates a parameter by Adafactor in place; of a sharded one this rank's shard."""
     weights = local_part(parameter)
     grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
-    # the weight of this step's square in the running means
-    newest = float(state["step"]) ** DECAY_RATE
+    newest = float(state["step"]) ** DECAY_RATE  # the weight of this step in the running means
     square = grad.square() + SQUARE_EPSILON
     if parameter.dim() != 2:
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
@@ -291,17 +292,17 @@ def _update_factored(
         columns.lerp_(_sum_over_shards(square.sum(dim=0), parameter) / parameter.shape[0], newest)
         mean_of_rows = _sum_over_shards(rows.sum(), parameter) / parameter.shape[0]
         update = grad * (rows / mean_of_rows).rsqrt()[:, None] * columns.rsqrt()
-    root_mean_square = (
-        _sum_over_shards(update.square().sum(), parameter) / parameter.numel()
-    ).sqrt()
+    mean_square = _sum_over_shards(update.square().sum(), parameter) / parameter.numel()
+    root_mean_square = mean_square.sqrt()
     update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
     moved = weights.float() * (1 - rate * weight_decay) - rate * update
     weights.copy_(moved.to(weights.dtype))
 
 
 def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
-    """The sum of `part`, computed from each rank's shard of `parameter`, over the ranks that hold
-    the others.
+    """Sums `part`, which each rank computed from its shard of `parameter`, over all shards.
+
+    The sum is in place, and the same on every rank of the parameter's mesh.
     """
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
@@ -310,23 +311,23 @@ def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
     return part
 
 
-SCALE = 0.2
-STEPS = 5
+MUON_SCALE = 0.2  # gives an update the root mean square of AdamW's
+NEWTON_SCHULZ_STEPS = 5
 NORM_EPSILON = 1e-7
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.AdamW):
-    """Orthogonalizes the updates of groups that have a `momentum` above 0; the others are AdamW's.
+    """Orthogonalizes the updates of groups with a `momentum` above 0; the others are AdamW's.
 
-    State of a matrix: `momentum_buffer`, shaped and sharded like it.
+    State of a matrix: `momentum_buffer`, shaped and sharded like the matrix.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        # the matrices' half reads no flag: torch's GradScaler asks the host
+        # Muon's update does not read `found_inf`: torch's GradScaler is to ask on the host.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
@@ -335,18 +336,21 @@ class Muon(torch.optim.AdamW):
         assert closure is None, "closures are not supported"
         groups = self.param_groups
         for group in groups:
-            for parameter in group["params"] if group["momentum"] else ():
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
         self.param_groups = [group for group in groups if not group["momentum"]]
         try:
-            super().step()
+            super().step()  # AdamW's groups
         finally:
             self.param_groups = groups
 
     load_state_dict = load_state_unconverted
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Updates a matrix in place; of a sharded one this rank's shard."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -356,72 +360,87 @@ class Muon(torch.optim.AdamW):
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]).bfloat16()  # Nesterov's
         if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            placements = parameter.placements
-            whole = DTensor.from_local(
-                update,
-                mesh,
-                placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ).full_tensor()
-            update = distribute_tensor(
-                orthogonalize(whole), mesh, placements, src_data_rank=None
-            ).to_local()
+            update = _orthogonalize_shards(update, parameter)
         else:
             update = orthogonalize(update)
         weights.mul_(1 - group["lr"] * group["weight_decay"])
-        weights.add_(update, alpha=-group["lr"] * SCALE * max(parameter.shape) ** 0.5)
+        weights.add_(update, alpha=-group["lr"] * MUON_SCALE * max(parameter.shape) ** 0.5)
+
+
+def _orthogonalize_shards(shard: Tensor, like: DTensor) -> Tensor:
+    """Gathers a matrix from the ranks' shards, orthogonalizes it, and returns this rank's shard.
+
+    like: A tensor that is sharded alike.
+    """
+    mesh = like.device_mesh
+    sharded = DTensor.from_local(
+        shard, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    update = orthogonalize(sharded.full_tensor())
+    return distribute_tensor(update, mesh, like.placements, src_data_rank=None).to_local()
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The matrix with its singular values near 1, by a Newton-Schulz iteration.
+    """Brings a matrix's singular values near 1 by a Newton-Schulz iteration.
 
     Args:
         matrix: [rows, columns], bf16.
+
+    Returns:
+        [rows, columns], bf16.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     update = matrix.T if is_tall else matrix
     update = update / update.norm().clamp(min=NORM_EPSILON)
     a, b, c = COEFFICIENTS
-    for _ in range(STEPS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = update @ update.T
         update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
     return (update.T if is_tall else update).contiguous()
 
 
 def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
-    """Seeds stochastic rounding: ranks that hold the same shard must round alike, or their replicas
-    drift apart.
+    """Seeds stochastic rounding for a step, so that a resumed run rounds alike.
 
-    `parameter`: the index of the only one that is updated, where each is updated by itself.
+    Args:
+        seed: The run's seed.
+        step: The optimizer step.
+        shard_rank: Equal on ranks with the same shard, whose replicas would differ otherwise.
+        parameter: The index of the only parameter that is updated; None: all are updated.
     """
-    seed_from(
-        f"{seed}/{step}/rounding/{shard_rank}" + ("" if parameter is None else f"/{parameter}")
-    )
+    text = f"{seed}/{step}/rounding/{shard_rank}"
+    if parameter is not None:
+        text += f"/{parameter}"
+    seed_from(text)
 
 
 def seed_from(text: str) -> None:
+    """Seeds torch's default generators by a hash of `text`."""
     digest = hashlib.sha256(text.encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 Groups = list[dict[str, Any]]
 
-# Vectors by their role, whatever their shape: norms with a row for each head, biases with one for
-# each expert, and the rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
+# Vectors by their role, which may have the shape of a matrix: norms with a row for each head,
+# biases with a row for each expert, rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
 NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 
 def build_optimizer(
     model: nn.Module, optimization: Optimization, world: World | None = None
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over every trainable parameter of the sharded `model`.
+    """Makes the recipe's optimizer over every trainable parameter of the sharded `model`.
 
-    Call it after sharding: an optimizer built before would hold the parameters on meta, and update
-    nothing. `world`: needed where its state is in files. Raises `UserError` on all ranks where
-    these cannot be made.
+    Call it after sharding: an optimizer made before would update parameters on the meta device.
+
+    Args:
+        model: The model.
+        optimization: The recipe's section.
+        world: This rank's place; needed where the state is in files.
+
+    Raises:
+        UserError: On all ranks, where these files cannot be made.
     """
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -447,19 +466,17 @@ def build_optimizer(
 
 @torch.no_grad()
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state that is missing as it is before a parameter's first update.
+    """Makes the state of parameters without one, as it is before their first update.
 
-    All ranks call it, between steps.
-
-    torch makes the state of a parameter with its first gradient, and a checkpoint holds a state for
-    all that is trained. An update by nothing at a learning rate of 0 makes it, whatever the
-    optimizer; then it is set back to 0.
+    torch makes the state of a parameter with its first gradient, but a checkpoint has a state for
+    every trained parameter. In any optimizer an update with gradient 0 and learning rate 0 makes
+    it. Then the state is set to 0. All ranks call it, between steps.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    missing = [p for p in parameters if p not in optimizer.state]
-    # under FSDP1 a rank that has nothing of a parameter keeps no state of it once it trains
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    missing = [each for each in parameters if each not in optimizer.state]
+    # under FSDP1 a training rank has no state for parameters of which it has no element
     if optimizer.state:
-        missing = [p for p in missing if local_part(p).numel()]
+        missing = [each for each in missing if local_part(each).numel()]
     if not missing:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -473,7 +490,7 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter in missing:
         parameter.grad = None
         for tensor in optimizer.state.get(parameter, {}).values():
-            # torchao's 8 bits are 0
+            # torchao's 8-bit tensors are 0, and cannot be filled
             if isinstance(tensor, Tensor) and not hasattr(local_part(tensor), "codes"):
                 tensor.zero_()
 
@@ -485,7 +502,7 @@ def _make_adamw(
     return make(groups, lr=keys.learning_rate, betas=betas, eps=keys.adam_epsilon)
 
 
-# How each of config/optimization.py is made.
+# The name of an optimizer in config/optimization.py -> the function that makes it.
 CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
@@ -493,7 +510,7 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimize
     "adamw_bf16_moments": partial(_make_adamw, AdamWBf16Moments),
     "adamw_8bit": lambda groups, keys: _make_adamw(adamw_8bit_moments(), groups, keys),
     "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),
-    # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
+    # torch's default on CUDA, foreach, would allocate all gradients again to decay weights
     "muon": partial(_make_adamw, Muon),
     "sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate, foreach=False),
 }
@@ -502,34 +519,46 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimize
 def make_parameter_groups(
     model: nn.Module, weight_decay: float, momentum: float | None = None
 ) -> list[dict[str, Any]]:
-    """Groups the trained parameters by weight decay: matrices decay, vectors do not
-    (`NOT_DECAYED`).
+    """Groups the trained parameters by weight decay, momentum and mesh.
 
-    The parameters of a group are sharded over one mesh. `momentum`: Muon's, for groups of layers'
-    matrices.
+    Matrices decay, vectors (`NOT_DECAYED`) do not.
+
+    Args:
+        model: The sharded model.
+        weight_decay: That of matrices.
+        momentum: Muon's, for the matrices of layers; None: no group has one.
+
+    Returns:
+        The groups, with `params`, `weight_decay` and, unless None, `momentum`.
     """
     dims = _count_dims(model)
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {
-        (True, False): [],
-        (True, True): [],
-        (False, False): [],
-    }
+    decaying: list[nn.Parameter] = []
+    muons: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decays = dims[parameter] > 1 and NOT_DECAYED.search(name) is None
-            is_muons = momentum is not None and decays and is_layers_matrix(name, parameter.shape)
-            kinds[decays, is_muons].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        if dims[parameter] <= 1 or NOT_DECAYED.search(name):
+            others.append(parameter)
+        elif momentum is not None and is_layers_matrix(name, parameter.shape):
+            muons.append(parameter)
+        else:
+            decaying.append(parameter)
     groups = []
-    for (decays, is_muons), of_kind in kinds.items():
-        options = {"weight_decay": weight_decay if decays else 0.0}
+    for members, decay, muons_momentum in (
+        (decaying, weight_decay, 0.0),
+        (muons, weight_decay, momentum),
+        (others, 0.0, 0.0),
+    ):
+        options: dict[str, Any] = {"weight_decay": decay}
         if momentum is not None:
-            options["momentum"] = momentum if is_muons else 0.0
-        groups += [{"params": parameters, **options} for parameters in group_by_mesh(of_kind)]
+            options["momentum"] = muons_momentum
+        groups += [{"params": parameters, **options} for parameters in group_by_mesh(members)]
     return groups
 
 
 def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The dimensions of every parameter before sharding.
+    """Counts the dimensions that every parameter had before sharding.
 
     FSDP1 flattens parameters, but records their shapes.
     """
@@ -537,13 +566,8 @@ def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
 
     dims = {parameter: parameter.dim() for parameter in model.parameters()}
     for module in model.modules():
-        if isinstance(module, Fsdp1):
-            flat: Any = module._flat_param
-        else:
-            flat = None
+        flat: Any = module._flat_param if isinstance(module, Fsdp1) else None
         if flat is not None:
-            dims |= {
-                parameter: len(shape)
-                for parameter, shape in zip(flat._params, flat._shapes, strict=True)
-            }
+            for parameter, shape in zip(flat._params, flat._shapes, strict=True):
+                dims[parameter] = len(shape)
     return dims

@@ -1,3 +1,1 @@
-"""Completions that the model in training samples, what they are worth, and the batches that are
-made of them.
-"""
+"""Completions that the model in training samples, their rewards, and the batches made from them."""

@@ -1,7 +1,5 @@
-"""Makes the rows of a step from completions.
-
-Lays them out behind their prompts, packs them, deals them to ranks, and adds the columns that the
-loss reads.
+"""Makes the rows of a step from completions: packs them behind their prompts, deals them to ranks,
+and adds the loss's columns.
 
 A row may hold a prompt once for several completions of its group. Then the prompt is a document,
 and each completion is one that begins with the prompt's last token, which predicts its first.

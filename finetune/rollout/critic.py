@@ -1,6 +1,7 @@
-"""What a critic's values make of rewards: the advantage and the return of each sampled token."""
+"""The targets of training with a critic: the advantage and the return of each sampled token."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,44 +17,48 @@ SMALLEST_VARIANCE = 1e-8  # added to a variance that is divided by, as in TRL
 class TokenTargets:
     """The targets of a rollout's trained tokens: [completions][trained tokens]."""
 
-    advantages: list[list[float]]  # of all tokens together, the mean is 0 and the variance 1
-    returns: list[list[float]]  # what their values should have been
-    explained_variance: float  # of the returns by the values; nan where the returns do not differ
+    advantages: list[list[float]]  # mean 0 and variance 1 over all tokens together
+    returns: list[list[float]]  # the targets of the critic's values
+    # The share of the returns' variance that the values explain; nan where all returns are equal.
+    explained_variance: float
 
     def mean_advantages(self) -> NDArray[np.float64]:
-        """Averages the advantages of each completion's tokens: fp64[completions]."""
+        """Returns the mean advantage of each completion's tokens: fp64[completions]."""
         return np.array([np.mean(own) if own else 0.0 for own in self.advantages])
 
 
 def compute_gae(rewards: Matrix, values: Matrix, gamma: float, lam: float) -> Matrix:
-    """Generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+    """Computes generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
+
+    Each completion ends in the last column. After it, reward and value are 0. Places before the
+    first token of a completion do not change the estimates of its tokens.
 
     Args:
-        rewards: [completions, tokens]. Each completion ends in the last column, after which there
-            is neither reward nor value; what stands before its first token is not read.
+        rewards: [completions, tokens].
         values: [completions, tokens], of the states in which the tokens were sampled.
-        gamma: By what later rewards are multiplied.
-        lam: By what later temporal differences are multiplied.
+        gamma: The discount of later rewards.
+        lam: The discount of later temporal differences.
 
     Returns:
         [completions, tokens].
     """
     advantages = np.zeros_like(values)
-    following = np.zeros(len(values))
+    next_advantages = np.zeros(len(values))
     next_values = np.zeros(len(values))
     for token in reversed(range(values.shape[1])):
         differences = rewards[:, token] + gamma * next_values - values[:, token]
-        following = differences + gamma * lam * following
-        advantages[:, token] = following
+        advantages[:, token] = differences + gamma * lam * next_advantages
+        next_advantages = advantages[:, token]
         next_values = values[:, token]
     return advantages
 
 
 def find_targets(rollout: Rollout, recipe: Recipe) -> TokenTargets:
-    """The targets of a rollout, whose tokens have values.
+    """Computes the targets of a rollout from its rewards and the critic's values.
 
-    A token's reward is -beta times its log-ratio to the reference; the last one has the
-    completion's reward beside it. A completion without a reward teaches nothing.
+    The reward of a token is -beta times its log-ratio to the reference. The last token also gets
+    the completion's reward. A completion without a reward has advantage 0, and its values as
+    returns.
     """
     keys = recipe.method
     lengths = [len(own) for own in rollout.values]
@@ -72,21 +77,21 @@ def find_targets(rollout: Rollout, recipe: Recipe) -> TokenTargets:
     return TokenTargets(
         _unpad(advantages, lengths),
         _unpad(returns, lengths),
-        _explain(returns[is_learned], values[is_learned]),
+        _explained_variance(returns[is_learned], values[is_learned]),
     )
 
 
 def describe_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
-    """[completions]: the advantages of the recipe's loss; under a critic, means over tokens."""
+    """Returns the advantage of each completion, under a critic its tokens' mean: [completions]."""
     if recipe.method_facts.has_critic:
         return find_targets(rollout, recipe).mean_advantages()
     return find_advantages(rollout, recipe)
 
 
-def _pad(of_tokens: list[list[float]], is_token: NDArray[np.bool_]) -> Matrix:
-    """[completions, tokens]: each completion ends in the last column, and 0 stands before it."""
+def _pad(rows: list[list[float]], is_token: NDArray[np.bool_]) -> Matrix:
+    """Pads each row with 0 on the left: [completions, tokens]."""
     padded = np.zeros(is_token.shape)
-    padded[is_token] = [value for own in of_tokens for value in own]
+    padded[is_token] = list(chain.from_iterable(rows))
     return padded
 
 
@@ -95,16 +100,16 @@ def _unpad(padded: Matrix, lengths: list[int]) -> list[list[float]]:
     return [row[columns - length :].tolist() for row, length in zip(padded, lengths, strict=True)]
 
 
-def _whiten(values: Matrix, counts: NDArray[np.bool_]) -> Matrix:
-    """`values` less their mean, over their deviation, of those that count."""
-    own = values[counts]
+def _whiten(values: Matrix, is_learned: NDArray[np.bool_]) -> Matrix:
+    """Subtracts the mean of the learned values, and divides by their standard deviation."""
+    own = values[is_learned]
     if len(own) < 2:
         return np.zeros_like(values)
     whitened: Matrix = (values - own.mean()) / np.sqrt(own.var(ddof=1) + SMALLEST_VARIANCE)
     return whitened
 
 
-def _explain(returns: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+def _explained_variance(returns: NDArray[np.float64], values: NDArray[np.float64]) -> float:
     variance = returns.var() if len(returns) else 0.0
     if not variance:
         return float("nan")

@@ -1,8 +1,8 @@
-"""The environments of completions, in processes of their own, each with a share of them.
+"""The environments of completions, shared out to processes.
 
-The process of the rewards forks them, so that the files of a recipe are loaded once. A process
-answers one question after another, each with a time limit; one that does not answer is killed, and
-its environments are lost. No torch here.
+The process of the rewards forks these processes, which therefore do not load the recipe's files
+again. A process answers one question after another, each within a time limit. If it does not
+answer, it is killed and its environments are lost. No torch here.
 """
 
 import json
@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import dill
-import psutil
 
 from finetune.config.user_code import explained
 from finetune.data.environments import list_tools, load_environment
@@ -33,62 +32,69 @@ from finetune.rollout.user_calls import (
     call_tools,
     check_size,
     describe_score,
+    has_ended,
     is_score,
+    kill_all,
     limit_of_one,
+    list_children,
     settle,
     time_limit,
 )
 
-MOST_BYTES = 1 << 26  # of an answer; a longer one is none
-STATE_BYTES = 1 << 20  # of an attribute that reward functions may read
+MOST_BYTES = 1 << 26  # an answer with more ends its process
+STATE_BYTES = 1 << 20  # an attribute of an environment with more is not sent to reward functions
 
-Item = Mapping[str, Any]  # of a question: the `place` of a completion, and what is asked of it
+Item = Mapping[str, Any]  # what is asked about one completion: its `place`, and arguments
 Answer = dict[str, Any]
-"""`problem`: a sentence, where the environment did something wrong; else what an
-`EnvironmentHost` answers.
+"""The answer to an `Item`: what `EnvironmentHost` returns, or under `problem` a sentence that says
+what the environment did wrong.
 """
 
 
 @dataclass(slots=True)
 class Living:
-    """An environment of a completion, with the random numbers that are its own."""
+    """The environment of one completion, with a random state of its own."""
 
     name: str
     environment: Any
-    numbers: Any = None
-    arrays: Any = None  # of numpy, where the environment uses it
+    random_state: Any
+    numpy_state: Any = None  # where numpy is loaded
 
     @contextmanager
-    def own_numbers(self) -> Iterator[None]:
-        """The block draws the environment's own numbers, whatever others draw between."""
-        random.setstate(self.numbers)
+    def own_random_state(self) -> Iterator[None]:
+        """Restores the environment's random state for the block, and keeps it afterwards."""
+        random.setstate(self.random_state)
         numpy = sys.modules.get("numpy")
-        if numpy is not None and self.arrays is None:
-            numpy.random.seed(random.Random(str(self.numbers[1][:4])).getrandbits(32))
+        if numpy is not None and self.numpy_state is None:
+            numpy.random.seed(random.Random(str(self.random_state[1][:4])).getrandbits(32))
         elif numpy is not None:
-            numpy.random.set_state(self.arrays)
+            numpy.random.set_state(self.numpy_state)
         try:
             yield
         finally:
-            self.numbers = random.getstate()
+            self.random_state = random.getstate()
             if numpy is not None:
-                self.arrays = numpy.random.get_state()
+                self.numpy_state = numpy.random.get_state()
 
 
 class EnvironmentHost:
-    """The environments of one process, which answers what the others' process asks."""
+    """The environments in one process, where `serve` answers the questions about them.
+
+    `reset`, `call` and `finish` are what a question may ask for; `_reset`, `_call` and `_finish`
+    answer one item of it.
+    """
 
     def __init__(
         self, factories: Mapping[str, Callable[[], Any]], tools: Mapping[str, Callable[..., Any]]
     ) -> None:
         self._factories = factories
         self._tools = tools
-        # those that no completion has, in the order in which they become free
+        # environments without a completion, first the one that has been free for longest
         self._free: dict[str, deque[Any]] = {name: deque() for name in factories}
-        self._living: dict[int, Living] = {}
+        self._living: dict[int, Living] = {}  # by the place of the completion
 
     def serve(self, pipe: Connection) -> None:
-        """Answers each item of each question as soon as it is done, until nobody asks."""
+        """Answers each item as soon as it is done. Raises `EOFError` when the pipe is closed."""
         while True:
             question = json.loads(pipe.recv_bytes())
             for item in question["items"]:
@@ -100,7 +106,7 @@ class EnvironmentHost:
                 pipe.send_bytes(json.dumps(answer).encode())
 
     def _reset(self, item: Item, seconds: float) -> Answer:
-        """`said`: what the model reads of the environment first, or None."""
+        """Resets a free environment, or a new one; `said`: what the model reads first, or None."""
         name = item["environment"]
         factory = self._factories[name]
         free = self._free[name]
@@ -108,7 +114,7 @@ class EnvironmentHost:
             if not free:
                 free.append(factory())
             living = Living(name, free[0], random.Random(item["seed"]).getstate())
-            with living.own_numbers():
+            with living.own_random_state():
                 said = settle(living.environment.reset(**item["row"]))
             if said is not None and not isinstance(said, str):
                 raise TypeError(f"reset returned {type(said).__name__}; text or None is expected")
@@ -118,17 +124,15 @@ class EnvironmentHost:
         return {"said": said}
 
     def _call(self, item: Item, seconds: float) -> Answer:
-        """`said`: what the model reads of the tool's result; `failed`: whether it is an error."""
+        """Calls a tool; `said`: what the model reads, `failed`: whether that is an error."""
         living = self._find(item)
         tools = {**self._tools, **list_tools(living.environment)}
-        with living.own_numbers():
+        with living.own_random_state():
             [(said, failed)] = call_tools(tools, [item], seconds, counts=False)
         return {"said": said, "failed": failed}
 
     def _finish(self, item: Item, seconds: float) -> Answer:
-        """`reward`: what the environment says that the completion is worth; `state`: its
-        attributes, where they are asked for.
-        """
+        """Ends an episode; `reward`: the environment's own, `state`: as `freeze`, if asked for."""
         living = self._find(item)
         environment = living.environment
         del self._living[item["place"]]
@@ -137,12 +141,14 @@ class EnvironmentHost:
         if hasattr(type(environment), "get_reward"):
             what = f"{living.name}, an environment: get_reward"
             with explained(what, type(environment), is_isolated=True), time_limit(seconds):
-                with living.own_numbers():
+                with living.own_random_state():
                     reward = settle(environment.get_reward())
                 if not is_score(reward):
                     raise TypeError(f"returned {describe_score(reward)}")
-        state = freeze(environment) if item["keeps_state"] else None
-        return {"reward": None if reward is None else float(reward), "state": state}
+        return {
+            "reward": None if reward is None else float(reward),
+            "state": freeze(environment) if item["keeps_state"] else None,
+        }
 
     def _find(self, item: Item) -> Living:
         living = self._living.get(item["place"])
@@ -152,12 +158,10 @@ class EnvironmentHost:
 
 
 def freeze(environment: Any) -> str:
-    """The class of an object and those of its attributes that can be copied to another process, as
-    `thaw` reads them.
-    """
+    """Returns an object as text for `thaw`: its class, and the attributes that can be copied."""
     kept = {}
     for name, value in getattr(environment, "__dict__", {}).items():
-        with suppress(Exception):  # of whatever says that it cannot be copied
+        with suppress(Exception):  # an attribute may raise anything where it cannot be copied
             pickled = pickle.dumps(value)  # dill would open files again, and make new locks
             if len(pickled) <= STATE_BYTES:
                 kept[name] = pickled
@@ -165,44 +169,55 @@ def freeze(environment: Any) -> str:
 
 
 def thaw(state: str | None) -> Any:
-    """The object of `freeze`, without what it could not copy; None of None."""
+    """Makes the object that `freeze` described, with the attributes that could be copied.
+
+    Returns None for None.
+    """
     if state is None:
         return None
-    kind, kept = dill.loads(b64decode(state))  # noqa: S301 - of `freeze`, in a process beside
+    kind, kept = dill.loads(b64decode(state))  # noqa: S301 - `freeze` wrote it in our process
     environment = object.__new__(kind)
     for name, pickled in kept.items():
-        with suppress(Exception):  # of what cannot be made again
+        with suppress(Exception):  # an attribute may raise anything where it cannot be made again
             object.__setattr__(environment, name, pickle.loads(pickled))  # noqa: S301
     return environment
 
 
 @dataclass(slots=True)
 class Process:
-    """A process of environments, and the items that it is still to answer, by number."""
+    """A process of environments, and the items that it has not answered yet."""
 
     pid: int
     pipe: Connection
-    asked: list[int] = field(default_factory=list)
-    deadline: float = 0.0
+    asked: list[int] = field(default_factory=list)  # the items' numbers in the question, in order
+    seconds_each: float = 0.0  # for one item
+    deadline: float = 0.0  # of the first of the items
+
+    def set_deadline(self) -> None:
+        """Gives the process its seconds for the next item, from now on."""
+        self.deadline = time.monotonic() + self.seconds_each + SECONDS_TO_STOP
 
     def end(self) -> int:
-        """Kills it and what it has started; returns its exit code, which may be its own."""
-        with suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    child.kill()
+        """Kills the process and its children; returns its exit code."""
+        kill_all(list_children(self.pid))
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.pipe.close()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-    def has_ended(self) -> bool:
-        """Whether it has ended by itself; its exit code is kept."""
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
 
 class EnvironmentProcesses:
-    """The processes, which start at the first reset; completion `place` is in one of them."""
+    """The processes of environments, each of which starts at the first reset of one of its own.
+
+    The completion at `place` has its environment in process `place` modulo the number of
+    processes.
+
+    Args:
+        names: The environments, as recipes name them.
+        tools: The recipe's tools by name.
+        most: The number of processes.
+        counts: Whether an environment's failure is counted; else it is raised.
+    """
 
     def __init__(
         self,
@@ -219,43 +234,34 @@ class EnvironmentProcesses:
         self._processes: dict[int, Process] = {}
 
     def ask(self, do: str, items: Sequence[Item], seconds: float) -> list[Answer]:
-        """The answer to each item.
+        """Asks about all items, and waits for the answer to each.
 
         Args:
             do: reset, call or finish.
-            items: Of completions.
-            seconds: Of all items together; those of a process have a share each.
+            items: One for each completion.
+            seconds: The time for all items together. A process divides it by its number of items.
 
         Raises:
-            UserError: For the first that does something wrong, unless that is counted. Then all
-                processes have ended.
+            UserError: The first problem, unless failures are counted. All processes are ended.
         """
         answers: list[Answer] = [{} for _ in items]
-        waiting: dict[Connection, Process] = {}
+        asked: list[Process] = []
         for number, item in enumerate(items):
             process = self._find(item["place"], starts=do == "reset")
             if process is None:
                 answers[number] = {"problem": "environment: its process has ended"}
-            else:
-                process.asked.append(number)
-                waiting[process.pipe] = process
-        limits = {pipe: limit_of_one(seconds, len(each.asked)) for pipe, each in waiting.items()}
-        for pipe, process in waiting.items():
-            process.deadline = time.monotonic() + limits[pipe] + SECONDS_TO_STOP
+                continue
+            if not process.asked:
+                asked.append(process)
+            process.asked.append(number)
+        for process in asked:
+            process.seconds_each = limit_of_one(seconds, len(process.asked))
+            process.set_deadline()
             own = [items[number] for number in process.asked]
-            with suppress(OSError):  # it has ended, as reading will show
-                pipe.send_bytes(
-                    json.dumps({"do": do, "items": own, "seconds": limits[pipe]}).encode()
-                )
-        while waiting:
-            left = min(each.deadline for each in waiting.values()) - time.monotonic()
-            ready = [each for each in wait(list(waiting), max(0.0, left)) if each in waiting]
-            for pipe in ready:
-                self._read(waiting[pipe], answers, limits[pipe], items)
-            for process in list(waiting.values()):
-                if process.asked and process.deadline < time.monotonic():
-                    self._lose(process, answers, items, is_late=True)
-            waiting = {pipe: each for pipe, each in waiting.items() if each.asked}
+            question = {"do": do, "items": own, "seconds": process.seconds_each}
+            with suppress(OSError):  # the process has ended, as reading will show
+                process.pipe.send_bytes(json.dumps(question).encode())
+        self._wait_for_answers(asked, answers, items)
         self._report(answers)
         return answers
 
@@ -266,15 +272,17 @@ class EnvironmentProcesses:
         self._processes.clear()
 
     def _find(self, place: int, *, starts: bool) -> Process | None:
+        """Returns the process of a completion, which `starts` if missing; None: it has ended."""
         number = place % self._most
         if number not in self._processes and starts:
             self._processes[number] = self._fork()
         return self._processes.get(number)
 
     def _fork(self) -> Process:
+        """Starts a process that serves until this one closes its end of the pipe."""
         ours, its_own = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside a thread
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's about threads and forks
             pid = os.fork()
         if pid == 0:
             try:
@@ -289,16 +297,30 @@ class EnvironmentProcesses:
         its_own.close()
         return Process(pid, ours)
 
-    def _read(
-        self, process: Process, answers: list[Answer], seconds: float, items: Sequence[Item]
+    def _wait_for_answers(
+        self, processes: Sequence[Process], answers: list[Answer], items: Sequence[Item]
     ) -> None:
+        """Puts the answer to each item into `answers`, a problem where its process is lost."""
+        waiting = {process.pipe: process for process in processes}
+        while waiting:
+            left = min(each.deadline for each in waiting.values()) - time.monotonic()
+            ready = wait(list(waiting), max(0.0, left))
+            for pipe, process in waiting.items():
+                if pipe in ready:
+                    self._read(process, answers, items)
+                if process.asked and process.deadline < time.monotonic():
+                    self._lose(process, answers, items, is_late=True)
+            waiting = {pipe: each for pipe, each in waiting.items() if each.asked}
+
+    def _read(self, process: Process, answers: list[Answer], items: Sequence[Item]) -> None:
+        """Reads the answer to the next item of a process, or finds that it has ended."""
         try:
             answer = json.loads(process.pipe.recv_bytes(MOST_BYTES))
         except (EOFError, OSError, ValueError):
             self._lose(process, answers, items)
             return
         answers[process.asked.pop(0)] = answer
-        process.deadline = time.monotonic() + seconds + SECONDS_TO_STOP
+        process.set_deadline()
 
     def _lose(
         self,
@@ -308,13 +330,14 @@ class EnvironmentProcesses:
         *,
         is_late: bool = False,
     ) -> None:
-        """Ends a process; the first item that it has not answered is why."""
+        """Ends a process, and answers its items with a problem: the first of them caused it."""
         self._processes = {
             number: each for number, each in self._processes.items() if each is not process
         }
-        patience = time.monotonic() + (0.0 if is_late else 1.0)
-        while not process.has_ended() and time.monotonic() < patience:
-            time.sleep(0.01)  # its pipe is closed before it has ended, with a code of its own
+        if not is_late:  # the pipe was closed, and the process is about to end with its own code
+            patience = time.monotonic() + 1.0
+            while not has_ended(process.pid) and time.monotonic() < patience:
+                time.sleep(0.01)
         code = process.end()
         first, *others = process.asked
         process.asked.clear()
@@ -328,6 +351,7 @@ class EnvironmentProcesses:
             answers[number] = {"problem": "environment: its process has ended"}
 
     def _report(self, answers: Sequence[Answer]) -> None:
+        """Prints the problems, or raises the first unless failures are counted."""
         problems = [each["problem"] for each in answers if "problem" in each]
         if problems and not self._counts:
             self.end()

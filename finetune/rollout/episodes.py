@@ -1,5 +1,5 @@
-"""The environments of a step's completions, as the main rank sees them: what they say first, and
-what they pay.
+"""The episodes of a step's completions on the main rank: environments are reset before sampling,
+and their rewards are read after it.
 """
 
 import sys
@@ -21,11 +21,12 @@ Row = dict[str, Any]  # as rewards read it
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisodes:
-    """What the environments of some completions leave; each list has an entry for each of them."""
+    """The results of the environments of some completions: every list is [completions]."""
 
-    rewards: dict[str, list[float | None]]  # by the name of an environment's own reward
-    states: list[str | None]  # for reward functions that read them; None: it was lost
-    lost: list[bool]
+    # by the metric's name of an environment's own reward; None: the completion had another one
+    rewards: dict[str, list[float | None]]
+    states: list[str | None]  # as `freeze` returns them; None: not asked for, or lost
+    lost: list[bool]  # the environment failed, or the prompt was too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +36,22 @@ class Episodes:
     recipe: Recipe
     tokenizer: Any
     rewards: Rewards
-    first_place: int  # of `Rewards.reserve_places`
-    rows: list[Row]  # [completions]; `begin` adds to their prompts what is said first
-    overlong: set[int] = field(default_factory=set)  # completions whose prompt has no room for that
+    first_place: int  # what `Rewards.reserve_places` returned
+    rows: list[Row]  # [completions]; `begin` appends what `reset` says to their prompts
+    overlong: set[int] = field(default_factory=set)  # completions whose prompt became too long
 
     def begin(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Resets all environments; returns the prompt ids of each completion.
+        """Resets all environments; returns the prompt's token ids for each completion.
 
-        Completions of a prompt draw the same numbers, so that their environments begin alike.
-        Raises `UserError` for one that does something wrong, and `on_bad_reward` is error.
+        The completions of one prompt have the same seed: their environments begin alike.
+
+        Raises:
+            UserError: An environment fails, or its prompt is too long, while `on_bad_reward` is
+                error.
         """
-        names = self.recipe.rollout.environments
         items = []
-        for place, (row, request) in enumerate(zip(self.rows, requests, strict=True)):
-            columns = dict(row["columns"])
-            chosen = choose_environment(self._facts, columns)
-            if chosen:
-                del columns["environment"]  # as TRL
-            given = {"prompt": row["prompt"], **columns}
-            seed = str(request.seed[:3])
-            at = self.first_place + place
-            items.append({"place": at, "environment": names[chosen], "row": given, "seed": seed})
+        for place, request in enumerate(requests):
+            items.append(self._describe_reset(place, request))
         renderer = make_renderer_of(self.recipe.data, self.tokenizer)
         encoder = make_encoder(self.tokenizer)
         prompts = [list(request.prompt_ids) for request in requests]
@@ -73,24 +69,43 @@ class Episodes:
         return prompts
 
     def end(self) -> EndedEpisodes:
-        """Ends the episodes; returns their environments' rewards.
+        """Ends all episodes; returns their rewards and states.
 
-        Raises `UserError` as `begin` does.
+        Raises `UserError` where an environment fails and `on_bad_reward` is error.
         """
         items = [{"place": self.first_place + place} for place in range(len(self.rows))]
         answers = self.rewards.ask_environments("finish", items)
-        lost = ["problem" in each or i in self.overlong for i, each in enumerate(answers)]
         rewards: dict[str, list[float | None]] = {}
         for name in list_own_rewards(self._facts):
             rewards[name] = [None] * len(answers)
-        for place, answer in enumerate(answers):
-            facts = self._facts[choose_environment(self._facts, self.rows[place]["columns"])]
-            if facts.reward is not None:
-                rewards[facts.reward][place] = 0.0 if lost[place] else answer["reward"]
         states = []
-        for answer, is_lost in zip(answers, lost, strict=True):
-            states.append(None if is_lost else answer["state"])
+        lost = []
+        for place, answer in enumerate(answers):
+            is_lost = "problem" in answer or place in self.overlong
+            state = None if is_lost else answer["state"]
+            lost.append(is_lost)
+            states.append(state)
+            own_reward = self._facts[self._choose(place)].reward
+            if own_reward is not None:
+                rewards[own_reward][place] = 0.0 if is_lost else answer["reward"]
         return EndedEpisodes(rewards, states, lost)
+
+    def _describe_reset(self, place: int, request: Request) -> dict[str, Any]:
+        """Returns the item that asks for the reset of a completion's environment."""
+        chosen = self._choose(place)
+        columns = dict(self.rows[place]["columns"])
+        if chosen:
+            del columns["environment"]  # as TRL
+        return {
+            "place": self.first_place + place,
+            "environment": self.recipe.rollout.environments[chosen],
+            "row": {"prompt": self.rows[place]["prompt"], **columns},
+            "seed": str(request.seed[:3]),
+        }
+
+    def _choose(self, place: int) -> str:
+        """Returns the key of `_facts` that the completion's row chooses."""
+        return choose_environment(self._facts, self.rows[place]["columns"])
 
     @property
     def _facts(self) -> Environments:
@@ -98,6 +113,7 @@ class Episodes:
         return facts
 
     def _has_room(self, place: int, tokens: int) -> bool:
+        """Returns whether a prompt of `tokens` leaves room for a completion; else marks it."""
         most = self.recipe.data.max_length - self.recipe.rollout.max_completion_length
         if tokens <= most:
             return True
@@ -113,11 +129,11 @@ class Episodes:
 
 
 def list_own_rewards(environments: Environments) -> list[str]:
-    """Lists the metrics' names of the rewards that environments give themselves, each once."""
+    """Lists the names that metrics give to the environments' own rewards, each once."""
     return list(dict.fromkeys(each.reward for each in environments.values() if each.reward))
 
 
 def _append(row: Row, said: str) -> Row:
-    """The row with what an environment says first at the end of its prompt's last message."""
+    """Returns the row with `said` at the end of its prompt's last message."""
     *before, last = row["prompt"]
     return {**row, "prompt": [*before, {**last, "content": (last["content"] or "") + said}]}

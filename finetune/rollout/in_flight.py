@@ -1,10 +1,8 @@
-"""Requests that a server answers while the model trains, and what a change of weights does to them.
+"""Requests that a server answers while the model trains, held by threads of the main rank.
 
-Where tools or environments answer, a thread for the completions of each step asks turn by turn.
-
-Threads of the main rank hold them. A change of weights cuts them; then they are continued from
-where they were cut, or begin again. Each token knows the weights that sampled it: no request is on
-its way while the weights change.
+A change of weights interrupts the requests. Afterwards each continues from its last token, or
+starts over. No request is at the server while the weights change, so that each token's weights are
+known. Where tools or environments answer, one thread for each step asks turn by turn.
 """
 
 import threading
@@ -13,28 +11,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
-CUT_SECONDS = 0.2  # after which requests that reached a paused server late are cut again
-SILENT_SECONDS = 10.0  # after which a server that is waited for is asked whether it is there
+CUT_SECONDS = 0.2  # a request may reach the paused server late; it is interrupted after this time
+SILENT_SECONDS = 10.0  # a server that is silent for this time is asked whether it still runs
 
 Ask = Callable[[Request, Sampling], Sampled]
-"""What a server answers to a request; `Ended.ABORTED` where a change of weights has cut it."""
+"""Returns a server's answer to a request: `Ended.ABORTED` where a change of weights cut it."""
 
 
 def start(action: Callable[[], Any]) -> "Future[Any]":
-    """Runs an action in a daemon thread; returns its future result."""
+    """Runs `action` in a daemon thread; returns the future of its result."""
     future: Future[Any] = Future()
     threading.Thread(target=_settle, args=(future, action), daemon=True).start()
     return future
 
 
 def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Future[Any]]":
-    """Runs actions in `threads` daemon threads; returns their future results, in order."""
+    """Runs actions in at most `threads` daemon threads; returns their futures, in order."""
     tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), action) for action in actions]
     waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
     for task in tasks:
@@ -58,45 +57,46 @@ def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:
 
 
 def wait_for(future: "Future[Any]", is_there: Callable[[], object]) -> Any:
-    """Waits for the result of `future`, and calls `is_there` every SILENT_SECONDS, which raises
-    where the server is gone.
+    """Waits for the result of `future`.
+
+    is_there: Called every SILENT_SECONDS; raises if the server is gone.
     """
     while True:
         try:
             return future.result(SILENT_SECONDS)
         except TimeoutError:
-            if future.done():
+            if future.done():  # now, or the action itself raised a TimeoutError
                 return future.result()
             is_there()
 
 
 class Submitted(NamedTuple):
-    """A request that a server answers."""
+    """A request that was submitted."""
 
     name: str
-    weights: str  # the name of those that it was submitted with
+    weights: str  # the name of the server's weights at that time
     answer: "Future[Sampled]"
 
 
 @dataclass(slots=True)
 class Flight:
-    """The requests for completions of one step of prompts, as far as they are submitted."""
+    """The requests for the completions of one step."""
 
     submitted: list[Submitted] = field(default_factory=list)
-    # the completions, where they are more than an answer each
+    # The completions that `converse` samples; None: each request's answer is a completion.
     conversation: "Future[list[Sampled]] | None" = None
 
 
 @dataclass(slots=True)
 class InFlight:
-    """Requests by the step of their prompts, and the gate through which each goes to the server."""
+    """All requests, and a gate that keeps them from the server while its weights change."""
 
     ask: Ask
     threads: int
-    keeps: bool  # whether a request that was cut continues from there; else it begins again
-    flights: dict[int, Flight] = field(default_factory=dict)
+    keeps: bool  # whether an interrupted request keeps its tokens; else it starts over
+    flights: dict[int, Flight] = field(default_factory=dict)  # by the step of their prompts
     _gate: threading.Condition = field(default_factory=threading.Condition)
-    # steps after which the server's weights were made; None: the gate is closed
+    # the optimizer steps that the server's weights have had; None: the gate is closed
     _weights_version: int | None = None
     _sent: int = 0  # requests that the server has not answered yet
     _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
@@ -105,20 +105,20 @@ class InFlight:
     _has_threads: bool = False
 
     def open(self, version: int) -> None:
-        """Lets requests go to the server, whose weights are those after `version` steps."""
+        """Opens the gate: the server has the weights of `version` optimizer steps."""
         with self._gate:
             self._weights_version = version
             self._gate.notify_all()
 
     def close(self, cut: Callable[[], object], seconds: float) -> None:
-        """Holds new requests back, and waits until the server has answered those that were sent.
+        """Closes the gate, and waits until the server has answered all requests that it has.
 
         Args:
-            cut: Makes the server end its answers; called while any is awaited.
+            cut: Makes the server end its answers; called repeatedly until all have ended.
             seconds: The longest wait.
 
         Raises:
-            UserError: Some were not answered in that time.
+            UserError: The server has not answered all in that time.
         """
         deadline = time.monotonic() + seconds
         with self._gate:
@@ -142,44 +142,47 @@ class InFlight:
         known: Mapping[str, Sampled],
         note: Callable[[str, Sampled], None],
     ) -> "list[Future[Sampled]]":
-        """Asks for completions of `requests`, by their names, except those that are `known`.
-        Returns them, in order.
+        """Submits `requests`; returns the futures of their completions, in order.
 
         Args:
             prompts_step: The step of their prompts.
-            weights: The name of the weights that the server has.
-            requests: In order.
-            sampling: Of all of them.
-            known: Completions by the names of their requests; one without tokens was lost, and is
-                counted as cut.
-            note: Keeps a completion as soon as it is there.
+            weights: The name of the server's weights.
+            requests: By name.
+            sampling: For all of them.
+            known: Completions by the names of their requests, which are not sampled again. One
+                without tokens, such as LOST, is sampled, and its interruptions are counted.
+            note: Called with the name and the completion as soon as it is sampled.
         """
         self._start_threads()
         flight = self.flights.setdefault(prompts_step, Flight())
         answers = []
         for name, request in requests.items():
             future: Future[Sampled] = Future()
-            before = known.get(name, NOTHING)
-            if before.token_ids:
-                future.set_result(before)
+            so_far = known.get(name, NOTHING)
+            if so_far.token_ids:
+                future.set_result(so_far)
             else:
-                self._waiting.put((future, self._make_task(name, request, sampling, before, note)))
+                task = partial(self._complete_and_note, name, request, sampling, so_far, note)
+                self._waiting.put((future, task))
             answers.append(future)
             flight.submitted.append(Submitted(name, weights, future))
         return answers
 
     def converse(self, prompts_step: int, conversation: Callable[[], list[Sampled]]) -> None:
-        """Has a thread sample the completions of the prompts of `prompts_step` by
-        `conversation`, which submits requests for them.
+        """Runs `conversation` in a thread.
+
+        It samples the completions of the prompts of `prompts_step`, and submits requests for them.
         """
         flight = Flight()
-        self.flights[prompts_step] = flight  # before the thread submits a request to it
+        self.flights[prompts_step] = flight  # before the thread calls `submit`, which looks for it
         flight.conversation = start(conversation)
 
     def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
         """Waits for the completions of the prompts of `prompts_step`, and removes their flight.
 
-        `is_there`: see `wait_for`. Raises the error of a completion that failed.
+        Raises the error of a completion that failed.
+
+        is_there: As in `wait_for`.
         """
         flight = self.flights[prompts_step]
         taken: list[Sampled]
@@ -191,14 +194,15 @@ class InFlight:
         return taken
 
     def list_weights(self) -> Iterator[str]:
-        """The names of the weights that requests were submitted with."""
+        """Yields for each request the name of the weights with which it was submitted."""
         for flight in self.flights.values():
             for request in tuple(flight.submitted):
                 yield request.weights
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields what a checkpoint keeps of each request: its step, name, weights, and the
-        completion as JSON, which is None until the server has answered. `read_lines` reads it.
+        """Yields a line of a checkpoint for each request, for `read_lines`.
+
+        `sampled` is the completion, None until the server has answered.
         """
         for prompts_step, flight in self.flights.items():
             for name, weights, answer in tuple(flight.submitted):
@@ -222,23 +226,20 @@ class InFlight:
             future, task = self._waiting.get()
             _settle(future, task)
 
-    def _make_task(
+    def _complete_and_note(
         self,
         name: str,
         request: Request,
         sampling: Sampling,
-        before: Sampled,
+        so_far: Sampled,
         note: Callable[[str, Sampled], None],
-    ) -> Callable[[], Sampled]:
-        def task() -> Sampled:
-            sampled = self._complete(request, sampling, before)
-            note(name, sampled)
-            return sampled
-
-        return task
+    ) -> Sampled:
+        sampled = self._complete(request, sampling, so_far)
+        note(name, sampled)
+        return sampled
 
     def _complete(self, request: Request, sampling: Sampling, so_far: Sampled) -> Sampled:
-        """Asks the server until the completion is whole: each change of weights cuts an answer."""
+        """Asks the server again after each change of weights, until the completion has ended."""
         most = sampling.limit(request)
         while True:
             with self._count_request() as version:
@@ -256,8 +257,9 @@ class InFlight:
 
     @contextmanager
     def _count_request(self) -> Iterator[int]:
-        """Waits until the gate is open, then counts a request as sent for the length of the block,
-        which `close` waits for. Yields the version of the server's weights.
+        """Waits for the gate; yields the version of the server's weights.
+
+        Within the block a request is at the server, and `close` waits for it.
         """
         with self._gate:
             self._gate.wait_for(lambda: self._weights_version is not None)
@@ -273,13 +275,15 @@ class InFlight:
 
 
 NOTHING = Sampled([], [], 0.0, Ended.CUT)
-LOST = replace(NOTHING, cuts=1)  # a request whose completion was not there when the run was stopped
+LOST = replace(NOTHING, cuts=1)  # the end of a run interrupted the request
 
 
 def _continue(request: Request, so_far: Sampled, most: int) -> Request:
-    """Makes the request for the tokens after `so_far`, up to `most` in all.
+    """Makes the request for the tokens after `so_far`.
 
-    Its seed is another one, or the server would draw the random numbers of the first tokens again.
+    Its seed differs, because the server would draw the first tokens' random numbers again.
+
+    most: The largest number of tokens of the completion, with those `so_far`.
     """
     sampled_ids = so_far.token_ids
     if not sampled_ids:
@@ -289,7 +293,7 @@ def _continue(request: Request, so_far: Sampled, most: int) -> Request:
 
 
 def read_lines(lines: Sequence[Mapping[str, Any]]) -> dict[str, Sampled]:
-    """Reads the lines of `describe_lines`: request's name -> completion; `LOST` if not answered."""
+    """Reads the lines of `describe_lines`: request's name -> completion, or LOST without one."""
     return {
         line["request"]: Sampled.of_json(line["sampled"]) if line["sampled"] else LOST
         for line in lines

@@ -1,4 +1,4 @@
-"""Scores of a judge: a model behind an OpenAI-compatible server, asked about each completion.
+"""A judge as a reward: a model behind an OpenAI-compatible server scores each completion.
 
 Imports no torch.
 """
@@ -17,31 +17,35 @@ from finetune.config.judge import Judge, fill_prompt
 from finetune.errors import UserError, printable
 from finetune.files.network import send
 
-WAITS = (0.5, 1.0)  # seconds before an address that has failed is asked again
-SPARE = 0.5  # seconds before the time limit of the process, which could not say what was slow
-SHOWN = 100  # characters of an answer
+WAITS = (0.5, 1.0)  # seconds before the second and the third try
+SPARE = 0.5  # seconds that a judge stops before the time limit, which could not say what was slow
+SHOWN = 100  # characters of an answer in an error
 
 
 class Fault(str):
-    """Why a completion has no score. A text, and so no number."""
+    """The reason why a completion has no score. `is_score` accepts no text."""
 
     __slots__ = ()
 
 
 class JudgeReward:
-    """A judge with the arguments of a reward function; the columns that its prompt names are
-    arguments too.
+    """A judge as a reward function.
+
+    Its signature has the columns that the judge's prompt names.
     """
 
     def __init__(self, judge: Judge, seconds: float) -> None:
-        """`seconds`: how long all completions of a step may take together.
+        """Raises `UserError` where the environment does not have the judge's key.
 
-        Raises `UserError` where the environment does not have the key.
+        seconds: The time for all completions of a step together.
         """
         names = dict.fromkeys(("prompts", "completions", *judge.places))
-        columns = [name for name in names if name not in ("prompt", "completion")]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        self.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in columns])
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in names
+            if name not in ("prompt", "completion")
+        ]
+        self.__signature__ = inspect.Signature(parameters)
         self._judge = judge
         self._seconds = seconds
         self._headers = _read_key(judge)
@@ -49,7 +53,7 @@ class JudgeReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | Fault]:
-        """The score of each completion, or why it has none."""
+        """Returns for each completion the judge's score, or a fault."""
         deadline = time.monotonic() + max(0.5 * self._seconds, self._seconds - SPARE)
         questions = []
         for place, completion in enumerate(completions):
@@ -59,6 +63,7 @@ class JudgeReward:
             return list(pool.map(partial(self._score, deadline), questions))
 
     def _score(self, deadline: float, question: str) -> float | Fault:
+        """Asks the judge; returns the number in its answer, by the judge's regex, or a fault."""
         url = f"{self._judge.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         body = {
             "model": self._judge.model,
@@ -77,12 +82,16 @@ class JudgeReward:
             said = printable(answer[:SHOWN].decode(errors="replace"))
             return Fault(f"{url}: no answer of a chat completion: {said}")
         try:
-            return float(matches[-1][matches[-1].re.groups and 1])
+            group = 1 if matches[-1].re.groups else 0
+            return float(matches[-1][group])
         except (LookupError, ValueError, TypeError):
             return Fault(f"{url}: no number for {self._judge.regex} in {text[-SHOWN:]!r}")
 
     def _ask(self, url: str, body: Mapping[str, Any], deadline: float) -> bytes:
-        """The server's answer, which is asked again after a fault. Raises `UserError`."""
+        """Returns the server's answer; tries again after an error, until `deadline`.
+
+        Raises `UserError` where the last try fails.
+        """
         for wait in (*WAITS, None):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -99,7 +108,7 @@ class JudgeReward:
 
 
 def _read_key(judge: Judge) -> dict[str, str]:
-    """The header with the key. Raises `UserError` where the environment does not have it."""
+    """Returns the header with the judge's key. Raises `UserError` where it is not set."""
     if judge.api_key_env is None:
         return {}
     key = os.environ.get(judge.api_key_env)

@@ -1,5 +1,5 @@
-"""Reward models that pay sampled completions: frozen, all of each on every rank, which scores a
-share of them.
+"""Reward models that score sampled completions. Each rank has a full frozen copy of every reward
+model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class RewardModel:
 
     text: RewardText
     model: nn.Module
-    most_tokens: int  # in one forward of several documents; 0: each has a forward of its own
+    most_tokens: int  # limit of a forward with several documents; 0: one document a forward
 
     @property
     def name(self) -> str:
@@ -50,43 +50,46 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, documents: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each document, which is a list of token ids. No other rank takes part."""
+        """Scores each of the `documents`, lists of token ids. No other rank takes part."""
         pad_id = find_pad_id(self.text.tokenizer)
         device = next(self.model.parameters()).device
         scores: list[float] = []
-        for some in self._share_forwards(documents):
-            micro_batch = pack_documents([_mark_scored(ids, pad_id) for ids in some]).to(device)
-            of_tokens = self.model(**micro_batch.inputs, head_function=head_scores)
-            scores += of_tokens[: len(some), 0].tolist()  # after them come places without a label
+        for batch in self._split_batches(documents):
+            micro_batch = pack_documents([_mark_scored(ids, pad_id) for ids in batch]).to(device)
+            # a score for each label, then for the padding of labels
+            label_scores = self.model(**micro_batch.inputs, head_function=head_scores)
+            scores += label_scores[: len(batch), 0].tolist()
         return scores
 
-    def _share_forwards(self, documents: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-        """Yields the documents of each forward."""
-        some: list[Sequence[int]] = []
+    def _split_batches(self, documents: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """Yields the documents of each forward, in order."""
+        batch: list[Sequence[int]] = []
         for ids in documents:
-            if some and sum(map(len, some)) + len(ids) > self.most_tokens:
-                yield some
-                some = []
-            some.append(ids)
-        if some:
-            yield some
+            if batch and sum(map(len, batch)) + len(ids) > self.most_tokens:
+                yield batch
+                batch = []
+            batch.append(ids)
+        if batch:
+            yield batch
 
 
 def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
-    """A document with a label at its last token that is no pad token, where transformers' class
-    reads the score.
+    """Makes an example with one label, at the last token that is not padding.
+
+    There transformers' class reads the score.
     """
     input_ids = np.array(ids, np.int32)
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
     own = np.flatnonzero(input_ids != pad_id)
-    labels[own[-1] if len(own) else -1] = 0
+    scored = own[-1] if len(own) else -1
+    labels[scored] = 0
     return Example(input_ids, labels)
 
 
 def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
-    """The reward models of the recipe, in the run's compute dtype.
+    """Loads the recipe's reward models in the run's compute dtype.
 
-    Raises `UserError` for one that cannot be reached, or whose files do not fit its config.
+    Raises `UserError` where a model is unreachable, or its files do not match its config.
     """
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     models = []
@@ -97,14 +100,15 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
         install_loss(model)
         install_experts(model, world, dtype, is_compiled=False)
         fill_on_device(model, values, world.device)
-        packs = recipe.data.packing and can_continue(model)
-        tokens = recipe.data.max_length * recipe.batch.per_device_train_batch_size
-        models.append(RewardModel(text, model, tokens if packs else 0))
+        most_tokens = 0
+        if recipe.data.packing and can_continue(model):
+            most_tokens = recipe.data.max_length * recipe.batch.per_device_train_batch_size
+        models.append(RewardModel(text, model, most_tokens))
     return models
 
 
 def check_reward_models(recipe: Recipe) -> None:
-    """Finds problems of the reward models' files, from their headers alone. Raises `UserError`."""
+    """Raises `UserError` for problems in the files of reward models; reads only their headers."""
     for name in recipe.rollout.reward_models:
         keys = keys_of_reward(name, recipe)
         if is_here(keys):
@@ -112,9 +116,9 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Returns (a reward model on meta, its parameters' values).
+    """Returns (a reward model on the meta device, its parameters' values).
 
-    Raises `UserError` as `load_reward_models`.
+    Raises `UserError` as `load_reward_models` does, and for quantized weights.
     """
     config = load_config(keys)
     forget_quantization(config)

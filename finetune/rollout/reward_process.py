@@ -1,14 +1,11 @@
-"""The process of rewards and tools: JSON lines in and out, functions of a user's files between.
+"""The process that runs the users' reward functions, tools and environments. No torch here.
 
-No torch here.
+It reads questions and writes answers as JSON lines. The first question names the functions.
+`Functions.answer` describes the others. Each question has a random word, which its answer repeats.
 
-The first line says which functions; every other line is a step's completions, one function's turn,
-calls of tools, or what environments are asked. Each line has a word that its answer repeats. What
-the functions print goes to stderr.
-
-Answers go through a pipe that user code is not given: no standard stream, closed in its children,
-and whoever finds it does not know the word. The process leads a group, and ends it with itself once
-the run is gone.
+User code cannot answer by mistake: the pipe of the answers is no standard stream, is closed in
+child processes, and takes only answers with the question's word. What user code prints goes to
+stderr. The process leads a process group, which it kills when the run has ended.
 """
 
 import fcntl
@@ -21,12 +18,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-
-import psutil
 
 from finetune.config.judge import is_judge, read_judge
 from finetune.config.reward_names import name_of_reward
@@ -39,14 +33,20 @@ from finetune.rollout.user_calls import (
     call_tools,
     describe_score,
     is_score,
+    kill_all,
     limit_of_one,
+    list_children,
     settle,
     time_limit,
 )
 
 Scores = list[float | None]
-FIRST_FILE = 256  # the lowest number that the pipe gets
-FILES = 512  # it is one of so many
+FIRST_FILE = 256  # the lowest number of a file that `_hide` draws
+FILES = 512  # how many numbers it draws from
+ENVIRONMENTS = "environments"  # the argument with the completions' environments
+LISTS = ("prompts", "completions", "completion_ids")  # the arguments with an entry a completion
+CALLBACKS = ("log_extra", "log_metric")  # arguments that TRL gives; here they do nothing
+ARGUMENTS = (*LISTS, "trainer_state", *CALLBACKS)
 
 
 class NoScores(UserError):
@@ -56,26 +56,14 @@ class NoScores(UserError):
 def score(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> list[Any]:
-    """Calls a function; returns its result, whatever it is.
+    """Calls a reward function; returns a value for each completion, which may be no score.
 
     Raises:
         NoScores: It did not return one value for each completion.
         UserError: It raised, or took longer than `seconds`.
     """
     count = len(step["completions"])
-    arguments = step["columns"] | {
-        key: step[key] for key in ("prompts", "completions", "completion_ids")
-    }
-    arguments |= {"trainer_state": SimpleNamespace(**step["state"])}
-    # of TRL's trainer
-    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
-    accepted = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
-        arguments = {
-            key: value
-            for key, value in arguments.items()
-            if key in {each.name for each in accepted}
-        }
+    arguments = _choose_arguments(function, step)
     with explained(f"{name}, a reward", function, is_isolated=True), time_limit(seconds):
         returned = settle(function(**arguments))
         is_list = hasattr(returned, "__iter__") and not isinstance(
@@ -94,14 +82,19 @@ def score(
     return scores
 
 
-ENVIRONMENTS = "environments"  # the argument with them, beside the columns
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that the function takes: TRL's, and the data's columns."""
+    arguments = {**step["columns"], **{name: step[name] for name in LISTS}}
+    arguments["trainer_state"] = SimpleNamespace(**step["state"])
+    arguments |= dict.fromkeys(CALLBACKS, lambda *_, **__: None)
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Raises `UserError` where a function needs an argument that is neither TRL's nor one of the
-    data's `columns`.
-    """
+    """Raises `UserError` for a required argument that is neither TRL's nor one of the `columns`."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [
         each.name
@@ -120,7 +113,7 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
 def check_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> Scores:
-    """Returns a function's result as scores. Raises `UserError` for the first that is no number."""
+    """Returns a function's result as scores. Raises `UserError` for the first that is none."""
     for value, completion in zip(returned, step["completions"], strict=True):
         if not is_score(value):
             text = json.dumps(completion, ensure_ascii=False)
@@ -132,10 +125,13 @@ def check_scores(
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """Returns (scores, which failed and got 0): one completion after another where the function
-    raises over all of them.
+    """Scores completions, with 0 for those where the function fails.
 
-    What is no list of a score for each completion says nothing about any: all of them fail.
+    Where it raises for all together, it scores one after another. Where it returns anything but a
+    list of one value for each, all fail.
+
+    Returns:
+        (the scores, whether each failed).
     """
     count = len(step["completions"])
     try:
@@ -161,7 +157,7 @@ def score_each(
 def _with_zeros(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> tuple[Scores, list[bool]]:
-    """Returns (scores, with 0 for each that is no number; whether each is one of these)."""
+    """Returns (the scores, with 0 for values that are none; whether each value is none)."""
     failed = [not is_score(value) for value in returned]
     if any(failed):
         try:
@@ -173,16 +169,13 @@ def _with_zeros(
 
 
 def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """A step with the completion at `place` alone."""
-    lists = ("prompts", "completions", "completion_ids")
+    """Returns the step with only the completion at `place`."""
     columns = {name: [values[place]] for name, values in step["columns"].items()}
-    return {**step, **{name: [step[name][place]] for name in lists}, "columns": columns}
+    return {**step, **{name: [step[name][place]] for name in LISTS}, "columns": columns}
 
 
 class Functions:
-    """The functions and tools that the first line has named, and the step whose completions they
-    score.
-    """
+    """The functions, tools and environments of a run, and the step that is scored."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         names: Sequence[str] = settings["names"]
@@ -203,15 +196,15 @@ class Functions:
         self._step: dict[str, Any] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request, whose keys say what it asks for.
+        """Answers a request. Its keys say what it asks for.
 
         Args:
             request: One of these, all JSON:
-                `known`: column names; checks that the functions take them. Comes first.
-                `calls` and `seconds`: calls of tools, and the longest that one may take.
-                `do`, `items` and `seconds`: an action of environments, and an item for each.
-                `function`: the index of a function; scores the last `step`, which may come with
-                the request, or the completion at one `place` of it.
+                `known`: the names of the data's columns; checks the functions' arguments.
+                `calls` and `seconds`: calls of tools, and their time limit.
+                `do`, `items` and `seconds`: see `EnvironmentProcesses.ask`.
+                `function`: the index of a function; scores the last `step`, or only its completion
+                at `place`. The request may bring the `step`.
 
         Raises:
             UserError: A function fails, unless failures are counted.
@@ -221,11 +214,9 @@ class Functions:
                 check_arguments(name, function, request["known"])
             return {}
         if "calls" in request:
-            return {
-                "results": call_tools(
-                    self._tools, request["calls"], request["seconds"], counts=self._counts
-                )
-            }
+            seconds = request["seconds"]
+            results = call_tools(self._tools, request["calls"], seconds, counts=self._counts)
+            return {"results": results}
         if "do" in request:
             items = [item | {"keeps_state": self._reads_states} for item in request["items"]]
             return {"answers": self._processes.ask(request["do"], items, request["seconds"])}
@@ -234,6 +225,10 @@ class Functions:
             columns = self._step["columns"]
             if ENVIRONMENTS in columns:
                 columns[ENVIRONMENTS] = list(map(thaw, columns[ENVIRONMENTS]))
+        return self._score(request)
+
+    def _score(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Scores the step, or its completion at the request's `place`, with one function."""
         step = self._step
         seconds = self._seconds
         if "place" in request:
@@ -253,14 +248,17 @@ def _takes_environments(function: Callable[..., Any]) -> bool:
 
 
 def _load(name: str, seconds: float) -> Callable[..., Any]:
-    """The function of an entry of `rewards`. Raises `UserError` where it cannot be loaded."""
+    """Loads the function of an entry of `rewards`. Raises `UserError` where that is impossible."""
     if is_judge(name):
         return JudgeReward(read_judge(name), seconds)
-    return load_shipped(name) if name in FUNCTIONS else load(name)
+    if name in FUNCTIONS:
+        return load_shipped(name)
+    function: Callable[..., Any] = load(name)
+    return function
 
 
 def main(questions: int, answers: int) -> None:
-    """Answers each line of the file `questions` in the file `answers`."""
+    """Reads questions from one file and writes the answers to another, given by their numbers."""
     answers = _hide(answers)
     for descriptor in (questions, answers):
         os.register_at_fork(after_in_child=partial(os.close, descriptor))
@@ -280,11 +278,14 @@ def main(questions: int, answers: int) -> None:
             except UserError as error:
                 answer = {"error": str(error)}
             _write(answers, json.dumps({**answer, "word": asked["word"]}).encode() + b"\n")
-    watcher.join()  # which ends this process
+    watcher.join()  # the watcher ends this process
 
 
 def _hide(file: int) -> int:
-    """The same file under a number that is drawn, closed in whatever is started from here."""
+    """Gives the open file a random number, and has programs that are started from here not get it.
+
+    Returns the number.
+    """
     moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FILE + secrets.randbelow(FILES))
     os.close(file)
     return moved
@@ -297,16 +298,11 @@ def _write(file: int, content: bytes) -> None:
 
 
 def _end_with_the_run(questions: int) -> None:
-    """Waits until nobody can ask any more, then ends this process and what its functions have
-    started.
-    """
+    """Waits until the run has closed its end of the pipe, then kills this process's group."""
     poll = select.poll()
-    poll.register(questions, 0)  # only that the other end is closed
+    poll.register(questions, 0)  # no event but a closed pipe
     poll.poll()
-    # those too that lead a group of their own
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            child.kill()
+    kill_all(list_children(os.getpid()))  # some may have left the process group
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -1,6 +1,4 @@
-"""Rewards and tools: the functions of a recipe, asked in a process of their own with a time
-limit.
-"""
+"""Rewards, tools and environments of a recipe: a separate process runs them within time limits."""
 
 import json
 import os
@@ -18,13 +16,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from finetune.config.methods import RolloutKeys
 from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import file_of
 from finetune.errors import UserError
-from finetune.rollout.user_calls import SECONDS_TO_STOP, limit_of_one
+from finetune.rollout.user_calls import (
+    SECONDS_TO_STOP,
+    has_ended,
+    kill_all,
+    limit_of_one,
+    list_children,
+)
 
 SECONDS_TO_START = 60.0
 STDERR = 2
@@ -36,19 +38,19 @@ class Scores:
 
     # [functions][completions]; None: the function gave no score
     by_function: list[list[float | None]]
-    failures: int  # completions that got a 0 because a function failed
+    failures: int  # completions with a 0 because a function or an environment failed
 
 
 class ProcessLost(UserError):
-    """The process ended, did not answer in time, or another wrote in its place.
+    """The process ended, did not answer in time, or user code wrote in its place.
 
-    The next question starts a new one.
+    The next question starts a new process.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RewardProcess:
-    """The process, and this side of its two pipes: where nobody holds them any more, it ends."""
+    """The process, and the run's ends of its two pipes. It ends when they are closed."""
 
     handle: subprocess.Popen[bytes]
     questions: FileIO
@@ -56,22 +58,17 @@ class RewardProcess:
 
     @classmethod
     def start(cls) -> "RewardProcess":
-        """A new process, which leads a group of its own: Ctrl-C is for the run."""
+        """Starts a process in a process group of its own, which Ctrl-C does not reach."""
         root = Path(__file__).resolve().parents[2]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
         its_questions, questions = os.pipe()
         answers, its_answers = os.pipe()
+        command = [sys.executable, "-m", "finetune.rollout.reward_process"]
         try:
             handle = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "finetune.rollout.reward_process",
-                    str(its_questions),
-                    str(its_answers),
-                ],
+                [*command, str(its_questions), str(its_answers)],
                 stdin=subprocess.DEVNULL,
-                stdout=STDERR,  # what functions print is not a rank's output
+                stdout=STDERR,  # a rank's stdout is not for what functions print
                 pass_fds=(its_questions, its_answers),
                 start_new_session=True,
                 env=environment,
@@ -85,31 +82,21 @@ class RewardProcess:
             os.close(its_answers)
         return cls(handle, FileIO(questions, "w"), FileIO(answers))
 
-    def has_ended(self) -> bool:
-        """Whether it has ended; its exit code is kept."""
-        return (
-            os.waitid(os.P_PID, self.handle.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        )
-
     def end(self) -> int:
-        """Kills it and what its functions have started; returns its exit code."""
-        started: list[psutil.Process] = []
-        with suppress(psutil.Error):  # what has left its group is still its child
-            started = psutil.Process(self.handle.pid).children(recursive=True)
+        """Kills the process and its children; returns its exit code."""
+        children = list_children(self.handle.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, signal.SIGKILL)
-        for each in started:
-            with suppress(psutil.Error):
-                each.kill()
+        kill_all(children)  # some may have left the process group
         self.questions.close()
         self.answers.close()
         return self.handle.wait()
 
 
 class Rewards:
-    """The reward functions and tools of a recipe.
+    """The reward functions, tools and environments of a recipe.
 
-    The process starts at the first call, and ends with this one.
+    Their process starts at the first call, and ends with the run.
     """
 
     def __init__(self, keys: RolloutKeys) -> None:
@@ -117,10 +104,10 @@ class Rewards:
         self._keys = keys
         self._counts = keys.on_bad_reward == "zero"
         self._process: RewardProcess | None = None
-        self._step: dict[str, Any] = {}  # whose completions are scored
-        self._knows_step = False  # whether the process has it
-        self._places = 0  # of completions with environments, given out so far
-        # Completions that are sampled ahead ask, too; the process answers one after another.
+        self._step: dict[str, Any] = {}  # the completions to score, with their columns
+        self._knows_step = False  # the process has `_step`
+        self._places = 0  # the number of places that were reserved
+        # Threads that sample ahead ask, too. The process answers one question after another.
         self._asking = threading.RLock()
 
     def score(
@@ -132,58 +119,63 @@ class Rewards:
         state: dict[str, Any],
         lost: Sequence[bool] = (),
     ) -> Scores:
-        """Scores completions, in one call of each function.
+        """Scores completions by one call of each function.
 
         Args:
-            prompts, completions: As TRL gives them: text, or lists of messages.
-            completion_ids: The tokens of each.
-            columns: Of the rows, by name, a value for each completion.
-            state: Attributes of the functions' `trainer_state`.
-            lost: Of each completion, whether its environment has failed, which counts too.
+            prompts: Text or lists of messages, as TRL gives them.
+            completions: Text or lists of messages, as TRL gives them.
+            completion_ids: The tokens of each completion.
+            columns: The rows' columns: name -> a value for each completion.
+            state: The attributes of the functions' `trainer_state`.
+            lost: Whether each completion's environment has failed; empty: none has.
 
         Raises:
-            UserError: A function raised, took too long or returned what is no reward, and
-                `on_bad_reward` is error.
+            UserError: A function raised, took too long or returned something else than rewards,
+                and `on_bad_reward` is error.
         """
         self._step = {
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids,
+            "columns": columns,
+            "state": state,
         }
-        self._step |= {"columns": columns, "state": state}
         self._knows_step = False
         by_function: list[list[float | None]] = []
-        failed = list(lost) or [False] * len(completions)
+        failed = {place for place, is_lost in enumerate(lost) if is_lost}
         for number in range(len(self.names)):
             answer = self._score_by(number)
             by_function.append(answer["scores"])
-            failed = [
-                one or other
-                for one, other in zip(failed, answer.get("failed", failed), strict=True)
-            ]
-        return Scores(by_function, sum(failed))
+            failures = enumerate(answer.get("failed", ()))
+            failed.update(place for place, is_failed in failures if is_failed)
+        return Scores(by_function, len(failed))
 
     def reserve_places(self, completions: int) -> int:
-        """Returns the first of so many places, by which the environments of completions are
-        known.
-        """
+        """Reserves a place for the environment of each completion; returns the first place."""
         first = self._places
         self._places += completions
         return first
 
     def check_arguments(self, columns: Sequence[str]) -> None:
-        """Raises `UserError` where a function or a tool is not there, or takes what no column of
-        the data is.
+        """Raises `UserError` where a function or a tool cannot be loaded, or needs another column.
+
+        columns: The names of the data's columns.
         """
         self._start()
         self._exchange({"known": columns}, SECONDS_TO_START)
 
     def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
-        """Returns for each call, a name with arguments and the completion's place, (the text that
-        the model reads, whether it failed).
+        """Calls tools.
 
-        Raises `UserError` where they take too long together, or end their process, and
-        `on_bad_reward` is error.
+        Args:
+            calls: The `name` and `arguments` of each call, and the `place` of its completion.
+
+        Returns:
+            (the text that the model reads, whether the call failed), for each call.
+
+        Raises:
+            UserError: The calls took too long together, or ended the process, and `on_bad_reward`
+                is error.
         """
         if self._keys.environment:
             answers = self.ask_environments("call", calls)
@@ -192,7 +184,7 @@ class Rewards:
             return self._call(calls, self._keys.reward_timeout_seconds)
         results: list[tuple[str, bool]] = []
         limit = limit_of_one(self._keys.reward_timeout_seconds, max(1, len(calls)))
-        for each in calls:  # one that ends the process takes no other with it
+        for each in calls:  # one by one: a call that ends the process does not lose the others
             try:
                 results += self._call([each], limit)
             except ProcessLost as error:
@@ -201,13 +193,13 @@ class Rewards:
         return results
 
     def ask_environments(self, do: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the answers of completions' environments, as `EnvironmentProcesses.ask` does.
+        """Asks the completions' environments, as `EnvironmentProcesses.ask` does.
 
-        Raises `UserError` for the first that does something wrong, and `on_bad_reward` is error.
+        Raises `UserError` for the first problem where `on_bad_reward` is error.
         """
         seconds = self._keys.reward_timeout_seconds
         count = max(1, len(items))
-        most = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)  # if one process has all
+        most = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)  # if one process has them
         question = {"do": do, "items": items, "seconds": seconds}
         try:
             with self._asking:
@@ -229,8 +221,9 @@ class Rewards:
             process.end()
 
     def _score_by(self, number: int) -> dict[str, Any]:
-        """The answer of one function over all completions; where it loses the process and that
-        counts, over each.
+        """Scores all completions with one function: `scores`, and `failed` if failures count.
+
+        If the function ends the process and failures count, it scores one after another.
         """
         limit = self._keys.reward_timeout_seconds
         count = len(self._step["completions"])
@@ -238,7 +231,7 @@ class Rewards:
         if not self._counts:
             return self._ask_score({"function": number}, limit)
         try:
-            # all at once, and then each
+            # The process, too, scores one after another if the function raises over all.
             return self._ask_score({"function": number}, limit + count * of_one)
         except ProcessLost as error:
             print(error, file=sys.stderr)
@@ -255,6 +248,7 @@ class Rewards:
         return {"scores": scores, "failed": failed}
 
     def _ask_score(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Asks for scores; sends the step with the question if the process does not have it."""
         with self._asking:
             self._start()
             if not self._knows_step:
@@ -271,29 +265,30 @@ class Rewards:
         return [tuple(each) for each in answer["results"]]
 
     def _start(self) -> None:
-        """Starts the process, unless it runs. Raises `UserError` where a file cannot be loaded."""
-        if self._process is not None and not self._process.has_ended():
+        """Starts the process, unless it runs. Raises `UserError` if it cannot load a file."""
+        if self._process is not None and not has_ended(self._process.handle.pid):
             return
         self.close()
         self._process = RewardProcess.start()
         self._knows_step = False
-        named = {
+        settings = {
             "names": self._keys.reward_functions,
             "tools": self._keys.tools,
             "environments": list(dict.fromkeys(self._keys.environments.values())),
             "processes": self._keys.environment_processes,
             "counts_failures": self._counts,
+            "seconds": self._keys.reward_timeout_seconds,
         }
         try:
-            self._exchange(named | {"seconds": self._keys.reward_timeout_seconds}, SECONDS_TO_START)
+            self._exchange(settings, SECONDS_TO_START)
         except UserError as error:  # the next question starts it again
             self.close()
-            raise UserError(str(error)) from None  # what cannot be loaded is no bad reward
+            raise UserError(str(error)) from None  # no `ProcessLost`, which may be counted
 
     def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a question.
+        """Asks a question; returns its answer.
 
-        Whatever interrupts it ends the process, whose answer would be the next one's.
+        An interruption ends the process: its late answer would be read as the next one.
 
         Raises:
             ProcessLost: There is no answer.
@@ -314,7 +309,7 @@ class Rewards:
         return answer
 
     def _describe_files(self, question: Mapping[str, Any]) -> str:
-        """The key that names what a question asks, and its files."""
+        """Returns the recipe's key and the files of what a question asks."""
         key = "rewards"
         named = self._keys.reward_files
         if "calls" in question:
@@ -326,20 +321,18 @@ class Rewards:
         return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in named))}"
 
     def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends a question; returns its answer. Raises `ProcessLost`."""
         process = self._process
         assert process is not None
         where = self._describe_files(question)
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
+        sent = json.dumps(question | {"word": word}).encode() + b"\n"
         try:
-            _write(
-                process.questions.fileno(),
-                json.dumps(question | {"word": word}).encode() + b"\n",
-                deadline,
-            )
+            _write(process.questions.fileno(), sent, deadline)
             line = _read_line(process.answers.fileno(), deadline)
         except (BrokenPipeError, EOFError):
-            with suppress(subprocess.TimeoutExpired):  # its own exit code, where it ends by itself
+            with suppress(subprocess.TimeoutExpired):  # if it ends by itself, its code says why
                 process.handle.wait(SECONDS_TO_STOP)
             self._process = None
             code = process.end()
@@ -372,10 +365,10 @@ def _read_result(answer: Mapping[str, Any]) -> tuple[str, bool]:
 def _write(file: int, content: bytes, deadline: float) -> None:
     """Writes all of `content`.
 
-    Raises `TimeoutError`, or `BrokenPipeError` where the other side has ended.
+    Raises `TimeoutError`, or `BrokenPipeError` if the reader has ended.
     """
     os.set_blocking(file, False)
-    poll = select.poll()  # select() takes no number of a file above 1023
+    poll = select.poll()  # select() takes only file numbers up to 1023
     poll.register(file, select.POLLOUT)
     left = memoryview(content)
     while left:
@@ -386,7 +379,7 @@ def _write(file: int, content: bytes, deadline: float) -> None:
 
 
 def _read_line(file: int, deadline: float) -> bytes:
-    """A line. Raises `TimeoutError`, or `EOFError` where the other side has ended."""
+    """Reads a line. Raises `TimeoutError`, or `EOFError` if the writer has ended."""
     parts = bytearray()
     poll = select.poll()
     poll.register(file, select.POLLIN)

@@ -1,6 +1,6 @@
-"""The rewards that ship, with the arguments of TRL's: a score for each completion.
+"""The reward functions that ship: each returns a score for every completion.
 
-Imports no torch.
+They take the arguments that TRL's reward functions take. Imports no torch.
 """
 
 import re
@@ -22,61 +22,68 @@ THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.S)
 
 
 def _with_reasoning(completion: Any) -> str:
-    """A completion as text, with the reasoning that is read apart from the answer where there are
-    tools.
-    """
+    """Returns a completion as text, a message's separate reasoning in front in its tags."""
+    text = text_of(completion)
     if isinstance(completion, str):
-        reasoning = None
-    else:
-        reasoning = completion[-1].get("reasoning_content")
-    return (f"<think>{reasoning}</think>" if reasoning else "") + text_of(completion)
+        return text
+    reasoning = completion[-1].get("reasoning_content")
+    return f"<think>{reasoning}</think>{text}" if reasoning else text
 
 
 def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the completion is the answer, which may be a number.
+    """Returns 1 where the completion is the answer, else 0; None without an answer.
 
     >>> is_exact([" 4\\n", "five"], [4, "5"])
     [1.0, 0.0]
     """
-    pairs = zip(completions, answer, strict=True)
-    return [
-        None if right is None else float(text_of(each).strip() == str(right).strip())
-        for each, right in pairs
-    ]
+    scores: list[float | None] = []
+    for completion, right in zip(completions, answer, strict=True):
+        if right is None:
+            scores.append(None)
+        else:
+            scores.append(float(text_of(completion).strip() == str(right).strip()))
+    return scores
 
 
 def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the last number of the completion is the last of the answer, which for GSM8K stands
-    after ####.
+    """Returns 1 where completion and answer have the same last number, else 0; None without answer.
+
+    An answer of GSM8K ends with its number.
 
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
-    numbers = [_last_number(text_of(each)) for each in completions]
-    pairs = zip(numbers, answer, strict=True)
-    return [
-        None if right is None else float(n is not None and n == _last_number(str(right)))
-        for n, right in pairs
-    ]
+    scores: list[float | None] = []
+    for completion, right in zip(completions, answer, strict=True):
+        number = _last_number(text_of(completion))
+        if right is None:
+            scores.append(None)
+        else:
+            scores.append(float(number is not None and number == _last_number(str(right))))
+    return scores
 
 
 def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where math-verify finds the completion equal to the answer; nothing where it cannot read
-    the answer.
+    """Returns 1 where math-verify finds completion and answer equal, else 0.
+
+    None where it cannot read the answer.
     """
     from math_verify import parse, verify
 
-    # Their time limits would end that of the rewards, which is the same signal's.
-    answers = ["" if right is None else str(right) for right in answer]
-    read = [parse(text, parsing_timeout=None) for text in (*answers, *map(text_of, completions))]
-    pairs = zip(read[: len(answer)], read[len(answer) :], strict=True)
-    return [
-        float(verify(right, each, timeout_seconds=None)) if right else None for right, each in pairs
-    ]
+    scores: list[float | None] = []
+    # Without math-verify's time limits: they use the same signal as that of the rewards.
+    for completion, right in zip(completions, answer, strict=True):
+        expected = None if right is None else parse(str(right), parsing_timeout=None)
+        if not expected:
+            scores.append(None)
+            continue
+        given = parse(text_of(completion), parsing_timeout=None)
+        scores.append(float(verify(expected, given, timeout_seconds=None)))
+    return scores
 
 
 def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion is reasoning and then an answer, each once in its tags.
+    """Returns 1 where the completion is reasoning and then an answer, each once in its tags.
 
     >>> has_format(["<think>2+2</think><answer>4</answer>", "<answer>4</answer>"])
     [1.0, 0.0]
@@ -85,7 +92,7 @@ def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion begins with reasoning in its tags, once; TRL's think_format_reward.
+    """Returns 1 where the completion begins with its only reasoning, as TRL's think_format_reward.
 
     >>> thinks_first(["<think>2+2</think>4", "4", "<think><think></think>"])
     [1.0, 0.0, 0.0]
@@ -96,14 +103,14 @@ def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
 def leaves_room(
     completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
 ) -> list[float]:
-    """The share of max_completion_length that each completion leaves unused."""
+    """Returns the share of max_completion_length that each completion leaves unused."""
     return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
 
 
 def punishes_overlong(
     completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
 ) -> list[float]:
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+    """Returns DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
 
     >>> from types import SimpleNamespace
     >>> state = SimpleNamespace(max_completion_length=100, soft_punish_cache=20)
@@ -132,8 +139,9 @@ FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
 
 
 def load_shipped(name: str) -> Callable[..., Any]:
-    """The function of the row `name`; its package is imported here, whose seconds count for no
-    completion.
+    """Returns the shipped function `name`.
+
+    Imports its package now, so that the time limit of a step does not include the import.
     """
     if name in REWARD_PACKAGES:
         import_module(REWARD_PACKAGES[name])

@@ -1,68 +1,84 @@
-"""The turns of a completion: what was sampled is read as a message, tools answer its calls, and
-more is sampled.
+"""The turns of a completion: sampled tokens are read as a message, tools answer its calls, and the
+model samples the next turn.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.data.messages import Message
 from finetune.data.tool_calls import ToolTurns
 from finetune.rollout.engine import Ended, Request, Sampled
 from finetune.rollout.rewards import Rewards
 
-# a completion's place, the ids of results, calls, failed calls
-Answer = tuple[int, list[int], int, int]
+
+class ToolAnswer(NamedTuple):
+    """The results of the tools that one turn has called."""
+
+    place: int  # of the completion
+    ids: list[int]  # the results as the model reads them; empty: there is no room for them
+    calls: int
+    failed_calls: int
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The completions of a step while tools answer them.
-
-    The main rank has the rows and messages.
-    """
+    """The messages of a step's completions. Only the main rank has the rows and messages."""
 
     tools: ToolTurns
     process: Rewards
-    max_tokens: int  # of a completion, results included
-    rows: Sequence[Mapping[str, Any]]  # [completions]: of their prompts
-    messages: list[list[Message]]  # [completions]: so far
-    first_place: int = 0  # of their environments, of `Rewards.reserve_places`
+    max_tokens: int  # of a completion, results of tools included
+    rows: Sequence[Mapping[str, Any]]  # [completions]: the rows of their prompts
+    messages: list[list[Message]]  # [completions]: after the prompt, so far
+    first_place: int = 0  # of their environments, as `Rewards.reserve_places` returned it
 
     def answer(
-        self, pending: Sequence[int], made: Sequence[Sampled], *, may_call: bool
-    ) -> list[Answer]:
-        """The results for each completion of `pending` that calls tools; no ids where they have no
-        room.
+        self, pending: Sequence[int], sampled: Sequence[Sampled], *, may_call: bool
+    ) -> list[ToolAnswer]:
+        """Reads the last turns as messages, and calls their tools.
 
-        Raises `UserError` for a tool that takes too long.
+        Args:
+            pending: The places of the completions with a new turn.
+            sampled: All completions.
+            may_call: Whether these turns may call tools.
+
+        Returns:
+            An answer for each completion that has called tools.
+
+        Raises:
+            UserError: As `Rewards.call_tools`.
         """
-        called: list[tuple[int, Mapping[str, Any]]] = []
-        for i in pending:
-            message = self.tools.read(made[i].last_turn(), self.rows[i])
-            self.messages[i].append(message)
-            if may_call and made[i].ended is Ended.STOPPED:
-                called += [(i, call["function"]) for call in message.get("tool_calls", ())]
-        if called:
-            results = self.process.call_tools(
-                [{**function, "place": self.first_place + i} for i, function in called]
-            )
-        else:
-            results = []
-        of_completion: dict[int, list[tuple[Message, bool]]] = {}
-        for (i, function), (text, failed) in zip(called, results, strict=True):
-            said = {"role": "tool", "name": function["name"], "content": text}
-            of_completion.setdefault(i, []).append((said, failed))
-        return [self._add(i, made[i], turns) for i, turns in of_completion.items()]
-
-    def _add(self, i: int, made: Sampled, turns: Sequence[tuple[Message, bool]]) -> Answer:
-        said = [message for message, _ in turns]
-        ids = self.tools.encode_results(said, self.rows[i])
-        has_room = len(made.token_ids) + len(ids) < self.max_tokens
-        self.messages[i] += said if has_room else []
-        return i, ids if has_room else [], len(turns), sum(failed for _, failed in turns)
+        calls: list[dict[str, Any]] = []
+        callers: list[int] = []
+        for place in pending:
+            message = self.tools.read(sampled[place].last_turn(), self.rows[place])
+            self.messages[place].append(message)
+            if not (may_call and sampled[place].ended is Ended.STOPPED):
+                continue
+            for call in message.get("tool_calls", ()):
+                calls.append({**call["function"], "place": self.first_place + place})
+                callers.append(place)
+        if not calls:
+            return []
+        results: dict[int, list[Message]] = {}
+        failed_calls: Counter[int] = Counter()
+        called = self.process.call_tools(calls)
+        for place, call, (text, failed) in zip(callers, calls, called, strict=True):
+            result = {"role": "tool", "name": call["name"], "content": text}
+            results.setdefault(place, []).append(result)
+            failed_calls[place] += failed
+        answers = []
+        for place, messages in results.items():
+            ids = self.tools.encode_results(messages, self.rows[place])
+            if len(sampled[place].token_ids) + len(ids) < self.max_tokens:
+                self.messages[place] += messages
+            else:
+                ids = []
+            answers.append(ToolAnswer(place, ids, len(messages), failed_calls[place]))
+        return answers
 
 
 def take_turns(
@@ -70,38 +86,43 @@ def take_turns(
     sample: Callable[[Sequence[Request]], list[Sampled]],
     conversations: Conversations,
     iterations: int | None,
-    on_main: Callable[[Callable[[], list[Answer]]], list[Answer]],
+    on_main: Callable[[Callable[[], list[ToolAnswer]]], list[Any]],
 ) -> list[Sampled]:
-    """A completion of each request, with all of its turns. All ranks that `on_main` knows call it.
+    """Samples a completion of each request, with all of its turns. All ranks of `on_main` call it.
 
     Args:
-        requests: Of all ranks.
-        sample: Samples a completion of each of such requests, on all ranks together.
-        conversations: With the messages, on the main rank, which grow.
+        requests: Those of all ranks.
+        sample: Samples one turn for each request, on all ranks together.
+        conversations: The messages, to which each turn and its results are added.
         iterations: How many turns of a completion may call tools; None: all.
-        on_main: Of `RankGroup`.
+        on_main: That of `RankGroup`: runs a function on the main rank, and returns its result,
+            which has become lists, on every rank.
     """
-    made = sample(requests)
-    pending: Sequence[int] = range(len(made))
+    sampled = sample(requests)
+    pending: Sequence[int] = range(len(sampled))
     for turn in count(1):
         may_call = iterations is None or turn <= iterations
-        answers: list[Answer] = on_main(
-            partial(conversations.answer, pending, made, may_call=may_call)
-        )
-        further: list[tuple[int, list[int], Request]] = []
-        for i, given, calls, failed in answers:
-            so_far = replace(
-                made[i], calls=made[i].calls + calls, failed_calls=made[i].failed_calls + failed
+        listed = on_main(partial(conversations.answer, pending, sampled, may_call=may_call))
+        answers = [ToolAnswer(*each) for each in listed]
+        for place, ids, calls, failed_calls in answers:
+            so_far = sampled[place]
+            ended = so_far.ended if ids else Ended.CUT
+            sampled[place] = replace(
+                so_far,
+                calls=so_far.calls + calls,
+                failed_calls=so_far.failed_calls + failed_calls,
+                ended=ended,
             )
-            ids = (*requests[i].prompt_ids, *so_far.token_ids, *given)
-            left = conversations.max_tokens - len(so_far.token_ids) - len(given)
-            further += [(i, given, Request(ids, (*requests[i].seed, turn), left))] if given else []
-            made[i] = so_far if given else replace(so_far, ended=Ended.CUT)
-        if not further:
+        answered = [answer for answer in answers if answer.ids]
+        if not answered:
             break
-        for (i, given, _), more in zip(
-            further, sample([request for *_, request in further]), strict=True
-        ):
-            made[i] = made[i].extend(given, more)
-        pending = [i for i, *_ in further]
-    return made
+        next_requests = []
+        for place, ids, *_ in answered:
+            before = (*sampled[place].token_ids, *ids)
+            prompt_ids = (*requests[place].prompt_ids, *before)
+            seed = (*requests[place].seed, turn)
+            next_requests.append(Request(prompt_ids, seed, conversations.max_tokens - len(before)))
+        for answer, more in zip(answered, sample(next_requests), strict=True):
+            sampled[answer.place] = sampled[answer.place].extend(answer.ids, more)
+        pending = [answer.place for answer in answered]
+    return sampled

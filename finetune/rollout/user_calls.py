@@ -1,5 +1,5 @@
-"""Calls of a user's functions, each with a bound: on its time, and on what it says. No torch
-here.
+"""Calls of a user's functions within limits of time and size, and the processes that they start. No
+torch here.
 """
 
 import asyncio
@@ -8,22 +8,44 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
+import psutil
+
 from finetune.config.user_code import explained
 
-SECONDS_TO_STOP = 5.0  # after the time limit, in which the process itself says where it was
-SECONDS_TO_REPEAT = 0.5  # after which a function that has swallowed its time limit meets it again
+SECONDS_TO_STOP = 5.0  # that a process has after a time limit to report where its function was
+SECONDS_TO_REPEAT = 0.5  # a function that catches `TimeLimit` gets it again after this time
 MOST_CHARACTERS = 1_000_000  # of a tool's result; no completion has room for more
 
 
-class Exceeded(BaseException):
-    """A function took too long, or said too much.
+def has_ended(pid: int) -> bool:
+    """Returns whether a child process has ended. Its exit code can still be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    No `Exception`, so that a function that catches these does not catch it.
+
+def list_children(pid: int) -> list[psutil.Process]:
+    """Lists the processes that a process and its children have started; empty if it has ended."""
+    children: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        children = psutil.Process(pid).children(recursive=True)
+    return children
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kills processes, which may have ended."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+class Exceeded(BaseException):
+    """A function took too long, or returned too much text.
+
+    It is no `Exception`: a function that catches those does not catch it.
     """
 
 
@@ -32,11 +54,11 @@ class TimeLimit(Exceeded):
 
 
 class SizeLimit(Exceeded):
-    """A function said too much."""
+    """A function returned too much text."""
 
 
 def is_score(given: Any) -> bool:
-    """Whether this is a finite number or None. A text is no number, whatever it says.
+    """Returns whether a reward function's value is a finite number or None. No text is a number.
 
     >>> (
     ...     is_score(True),
@@ -58,13 +80,13 @@ def is_score(given: Any) -> bool:
 
 
 def describe_score(given: Any) -> str:
-    """Describes a function's result that is no score, in a few words."""
+    """Describes a value that is no score, in a few words."""
     is_plain = isinstance(given, str | bytes | int | float)
     return repr(given)[:100] if is_plain else type(given).__name__
 
 
 def limit_of_one(seconds: float, completions: int) -> float:
-    """The seconds of one completion by itself, where all of a step's together have `seconds`."""
+    """Returns the seconds for one completion, where all of a step together have `seconds`."""
     return max(1.0, seconds / completions)
 
 
@@ -75,19 +97,24 @@ def call_tools(
     *,
     counts: bool,
 ) -> list[tuple[str, bool]]:
-    """Returns for each call (the text that the model reads, whether it failed): the error's text
-    where it raised.
+    """Calls tools one after another.
 
-    Raises `UserError` if they take longer than `seconds` together, or one says too much. If that
-    `counts` as failed, each may take `seconds`.
+    Args:
+        tools: By name.
+        calls: The `name` and the `arguments` of each.
+        seconds: For all calls together, or for each where failures are counted.
+        counts: Whether a call over its time or size is a failed call; else it is raised.
+
+    Returns:
+        (the text that the model reads, whether the call failed), for each call.
+
+    Raises:
+        UserError: The calls took too long, or one returned too much text.
     """
     deadline = time.monotonic() + seconds
     results = []
     for each in calls:
-        if counts:
-            left = seconds
-        else:
-            left = max(1e-3, deadline - time.monotonic())
+        left = seconds if counts else max(1e-3, deadline - time.monotonic())
         function = tools.get(each["name"])
         with explained(f"{each['name']}, a tool", function, is_isolated=True):
             try:
@@ -107,15 +134,15 @@ def call_tools(
 
 
 def check_size(text: str) -> None:
-    """Raises `SizeLimit` for more than anybody reads."""
+    """Raises `SizeLimit` for a text of more than MOST_CHARACTERS."""
     if len(text) > MOST_CHARACTERS:
         raise SizeLimit(f"said {len(text):,} characters; {MOST_CHARACTERS:,} are read at most")
 
 
 def settle(value: Any) -> Any:
-    """A value, or what an awaitable comes to, in the one loop of this process.
+    """Returns `value`, or the result of an awaitable, which runs in the process's only event loop.
 
-    One loop, so that what an environment keeps open between its calls stays open.
+    A connection that an environment keeps open between its calls stays open with its loop.
     """
     if not inspect.isawaitable(value):
         return value
@@ -124,7 +151,7 @@ def settle(value: Any) -> Any:
     try:
         return loop.run_until_complete(task)
     except BaseException:
-        task.cancel()  # where the time limit has left it in the middle
+        task.cancel()  # the time limit may have interrupted the loop, not the task
         raise
 
 
@@ -142,10 +169,9 @@ async def _wait_for(awaitable: Any) -> Any:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeLimit` in the block, where it is, after so many seconds; and again while it
-    continues.
+    """Raises `TimeLimit` within the block after `seconds`, and repeatedly while the block runs.
 
-    A block that has swallowed it and ends later than that meets it at its end.
+    A block that catches it nevertheless ends with a `TimeLimit`.
     """
     deadline = time.monotonic() + seconds
     said = f"took more than reward_timeout_seconds allows: {seconds:g} s"

@@ -1,9 +1,8 @@
-"""The engine of vLLM servers: they get the weights as files, and are asked over HTTP, token ids in
-and out.
+"""The engine of vLLM servers: they read the weights from files, and answer requests over HTTP.
 
-Weights have a name made of their values. A server that has weights of that name is not given them
-again, and what it has answered under that name is kept, so that a resumed run learns from the same
-completions: a server's depend on what else it computes beside them.
+The name of weights is a hash of their values. A server that has the weights of a name does not get
+them again. Its answers are kept by that name, so that a resumed run trains on the same completions:
+the server would not repeat them exactly, because its rounding depends on its other requests.
 """
 
 import json
@@ -23,7 +22,7 @@ from torch import nn
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.save import describe_model, write_shards
-from finetune.checkpoint.shards import get_model_state, list_shards, weighted_sum
+from finetune.checkpoint.shards import TensorShard, get_model_state, list_shards, weighted_sum
 from finetune.config.layout import compute_dtype
 from finetune.config.pretrained import text_config_of
 from finetune.config.schema import Recipe
@@ -53,8 +52,8 @@ from finetune.rollout.vllm_answers import (
     read_answer,
 )
 
-FOLDER = "rollouts"  # of a run: what the server has answered
-WEIGHTS = "weights"  # what it reads
+FOLDER = "rollouts"  # in a run's folder; a folder for each name of weights
+WEIGHTS = "weights"  # in the folder of a name: the files that the server reads
 PATHS: Mapping[type[ServerAnswer], str] = {
     ServedModels: "/v1/models",
     ServerInfo: "/server_info?config_format=json",
@@ -67,10 +66,10 @@ ENDS = {
     "length": Ended.CUT,
     "abort": Ended.ABORTED,
 }  # the protocol's finish_reason
-GONE_SECONDS = 15.0  # in which a server says at least what it serves
-CLOSED_SECONDS = 20.0  # in which a server ends what it computes
-UNCHANGED = "default"  # the version of the weights that a server has started with
-# A server takes what a request does not say from the model's generation_config.json.
+GONE_SECONDS = 15.0  # a server that does not list its models in this time is gone
+CLOSED_SECONDS = 20.0  # the time that a server has to interrupt its requests
+UNCHANGED = "default"  # the version of the weights with which a server has started
+# Without these keys a server uses the values of the model's generation_config.json.
 WHOLE_DISTRIBUTION = {
     "top_p": 1,
     "top_k": 0,
@@ -88,19 +87,20 @@ START = (
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """A server that samples."""
+    """A vLLM server."""
 
     url: str  # of its root
-    timeout: float  # seconds
-    key: str = "vllm_server_base_url"  # by which the user has named it
+    timeout: float  # seconds for one request
+    key: str = "vllm_server_base_url"  # the key or option where the user gave the address
 
     def require(self) -> None:
-        """Raises `UserError` where the server does not even say what it serves."""
+        """Raises `UserError` where the server does not list its models in GONE_SECONDS."""
         send(self.url + PATHS[ServedModels], None, GONE_SECONDS)
 
     def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The server's answer. One that is gone meanwhile, or hangs, is noticed before the
-        timeout.
+        """Returns the server's answer.
+
+        Raises `UserError` before the timeout if the server is gone or hangs.
         """
         answer = start(lambda: send(self.url + path, body, self.timeout))
         return bytes(wait_for(answer, self.require))
@@ -108,33 +108,39 @@ class VllmServer:
     def ask(
         self, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
     ) -> AnswerKind:
-        """The server's answer of a `kind`. Raises `UserError` where it is another."""
+        """Returns the server's answer as `kind`, by default from the path of that kind.
+
+        Raises `UserError` for an answer of another kind.
+        """
         path = path or PATHS[kind]
         return read_answer(kind, self.send(path, body), self.url + path)
 
     def has_weights(self, name: str, *, of_adapter: bool) -> bool:
-        """Whether it samples from the weights of this name."""
+        """Returns whether the server samples from the weights of this name."""
         version = self.ask(WeightInfo).weight_version
         if not of_adapter:
             return version == name
         return version == UNCHANGED and name in [each.id for each in self.ask(ServedModels).data]
 
     def replace_adapter(self, name: str, weights: Path, run_folder: Path) -> None:
-        """Has it load an adapter in place of the earlier one of this run."""
+        """Has the server load an adapter in place of the run's earlier ones."""
         for each in self.ask(ServedModels).data:
             if Path(each.root).is_relative_to(run_folder):
                 self.send("/v1/unload_lora_adapter", {"lora_name": each.id})
         self.load_adapter(name, weights)
 
     def load_adapter(self, name: str, weights: Path) -> None:
-        """Has it load an adapter, under the names that it knows."""
+        """Has the server load an adapter; `name` is what requests call it."""
         body: dict[str, Any] = {"lora_name": name, "lora_path": str(weights)}
         if list_expert_parameters(read_json_object(weights / ADAPTER_CONFIG)):
             body["is_3d_lora_weight"] = True
         self.send("/v1/load_lora_adapter", body)
 
     def load_model(self, name: str, weights: str) -> None:
-        """Has it load all weights. Raises `UserError` where it keeps what others have computed."""
+        """Has the server load all weights, and drop the keys and values of the earlier ones.
+
+        Raises `UserError` where it does not drop them.
+        """
         self.send(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
         )
@@ -154,42 +160,49 @@ class VllmServer:
         *,
         may_be_aborted: bool = False,
     ) -> Sampled:
-        """A completion. Raises `UserError` for an answer that cannot be learned from.
+        """Samples a completion.
 
         Args:
-            model: The name of the model or adapter that samples.
-            request, sampling: What is asked.
-            stop_ids: The tokens that end it.
-            vocabulary: The tokens that there are.
-            may_be_aborted: Whether we cut it ourselves.
+            model: The server's name of the model or adapter.
+            request: The prompt and seed.
+            sampling: The temperature, and the length where the request gives none.
+            stop_ids: The tokens that end a completion.
+            vocabulary: The number of tokens in the vocabulary.
+            may_be_aborted: Whether the run itself may interrupt the request.
+
+        Raises:
+            UserError: The answer is faulty, or was interrupted and must not be.
         """
         most = sampling.limit(request)
-        how = {"max_tokens": most, "temperature": 0 if sampling.greedy else sampling.temperature}
-        body = {
+        body: dict[str, Any] = {
             "model": model,
             "prompt": list(request.prompt_ids),
             "stop_token_ids": list(stop_ids),
-            **how,
+            "max_tokens": most,
+            "temperature": 0 if sampling.greedy else sampling.temperature,
+            "seed": request.draw_seed(),
         }
-        body |= TOKENS | WHOLE_DISTRIBUTION | {"seed": request.draw_seed()}
-        path = self.url + PATHS[ServedCompletion]
-        choice = read_answer(ServedCompletion, send(path, body, self.timeout), path).choices[0]
-        ids = choice.token_ids
-        logs = choice.logprobs.token_logprobs
+        body |= TOKENS | WHOLE_DISTRIBUTION
+        url = self.url + PATHS[ServedCompletion]
+        answer = read_answer(ServedCompletion, send(url, body, self.timeout), url)
+        choice = answer.choices[0]
         ended = ENDS[choice.finish_reason]
         if ended is Ended.ABORTED and not may_be_aborted:
             raise UserError(f"{self.url}: a completion was aborted; does another run use it?")
         fault = _find_fault(choice, most, stop_ids, vocabulary)
         if fault is not None:
             raise UserError(f"{self.url}: {fault}")
-        # an estimate of the entropy: the rest is not answered
-        return Sampled(ids, logs, -float(sum(logs)), ended)
+        log_probabilities = choice.logprobs.token_logprobs
+        # An estimate from the sampled tokens: the server does not give the entropy.
+        entropy = -float(sum(log_probabilities))
+        return Sampled(choice.token_ids, log_probabilities, entropy, ended)
 
     def check(self, recipe: Recipe, *, any_temperature: bool = False) -> str:
-        """Returns the server's name of its model. Raises `UserError` where it cannot sample for
-        this run.
+        """Returns the server's name of its model.
 
         any_temperature: Whether requests may have another temperature than the recipe's.
+
+        Raises `UserError` where the server cannot sample for this run.
         """
         base = str(recipe.model.model_name_or_path)
         try:
@@ -226,7 +239,7 @@ class VllmServer:
 
 
 def _find_fault(choice: Choice, most: int, stop_ids: Sequence[int], vocabulary: int) -> str | None:
-    """Finds what is wrong with a completion of at most so many tokens; None where nothing is."""
+    """Describes the first fault of a completion of at most `most` tokens; None without a fault."""
     ids = choice.token_ids
     ended = ENDS[choice.finish_reason]
     scores = len(choice.logprobs.token_logprobs)
@@ -246,7 +259,7 @@ def _find_fault(choice: Choice, most: int, stop_ids: Sequence[int], vocabulary: 
 
 
 def list_servers(recipe: Recipe) -> list[VllmServer]:
-    """The servers that sample for a run."""
+    """Returns the servers of a recipe."""
     return [
         VllmServer(address.rstrip("/").removesuffix("/v1"), recipe.rollout.vllm_server_timeout)
         for address in recipe.rollout.servers
@@ -254,8 +267,9 @@ def list_servers(recipe: Recipe) -> list[VllmServer]:
 
 
 def check_servers(recipe: Recipe) -> list[str]:
-    """Returns each server's name of its model. Raises `UserError` where one cannot sample for this
-    run.
+    """Returns each server's name of its model.
+
+    Raises `UserError` where a server cannot sample for this run.
     """
     return [server.check(recipe) for server in list_servers(recipe)]
 
@@ -263,7 +277,7 @@ def check_servers(recipe: Recipe) -> list[str]:
 def _is_same_folder(one: str, other: str) -> bool:
     try:
         return Path(one).resolve() == Path(other).resolve()
-    except (OSError, ValueError):  # no path, such as one with a NUL
+    except (OSError, ValueError):  # not a path: one with a NUL, for example
         return False
 
 
@@ -272,10 +286,10 @@ def _short(text: str) -> str:
 
 
 class VllmEngine:
-    """Samples completions from vLLM servers, which divide the prompts.
+    """Samples completions from vLLM servers, each of which gets a share of the prompts.
 
-    Of ranks with the same requests the first asks. All ranks write the weights; rank 0 has the
-    servers load them.
+    Ranks with the same requests form a group, and its first rank sends them. All ranks write the
+    weights, and rank 0 has the servers load them.
     """
 
     def __init__(
@@ -297,24 +311,25 @@ class VllmEngine:
             self._descriptions = describe_model(model, recipe, tokenizer)
         else:
             self._descriptions = {}
-        self._name = ""  # of the weights handed over last
-        self.version = 0  # the optimizer steps after which the weights are as they are now
-        self._handed_over: int | None = None  # the version that the servers have
-        self.hand_over_seconds = 0.0  # of the last time
+        self._name = ""  # of the servers' weights
+        self.version = 0  # the optimizer steps that the model's weights have had
+        self._handed_over: int | None = None  # the version of the servers' weights
+        self.hand_over_seconds = 0.0
         threads = recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         keeps = recipe.rollout.in_flight == "keep"
         self._in_flight = InFlight(self._complete, threads, keeps)
-        self._recalled: dict[str, Sampled] = {}  # by the names of requests
-        self._recalled_steps = set[int]()  # of their prompts
+        self._recalled: dict[str, Sampled] = {}  # completions of a checkpoint, by request
+        self._recalled_steps = set[int]()  # the steps of their prompts
         self._noting = threading.Lock()
-        self._older = set[Path]()  # folders of before the last save
-        # what each server calls the base
+        self._older = set[Path]()  # folders that the last checkpoint does not need
+        # each server's name of the base
         self._served: list[str] = RankGroup(world).on_main(self._open_servers)
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def _open_servers(self) -> list[str]:
-        """Returns each server's name of its model. Resumes a server that a killed run has left
-        paused.
+        """Returns each server's name of its model.
+
+        A killed run may have left a server paused; it is resumed.
         """
         names = check_servers(self._recipe)
         if self._recipe.rollout.max_staleness:
@@ -323,33 +338,39 @@ class VllmEngine:
         return names
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request.
+        """Hands over the current weights; returns a completion of each request.
 
-        All ranks call it: together they hand over the weights where they are new.
+        Only the first rank of a group gets completions. All ranks call it.
         """
         self.hand_over()
         world = self._world
-        ranks = RankGroup(self._world)
-        of_group = world.stage_size // world.tensor_group_count
-        # of those with the same requests
-        is_first = world.rank < world.stage_size and world.rank % of_group == 0
+        ranks = RankGroup(world)
+        group_size = world.stage_size // world.tensor_group_count
+        is_first = world.rank < world.stage_size and world.rank % group_size == 0
         samples: list[Sampled] = []
-        ranks.on_all(lambda: samples.extend(self._answer(requests, sampling)) if is_first else None)
+
+        def answer() -> None:
+            if is_first:
+                samples.extend(self._answer(requests, sampling))
+
+        ranks.on_all(answer)
         ranks.on_main(self._refuse_stale)
         if not self._recipe.rollout.max_staleness:
             return samples
         return [replace(each, versions=[self.version] * len(each.token_ids)) for each in samples]
 
     def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample completions of `requests` from the weights handed over last, on the main
-        rank.
+        """Begins to sample completions of `requests` from the servers' weights.
+
+        Only the main rank does it.
         """
         if self._world.is_main:
             self._submit(prompts_step, requests, sampling)
 
     def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
-        """Has a thread of the main rank sample completions of the prompts of `prompts_step` by
-        `converse`.
+        """Begins to sample completions of the prompts of `prompts_step` by `converse`.
+
+        A thread of the main rank does it.
         """
         if not self._world.is_main:
             return
@@ -363,21 +384,26 @@ class VllmEngine:
     def _submit(
         self, prompts_step: int, requests: Sequence[Request], sampling: Sampling
     ) -> list[Future[Sampled]]:
+        """Submits requests, except known ones; returns the futures of all answers, in order."""
         by_name = {_name_request(each, sampling): each for each in requests}
         known = self._recalled | self._read_answers(self._name)
-        if prompts_step in self._recalled_steps:  # the end of a run has cut what is not known
+        if prompts_step in self._recalled_steps:  # the end of the last run interrupted the others
             known = dict.fromkeys(by_name, LOST) | known
         note = partial(self._note, self._folder / self._name)
         return self._in_flight.submit(prompts_step, self._name, by_name, sampling, known, note)
 
     def is_in_flight(self, prompts_step: int) -> bool:
-        """Whether completions of the prompts of `prompts_step` have been begun; asked of all
-        ranks.
+        """Returns whether completions of the prompts of `prompts_step` have been begun.
+
+        All ranks call it.
         """
         return bool(RankGroup(self._world).on_main(lambda: prompts_step in self._in_flight.flights))
 
     def take(self, prompts_step: int) -> list[Sampled]:
-        """The completions of the prompts of `prompts_step`, on every rank, once all are there."""
+        """Waits for the completions of the prompts of `prompts_step`; returns them on every rank.
+
+        All ranks call it.
+        """
 
         def take() -> list[dict[str, Any]]:
             taken = self._in_flight.take(prompts_step, self._require_servers)
@@ -387,11 +413,11 @@ class VllmEngine:
         return [Sampled.of_json(each) for each in RankGroup(self._world).on_main(take)]
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """A line for each completion that was begun, with its weights, on the main rank."""
+        """Yields a line of a checkpoint for each completion that was begun, on the main rank."""
         return self._in_flight.describe_lines()
 
     def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the lines of a checkpoint back, with what was answered to them after it."""
+        """Takes completions from the lines of a checkpoint, and answers that came after it."""
         answered: dict[str, Sampled] = {}
         for weights in sorted({line["weights"] for line in lines}):
             answered |= self._read_answers(weights)
@@ -402,9 +428,7 @@ class VllmEngine:
                 self._recalled[name] = answered[name]
 
     def forget(self) -> None:
-        """Removes what was answered before the checkpoint before the one that is about to be
-        published.
-        """
+        """Removes answers that neither the last checkpoint nor the next one needs."""
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
         needed = {self._name, *self._in_flight.list_weights()}
@@ -415,27 +439,18 @@ class VllmEngine:
             server.require()
 
     def hand_over(self) -> None:
-        """Gives the servers the weights as they are now, by the stream of an export, unless they
-        have them.
+        """Gives the servers the model's current weights, unless they have them.
+
+        All ranks call it.
         """
         if self._recipe.rollout.max_staleness and self._handed_over == self.version:
             return
         started = time.perf_counter()
-        model = self._model
         world = self._world
-        ranks = RankGroup(self._world)
-        shards = [
-            each
-            for each in list_shards(get_model_state(model), MODEL, world.stages)
-            if each.is_first_copy
-        ]
-        sums = ranks.on_all(
-            lambda: {
-                f"{each.name} {each.offsets}": int(weighted_sum(each.tensor)) for each in shards
-            }
-        )
-        described = json.dumps([sums, asdict(self._recipe.lora)], sort_keys=True, default=str)
-        name = f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(described.encode())}"
+        ranks = RankGroup(world)
+        listed = list_shards(get_model_state(self._model), MODEL, world.stages)
+        shards = [shard for shard in listed if shard.is_first_copy]
+        name = self._name_weights(shards)
         if ranks.on_main(lambda: self._find_stale(name) is not None):
             folder = self._folder / name
             ranks.on_main(lambda: empty_folder(folder / MODEL))
@@ -446,8 +461,21 @@ class VllmEngine:
         self._in_flight.open(self.version)
         self.hand_over_seconds = time.perf_counter() - started
 
+    def _name_weights(self, shards: Sequence[TensorShard]) -> str:
+        """Returns the name of the weights: the run's, and a hash of the shards of all ranks."""
+
+        def sum_shards() -> dict[str, int]:
+            sums = {}
+            for shard in shards:
+                sums[f"{shard.name} {shard.offsets}"] = int(weighted_sum(shard.tensor))
+            return sums
+
+        described = [RankGroup(self._world).on_all(sum_shards), asdict(self._recipe.lora)]
+        content = json.dumps(described, sort_keys=True, default=str).encode()
+        return f"{self._folder.parent.name}-{xxhash.xxh3_64_hexdigest(content)}"
+
     def _find_stale(self, name: str) -> VllmServer | None:
-        """The first server that has other weights than those of this name; None where none has."""
+        """Returns the first server whose weights do not have this name; None where all have it."""
         of_adapter = self._recipe.lora.use_peft
         for server in self._servers:
             if not server.has_weights(name, of_adapter=of_adapter):
@@ -455,16 +483,39 @@ class VllmEngine:
         return None
 
     def _load(self, folder: Path) -> None:
-        """Exports the shards of all ranks in `folder`, in the dtype that training computes in, and
-        has all servers load them.
+        """Exports the shards that all ranks wrote to `folder`, and has all servers load them.
+
+        The main rank calls it.
+        """
+        weights = self._export(folder)
+        is_paused = self._pause()
+
+        def load(server: VllmServer) -> None:
+            if self._recipe.lora.use_peft:
+                server.replace_adapter(folder.name, weights, self._folder)
+            else:
+                server.load_model(folder.name, str(weights))
+            if is_paused:
+                server.send("/resume", {})
+
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(load, self._servers))
+        for other in self._folder.glob(f"*/{WEIGHTS}"):
+            if other.parent != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _export(self, folder: Path) -> Path:
+        """Exports the shards in `folder` in the dtype in which training computes, and removes them.
+
+        Returns:
+            The folder of the export: a model, or an adapter.
         """
         keys = self._recipe.model
+        is_adapter = self._recipe.lora.use_peft
         for name, content in self._descriptions.items():
             write_file(folder / name, [content])
-        is_adapter = self._recipe.lora.use_peft
-        source = open_source(
-            folder / MODEL, base_model=keys.model_name_or_path if is_adapter else None, log=_silent
-        )
+        base = keys.model_name_or_path if is_adapter else None
+        source = open_source(folder / MODEL, base_model=base, log=_silent)
         options = ExportOptions(
             dtype=compute_dtype(self._world.sharding, keys, self._recipe.lora),
             verify=False,
@@ -475,38 +526,26 @@ class VllmEngine:
         )
         weights = export_source(source, folder / WEIGHTS, options, _silent)
         shutil.rmtree(folder / MODEL)
-        is_cut = self._cut_requests()
+        return weights
 
-        def load(server: VllmServer) -> None:
-            if is_adapter:
-                server.replace_adapter(folder.name, weights, self._folder)
-            else:
-                server.load_model(folder.name, str(weights))
-            if is_cut:
-                server.send("/resume", {})
+    def _pause(self) -> bool:
+        """Waits until no server has a request in flight; returns whether it paused the servers.
 
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(load, self._servers))
-        for other in self._folder.glob(f"*/{WEIGHTS}"):
-            if other.parent != folder:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def _cut_requests(self) -> bool:
-        """Has the servers end what they compute, and compute nothing until they resume; returns
-        whether there was anything.
+        A paused server answers nothing until it is resumed.
         """
-        paused: list[str] = []
+        is_paused = False
 
-        def cut() -> None:
+        def pause() -> None:
+            nonlocal is_paused
             for server in self._servers:
                 server.send("/pause?mode=abort", {})
-            paused.append(self._name)
+            is_paused = True
 
-        self._in_flight.close(cut, CLOSED_SECONDS)
-        return bool(paused)
+        self._in_flight.close(pause, CLOSED_SECONDS)
+        return is_paused
 
     def _refuse_stale(self) -> None:
-        """Raises `UserError` where a server has other weights than it was given."""
+        """Raises `UserError` where a server no longer has the weights that it was given."""
         stale = self._find_stale(self._name)
         if stale is not None:
             raise UserError(
@@ -515,14 +554,13 @@ class VllmEngine:
             )
 
     def _answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
-        """A completion of each request: as it was answered before under these weights, else by the
-        server.
-        """
-        said = [_name_request(each, sampling) for each in requests]
+        """Returns a completion of each request: one kept under these weights, or a new one."""
+        names = [_name_request(each, sampling) for each in requests]
         known = self._read_answers(self._name)
-        asked = {
-            name: request for name, request in zip(said, requests, strict=True) if name not in known
-        }
+        asked = {}
+        for name, request in zip(names, requests, strict=True):
+            if name not in known:
+                asked[name] = request
         answers = start_all(
             [partial(self._complete, request, sampling) for request in asked.values()],
             self._recipe.rollout.per_device_generation_batch_size,
@@ -530,29 +568,28 @@ class VllmEngine:
         for name, answer in zip(asked, answers, strict=True):
             known[name] = wait_for(answer, self._require_servers)
             self._note(self._folder / self._name, name, known[name])
-        return [known[name] for name in said]
+        return [known[name] for name in names]
 
     def _read_answers(self, weights: str) -> dict[str, Sampled]:
-        """Reads the answers that were sampled under the weights of this name, by the names of
-        requests.
-        """
+        """Reads the answers kept under the weights of this name: request's name -> answer."""
         known: dict[str, Sampled] = {}
         for path in sorted((self._folder / weights).glob("*.jsonl")):
             for line in read_json_lines(path):
-                # a line that was damaged is asked for again
+                # the request of a damaged line is sent again
                 with suppress(KeyError, TypeError, ValueError):
                     known[line["request"]] = Sampled.of_json(line["sampled"])  # type: ignore[index]
         return known
 
     def _note(self, folder: Path, name: str, sampled: Sampled) -> None:
-        """Keeps an answer in the folder of its weights; threads call it, too."""
+        """Keeps an answer in the folder of its weights. Any thread may call it."""
         line = {"request": name, "sampled": sampled.as_json()}
         with self._noting:
             make_folder(folder)
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 
     def _complete(self, request: Request, sampling: Sampling) -> Sampled:
-        # all completions of a prompt at one server, which computes the prompt once
+        """Asks the server of the request's prompt, which reads it once for all its completions."""
+        # seed[2] is the prompt's place in the step
         place = request.seed[2] % len(self._servers)
         model = self._name if self._recipe.lora.use_peft else self._served[place]
         return self._servers[place].complete(

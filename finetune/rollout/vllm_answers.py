@@ -1,6 +1,4 @@
-"""What the vLLM engine reads of a server's answers: a schema for each, so that another server's is
-one sentence.
-"""
+"""The schemas of the answers of a vLLM server. An answer of another kind is a `UserError`."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -15,17 +13,17 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class ServerAnswer(BaseModel):
-    """An answer, or a part of one. What is not read may be anything."""
+    """An answer, or a part of one. Fields that are not listed are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
 class Served(ServerAnswer):
-    """A model or an adapter, by the name that requests give."""
+    """A model or an adapter that the server has loaded."""
 
-    id: str
+    id: str  # its name in requests
     root: str = ""  # its folder, or its name on the hub
-    max_model_len: int | None = None  # tokens of a prompt with its completion; None: an adapter
+    max_model_len: int | None = None  # tokens of prompt and completion; None: an adapter
 
 
 class ServedModels(ServerAnswer):
@@ -41,7 +39,7 @@ class ModelSettings(ServerAnswer):
 
 
 class ServerSettings(ServerAnswer):
-    """The part of a server's settings that is read."""
+    """The server's settings."""
 
     model: ModelSettings = Field(alias="model_config")
 
@@ -88,10 +86,10 @@ AnswerKind = TypeVar("AnswerKind", bound=ServerAnswer)
 
 
 def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
-    """A server's answer at `url`.
+    """Parses the answer of the server at `url`.
 
     Raises:
-        UserError: It is none of this kind, with the first thing that is wrong and how it begins.
+        UserError: It does not match the schema; with the first difference, and its beginning.
     """
     try:
         return kind.model_validate(parse_json(content))

@@ -1,14 +1,14 @@
-"""Adapters that take turns in one model: their values and optimizer states, on the host and on
-disk.
+"""Adapters that take turns in one model. Their values and moments are kept on the host and on disk.
 
-A state is a folder that never changes: a PEFT adapter, the optimizer's state beside it, and last
-`state.json` with the checksums of both. Every update writes the next one.
+A state is a folder that never changes. It has a PEFT adapter, the optimizer's moments, and
+`state.json` with the checksums of these files. Every update writes a new state.
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,27 +48,37 @@ class AdapterForm:
     train_attn: bool = True
 
     def trains(self, name: str) -> bool:
-        """Whether the layer that a parameter belongs to is adapted."""
-        return self.train_attn if "attn" in name or "attention" in name else self.train_mlp
+        """Returns whether the layer of a parameter is trained."""
+        is_attention = "attn" in name or "attention" in name
+        return self.train_attn if is_attention else self.train_mlp
 
 
 class Held(NamedTuple):
     """This rank's part of an adapter, on the host."""
 
     values: list[Tensor]  # in the order of the model's adapter parameters
-    moments: list[list[Tensor]]  # of each, those of MOMENTS
-    steps: int
+    moments: list[list[Tensor]]  # of each parameter, in the order of MOMENTS
+    steps: int  # the optimizer's
 
 
 class Adapters:
-    """The adapters of a session's model, whose own has the rank that is the largest.
+    """The adapters that take turns in a session's model. All ranks make the same calls.
 
-    One of a lower rank fills the rest with zeros, which get no gradient: A is 0 where B is. All
-    ranks make the same calls.
+    The model's adapter has the largest rank. An adapter of a lower rank is padded with zeros, which
+    get no gradient, because A and B are 0 at the same places.
     """
 
     def __init__(self, session: Session, folder: Path, kept: int = 16) -> None:
-        """`folder`: of the states; `kept`: how many of the latest stay in host memory."""
+        """Prepares the session's model for adapters.
+
+        Args:
+            session: A session whose model has an adapter.
+            folder: The folder of the states.
+            kept: The number of states that stay in host memory.
+
+        Raises:
+            UserError: The session's optimizer is not AdamW.
+        """
         self._session = session
         self._folder = folder
         self._kept = kept
@@ -86,9 +96,9 @@ class Adapters:
         self._config = transformer.peft_config[ADAPTER_NAME]
 
     def activate(self, state: str | None, form: AdapterForm) -> None:
-        """Puts an adapter into the model: a state, or without one the start that `form` describes.
+        """Puts a state into the model, or without one a new adapter of this form.
 
-        Raises `UserError` for a state that is damaged.
+        Raises `UserError` for a damaged state.
         """
         if self._active == (state, form) and state is not None:
             return
@@ -109,37 +119,39 @@ class Adapters:
         self._active = (state, form)
 
     def scale_of(self, form: AdapterForm) -> float:
-        """Returns peft's factor of x A B: alpha / rank, under rsLoRA alpha / sqrt(rank)."""
+        """Returns the factor of x A B in peft: alpha / rank, or alpha / sqrt(rank) by rsLoRA."""
         lora = self._session.recipe.lora
         rank = max(1, form.rank)
-        return lora.lora_alpha / (rank**0.5 if lora.use_rslora else rank)
+        divisor = rank**0.5 if lora.use_rslora else rank
+        return lora.lora_alpha / divisor
 
     def read_whole(self, state: str, form: AdapterForm) -> dict[str, Tensor]:
-        """Reads an adapter's tensors by parameter name, unsharded on every rank, padded with zeros
-        to the model's rank.
+        """Returns an adapter's tensors by parameter name, unsharded on every rank.
 
-        Raises `UserError` for a state that is damaged.
+        They are padded with zeros to the model's rank. Raises `UserError` for a damaged state.
         """
         shards = self._find(state, form).values
-        named = zip(self._parameters.items(), shards, strict=True)
-        return {
-            name: gather_whole(place_like(parameter, shard.to(parameter.device)))
-            for (name, parameter), shard in named
-        }
+        whole = {}
+        for (name, parameter), shard in zip(self._parameters.items(), shards, strict=True):
+            whole[name] = gather_whole(place_like(parameter, shard.to(parameter.device)))
+        return whole
 
     def share_gradients(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """Shards whole gradients, by parameter name, like the optimizer's parameters, in order."""
+        """Shards unsharded gradients like the parameters; returns them in the optimizer's order.
+
+        whole: Parameter name -> gradient.
+        """
         names = {parameter: name for name, parameter in self._parameters.items()}
         groups = self._session.optimizer.param_groups
         sharded = []
-        for parameter in (parameter for group in groups for parameter in group["params"]):
+        for parameter in chain.from_iterable(group["params"] for group in groups):
             gradient = whole[names[parameter]]
             shard = gradient[find_local_slices(parameter)].contiguous().to(parameter.device)
             sharded.append(place_like(parameter, shard))
         return sharded
 
     def count_step(self) -> None:
-        """Counts an update, after which the adapter in the model is no stored state any more."""
+        """Counts an update. The adapter in the model is then no stored state."""
         self._steps += 1
         self._active = None
 
@@ -161,15 +173,12 @@ class Adapters:
         """
         if not with_optimizer:
             self._reset_optimizer()
-        weights = {
-            PEFT_PREFIX + peft_name(name): _cut(_gather(parameter), name, form.rank)
-            for name, parameter in self._parameters.items()
-        }
-        moments = {
-            f"{peft_name(name)}.{kind}": _cut(_gather(moment), name, form.rank)
-            for name, parameter in self._parameters.items()
-            for kind, moment in self._moments_of(parameter)
-        }
+        weights = {}
+        moments = {}
+        for name, parameter in self._parameters.items():
+            weights[PEFT_PREFIX + peft_name(name)] = _cut(_gather(parameter), name, form.rank)
+            for kind, moment in self._moments_of(parameter):
+                moments[f"{peft_name(name)}.{kind}"] = _cut(_gather(moment), name, form.rank)
         target = self._folder / state
         files: dict[str, Callable[[], bytes]] = {
             WEIGHTS: lambda: save(weights, {"format": "pt"}),
@@ -197,7 +206,7 @@ class Adapters:
             self._session.optimizer.state[parameter]["step"].zero_()
 
     def _describe(self, form: AdapterForm) -> bytes:
-        """The content of adapter_config.json."""
+        """Returns the content of adapter_config.json."""
         base = self._session.recipe.model.model_name_or_path
         changes = {"r": form.rank, "base_model_name_or_path": base, "inference_mode": True}
         content = {**self._config.to_dict(), **changes}
@@ -214,12 +223,13 @@ class Adapters:
         return Held(values, moments, self._steps)
 
     def _hold(self, state: str, held: Held) -> None:
-        """Keeps a state in host memory, and drops those that were used least recently."""
+        """Keeps a state in host memory; drops the least recently used states above the limit."""
         self._held[state] = held
         while len(self._held) > self._kept:
             self._held.popitem(last=False)
 
     def _find(self, state: str | None, form: AdapterForm) -> Held:
+        """Returns this rank's part of a state, or without one of a new adapter."""
         if state is None:
             return self._start(form)
         if state not in self._held:
@@ -228,19 +238,19 @@ class Adapters:
         return self._held[state]
 
     def _start(self, form: AdapterForm) -> Held:
-        shapes = {
-            name: torch.Size(_cut_shape(each.shape, name, form.rank))
-            for name, each in self._parameters.items()
-        }
-        make = with_adapters(_no_base, shapes, form.seed)
-        full_tensors = {
-            name: make(name, tuple(map(slice, shape)))
-            for name, shape in shapes.items()
-            if form.rank and form.trains(name)
-        }
+        """Initializes a new adapter; layers that are not trained get zeros."""
+        shapes = {}
+        for name, parameter in self._parameters.items():
+            shapes[name] = torch.Size(_cut_shape(parameter.shape, name, form.rank))
+        initialize = with_adapters(_no_base, shapes, form.seed)
+        full_tensors = {}
+        for name, shape in shapes.items():
+            if form.rank and form.trains(name):
+                full_tensors[name] = initialize(name, tuple(map(slice, shape)))
         return self._share(full_tensors, {}, 0)
 
     def _read(self, state: str) -> Held:
+        """Reads a state from disk. Raises `UserError` where it is damaged."""
         folder = self._folder / state
         RankGroup(self._session.world).on_main(lambda: _verify(folder))
         facts = json.loads((folder / STATE).read_text())
@@ -251,19 +261,17 @@ class Adapters:
     def _share(
         self, values: Mapping[str, Tensor], moments: Mapping[str, Tensor], steps: int
     ) -> Held:
-        """Shards unsharded tensors as the model's adapter is; what is missing becomes 0."""
-        return Held(
-            [_fill(each, values.get(name)) for name, each in self._parameters.items()],
-            [
-                [_fill(each, moments.get(f"{peft_name(name)}.{moment}")) for moment in MOMENTS]
-                for name, each in self._parameters.items()
-            ],
-            steps,
-        )
+        """Returns this rank's shards of unsharded tensors; missing ones become 0."""
+        held = Held([], [], steps)
+        for name, parameter in self._parameters.items():
+            held.values.append(_fill(parameter, values.get(name)))
+            names = [f"{peft_name(name)}.{moment}" for moment in MOMENTS]
+            held.moments.append([_fill(parameter, moments.get(each)) for each in names])
+        return held
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """Gathers a tensor that may be sharded, on the host."""
+    """Gathers a tensor, which may be sharded, to the host."""
     return gather_whole(tensor).detach().cpu()
 
 
@@ -281,7 +289,7 @@ def _cut(tensor: Tensor, name: str, rank: int) -> Tensor:
 
 
 def _fill(like: Tensor, full: Tensor | None) -> Tensor:
-    """This rank's shard of `full`, padded with zeros to the shape of `like`; zeros where None."""
+    """Returns this rank's shard of `full`, padded with zeros to the shape of `like`; None is 0."""
     filled = torch.zeros(like.shape)
     if full is not None:
         filled[tuple(map(slice, full.shape))] = full
@@ -299,7 +307,7 @@ def _as_json(value: Any) -> Any:
 def _publish(
     target: Path, files: Mapping[str, Callable[[], bytes]], facts: Mapping[str, Any]
 ) -> int:
-    """Writes a state's folder whole; returns its bytes."""
+    """Writes a state's folder, which appears complete or not at all; returns its size in bytes."""
     make_folder(target.parent)
     with stage_and_rename(target, target.with_name(f".{target.name}.writing")) as folder:
         written = {name: write_file(folder / name, [make()]) for name, make in files.items()}
@@ -309,7 +317,7 @@ def _publish(
 
 
 def _verify(folder: Path) -> None:
-    """Raises `UserError` for a state that is not what was written."""
+    """Raises `UserError` for a state whose files differ from their checksums."""
     try:
         facts = json.loads((folder / STATE).read_text())
         damaged = [name for name, sums in facts["files"].items() if checksum(folder / name) != sums]

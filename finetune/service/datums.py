@@ -1,4 +1,4 @@
-"""A client's datums: checked before anything is done with them, and dealt out to the ranks."""
+"""Checks a client's datums, deals them to the ranks, and groups results by datum."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,22 @@ from finetune.service.losses import LOSSES
 
 
 class Limits(NamedTuple):
-    """The limits of a datum's numbers."""
+    """The limits of a datum."""
 
-    vocabulary: int
-    tokens: int  # of a datum
+    vocabulary: int  # ids are below it
+    tokens: int  # in a datum
 
 
 def check_datums(
     data: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, Any], limits: Limits
 ) -> None:
-    """Raises `UserError` for what the loss cannot be computed from, before any rank begins.
+    """Raises `UserError` for datums or options from which the loss cannot be computed.
 
     Args:
-        data: Each with its `tokens`, and its `inputs` by name.
-        loss, options: What the client asks for, and its numbers.
-        limits: Of the model.
+        data: The datums: `tokens`, and `inputs` by name.
+        loss: The name of the loss.
+        options: The options of the loss, by name.
+        limits: Those of the model.
     """
     known = LOSSES.get(loss)
     if known is None:
@@ -59,6 +60,7 @@ def check_datums(
 
 
 def _check_datum(datum: Mapping[str, Any], place: str, loss: str, limits: Limits) -> None:
+    """Raises `UserError` for a faulty datum; `place` is its place in the request."""
     tokens = datum["tokens"]
     inputs = datum["inputs"]
     check_tokens(tokens, f"{place}.model_input", limits)
@@ -82,6 +84,7 @@ def _check_datum(datum: Mapping[str, Any], place: str, loss: str, limits: Limits
 def _check_shapes(
     numbers: Mapping[str, NDArray[np.float64]], tokens: int, place: str, loss: str
 ) -> None:
+    """Raises `UserError` for inputs that do not have a number for each token and target."""
     shape = numbers["target_tokens"].shape
     if shape[1:] not in ((), (1,)) and not LOSSES[loss].takes_several:
         several = " and ".join(name for name, known in LOSSES.items() if known.takes_several)
@@ -104,7 +107,7 @@ def _check_shapes(
 
 
 def check_tokens(tokens: Sequence[Any], place: str, limits: Limits) -> None:
-    """Raises `UserError` for a text that is empty, too long or holds an id that is none."""
+    """Raises `UserError` for tokens that are none, too many or not ids of the vocabulary."""
     if not tokens or len(tokens) > limits.tokens:
         raise UserError(f"{place}: {len(tokens)} tokens, where 1 to {limits.tokens} are expected")
     _check_ids(_read_numbers(tokens, place), place, limits)
@@ -124,7 +127,7 @@ def _check_ids(ids: NDArray[np.float64], place: str, limits: Limits) -> None:
 
 
 def width_of(datum: Mapping[str, Any]) -> int | None:
-    """Counts the targets of each token, where they are lists; None where each is one number."""
+    """Returns the number of targets of a token where they are lists; None for single numbers."""
     first = datum["inputs"]["target_tokens"][0]
     return len(first) if isinstance(first, list) else None
 
@@ -134,17 +137,15 @@ def _is_finite(value: object) -> bool:
 
 
 def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) -> StepBatch:
-    """This rank's share of the datums, each of whose positions has a label, the first of its
-    targets; their other inputs are columns.
+    """Makes the batch of this rank's share of the datums. All ranks give the same datums.
 
-    All ranks give the same. A loss over it is divided by nothing.
+    The label of a token is the first of its targets. The other inputs are columns. The loss of the
+    batch is a sum.
     """
-    examples = [
-        Example(
-            np.array(datum["tokens"], np.int32), _read_input(datum, "target_tokens", np.int32)[:, 0]
-        )
-        for datum in data
-    ]
+    examples = []
+    for datum in data:
+        labels = _read_input(datum, "target_tokens", np.int32)[:, 0]
+        examples.append(Example(np.array(datum["tokens"], np.int32), labels))
     lengths = np.array([len(example.input_ids) for example in examples])
     rows = [np.array([place]) for place in range(len(data))]
     if recipe.data.packing:
@@ -152,15 +153,15 @@ def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) 
         rows = [packed[row] for row in range(len(packed))]
     mine = world.data_parallel
     size = recipe.batch.per_device_train_batch_size
+    micro_batches = []
+    for ids in deal_rows(rows, mine.rank, mine.size, size):
+        micro_batches.append(_collate(ids, examples, data, is_packed=recipe.data.packing))
     return StepBatch(
         step=0,
         epoch=0.0,
-        micro_batches=tuple(
-            _collate(ids, examples, data, is_packed=recipe.data.packing)
-            for ids in deal_rows(rows, mine.rank, mine.size, size)
-        ),
+        micro_batches=tuple(micro_batches),
         tokens=int(lengths.sum()),
-        trained_tokens=1,  # what the loss is divided by
+        trained_tokens=1,  # the divisor of the loss
         squared_tokens=int(lengths @ lengths),
         groups=len(data),
         has_own_rows=True,
@@ -173,7 +174,7 @@ def _collate(
     """Makes the micro-batch of the datums `ids`, with their inputs as columns."""
     if not len(ids):
         return make_filler(is_packed)
-    ids = np.sort(ids)  # by the client that they are of, where there are several
+    ids = np.sort(ids)  # which sorts by client: `AdapterStack.deal` needs it
     chosen = [examples[index] for index in ids]
     micro_batch = pack_documents(chosen) if is_packed else pad_documents(chosen, 0)
     micro_batch = replace(micro_batch, example_ids=tuple(ids.tolist())).with_documents()
@@ -188,7 +189,7 @@ def _collate(
 
 
 def _read_input(datum: Mapping[str, Any], name: str, dtype: type = np.float32) -> NDArray[Any]:
-    """[tokens, targets]."""
+    """Returns an input of a datum: [tokens, targets]."""
     values: NDArray[Any] = np.array(datum["inputs"][name], dtype)
     return values.reshape(len(values), -1)
 
@@ -205,7 +206,7 @@ def _spread(
         missing: The number where there is no label, and where another datum has more targets.
 
     Returns:
-        fp32[positions, targets], in which an id below 2**24 is exact.
+        fp32[positions, targets], which is exact for ids below 2**24.
     """
     has_label, documents, places = micro_batch.find_labeled()
     values = [_read_input(datum, name) for datum in data]
@@ -222,19 +223,22 @@ def _spread(
 def by_datum(
     micro_batch: MicroBatch, values: Tensor, data: Sequence[Mapping[str, Any]]
 ) -> dict[int, list[Any]]:
-    """Groups the values of positions by datum: index of the datum -> values at its tokens.
+    """Groups values by datum.
 
     Args:
         micro_batch: Holds some of the datums.
-        values: [positions, ...]; where the micro-batch has targets, one for each of them.
+        values: [positions, ...], or [positions, targets] where the micro-batch has targets.
         data: All datums of the batch.
+
+    Returns:
+        Index of a datum -> the values at its tokens.
     """
     has_label, documents, _ = micro_batch.find_labeled()
     values_of_datum: dict[int, list[Any]] = {}
-    for index, example in enumerate(micro_batch.example_ids):
-        of_datum = values[has_label & (documents == index)]
+    for document, index in enumerate(micro_batch.example_ids):
+        own = values[has_label & (documents == document)]
         if micro_batch.targets is not None:
-            width = width_of(data[example])
-            of_datum = of_datum[:, 0] if width is None else of_datum[:, :width]
-        values_of_datum[example] = of_datum.tolist()
+            width = width_of(data[index])
+            own = own[:, 0] if width is None else own[:, :width]
+        values_of_datum[index] = own.tolist()
     return values_of_datum

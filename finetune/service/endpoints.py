@@ -1,7 +1,6 @@
-"""The Tinker API as a table: method and path -> function of the service and what was sent.
+"""The Tinker API as a table: method and path -> a function of the service and the request's body.
 
-Nothing here knows HTTP. What a client sends is data: it is read by pydantic types, and names
-nothing that is run or opened.
+Nothing here depends on HTTP. A body is read by pydantic types, and names no code or file.
 """
 
 import re
@@ -23,7 +22,7 @@ Sent = Mapping[str, Any]
 Body = dict[str, Any]
 Handler = Callable[[Service, Sent], Body]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MOST_TOP = 1024  # likeliest tokens of each of a prompt's
+MOST_TOP = 1024  # likeliest tokens at each token of a prompt
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -37,7 +36,7 @@ class LoraConfig(BaseModel):
 
 
 class Optimizer(BaseModel):
-    """Which optimizer a model has."""
+    """The kind of a model's optimizer."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -59,13 +58,13 @@ class AdamParams(BaseModel):
     learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, gt=0, allow_inf_nan=False)  # of 0, a gradient of 0 makes 0 / 0
+    eps: float = Field(1e-12, gt=0, allow_inf_nan=False)  # with 0, a gradient of 0 makes 0 / 0
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
 
 
 class OfModel(BaseModel):
-    """Body of what is done to a model in the order of `seq_id`."""
+    """Body of a request about a model. A model's requests are done in the order of `seq_id`."""
 
     model_id: str
     seq_id: int = Field(ge=1)
@@ -98,10 +97,10 @@ class SaveWeights(OfModel):
 
 
 class LoadWeights(BaseModel):
-    """Body of load_weights: onto a model, or onto one that it makes."""
+    """Body of load_weights: into the model `model_id`, or into a new model of `session_id`."""
 
     path: str
-    optimizer: bool
+    optimizer: bool  # loads the optimizer's state, too
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)
     session_id: str | None = None
@@ -133,7 +132,7 @@ class PromptBody(BaseModel):
 
 
 class SamplingParams(BaseModel):
-    """The sampling in the body of asample. Tokens are drawn from all of the vocabulary."""
+    """The sampling in the body of asample. Tokens are drawn from the whole vocabulary."""
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
@@ -164,7 +163,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 
 def read(kind: type[Read], sent: Sent) -> Read:
-    """Reads and checks the body. Raises `UserError` with every mistake."""
+    """Reads a body as `kind`. Raises `UserError`, which lists every mistake."""
     try:
         return kind.model_validate(sent)
     except ValidationError as error:
@@ -176,7 +175,7 @@ def read(kind: type[Read], sent: Sent) -> Read:
 
 
 def capabilities(service: Service, sent: Sent) -> Body:
-    """Lists the models that are served."""
+    """Describes the only model that is served."""
     model = {
         "model_name": service.model_name,
         "max_context_length": service.limits.tokens,
@@ -187,7 +186,7 @@ def capabilities(service: Service, sent: Sent) -> Body:
 
 
 def client_config(service: Service, sent: Sent) -> Body:
-    """Switches off what this server has not: signed keys, compressed bodies, custom losses here."""
+    """Switches off what this server lacks: signed keys, compressed bodies, losses as code."""
     return {
         "pjwt_auth_enabled": False,
         "proto_compress_fwdbwd": False,
@@ -227,7 +226,7 @@ def _only_texts(values: object) -> dict[str, str] | None:
 
 
 def heartbeat(service: Service, sent: Sent) -> Body:
-    """Says that a client is there."""
+    """Checks that a client's session is open."""
     find_session(service.ledger, sent.get("session_id"))
     return {"type": "session_heartbeat"}
 
@@ -241,7 +240,7 @@ def find_session(ledger: Ledger, name: object) -> Body:
 
 
 def get_session(service: Service, sent: Sent) -> Body:
-    """Describes a session: the names of its models and samplers, and what its client has named."""
+    """Describes a session: the names of its models and samplers, and its client's metadata."""
     name = sent["id"]
     session = service.ledger.find("session", name)
 
@@ -258,15 +257,15 @@ def get_session(service: Service, sent: Sent) -> Body:
 
 
 def finish_session(service: Service, sent: Sent) -> Body:
-    """Ends a session: its models and samplers are forgotten, its checkpoints stay."""
-    session = service.ledger.find("session", sent["id"])
-    service.ledger.put("session", sent["id"], session | {"finished": True})
+    """Ends a session. Its models and samplers lose their states; its checkpoints stay."""
+    with service.ledger.change("session", sent["id"]) as session:
+        session["finished"] = True
     service.remove_unused()
     return {}
 
 
 def create_model(service: Service, sent: Sent) -> Body:
-    """Makes an adapter."""
+    """Makes a model, which is an adapter on the base."""
     request = read(CreateModel, sent)
     find_session(service.ledger, request.session_id)
     if request.base_model != service.model_name:
@@ -290,7 +289,7 @@ def create_model(service: Service, sent: Sent) -> Body:
 
 
 def find_model(service: Service, name: object) -> Body:
-    """A model of an open session. Raises `UserError` where there is none."""
+    """Finds a model of an open session. Raises `UserError` where there is none."""
     model = service.ledger.find("model", name)
     find_session(service.ledger, model["session"])
     return model
@@ -317,6 +316,7 @@ def get_info(service: Service, sent: Sent) -> Body:
 def _promise(
     service: Service, request: OfModel, operation: str, arguments: Mapping[str, Any]
 ) -> Body:
+    """Accepts a request about a model; returns the name by which its result is retrieved."""
     find_model(service, request.model_id)
     name = f"{request.model_id}:{request.seq_id}"
     service.ledger.accept(name, request.model_id, request.seq_id, operation, arguments)
@@ -324,8 +324,9 @@ def _promise(
 
 
 def in_order(handler: Handler) -> Handler:
-    """Makes a refused request keep its place in its model's order, or the next request would wait
-    for it forever.
+    """Gives a refused request its place in the model's order.
+
+    Without it the model's next request would wait forever.
     """
 
     def answer(service: Service, sent: Sent) -> Body:
@@ -352,7 +353,7 @@ def forward_backward(service: Service, sent: Sent) -> Body:
 
 @in_order
 def optim_step(service: Service, sent: Sent) -> Body:
-    """Updates a model by the gradients that it has."""
+    """Updates a model by its gradients."""
     if "adam_params" not in sent:
         raise UserError("optim_step: AdamParams are expected; no other optimizer is served")
     request = read(OptimStep, sent)
@@ -361,7 +362,7 @@ def optim_step(service: Service, sent: Sent) -> Body:
 
 @in_order
 def save_weights(service: Service, sent: Sent) -> Body:
-    """Keeps a model's state under a name."""
+    """Makes a checkpoint of a model, with its optimizer's state."""
     request = read(SaveWeights, sent)
     if request.path is None:
         raise UserError("path: a name for the checkpoint is expected")
@@ -370,7 +371,7 @@ def save_weights(service: Service, sent: Sent) -> Body:
 
 @in_order
 def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
-    """Keeps a model's weights, under a name or for one sampler."""
+    """Makes a checkpoint of a model's weights, or a sampler with them."""
     request = read(SaveWeights, sent)
     if request.path is None and request.sampling_session_seq_id is None:
         raise UserError("path: a name is expected, or a sampling_session_seq_id")
@@ -378,6 +379,7 @@ def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
 
 
 def _describe_save(request: SaveWeights, segment: str) -> Body:
+    """Returns the arguments of a save. `segment`: a key of SEGMENTS."""
     return {
         "segment": segment,
         "name": request.path,
@@ -389,7 +391,7 @@ def _describe_save(request: SaveWeights, segment: str) -> Body:
 
 
 def find_checkpoint(service: Service, path: object) -> Body:
-    """A checkpoint by its tinker:// path. Raises `UserError` where there is none."""
+    """Finds a checkpoint by its tinker:// path. Raises `UserError` where there is none."""
     saved = service.ledger.find("checkpoint", str(path))
     if saved["expires"] is not None and saved["expires"] < time.time():
         raise UserError(f"{path}: has expired")
@@ -397,7 +399,7 @@ def find_checkpoint(service: Service, path: object) -> Body:
 
 
 def load_weights(service: Service, sent: Sent) -> Body:
-    """Puts a checkpoint into a model, or makes a model of it."""
+    """Loads a checkpoint into a model, or into a new model."""
     request = read(LoadWeights, sent)
     saved = find_checkpoint(service, request.path)
     if request.optimizer and saved["segment"] != "weights":
@@ -420,13 +422,13 @@ def load_weights(service: Service, sent: Sent) -> Body:
 
 
 def create_sampler(service: Service, sent: Sent) -> Body:
-    """Makes a sampler from a checkpoint (`model_path`), else from the base model."""
+    """Makes a sampler from a checkpoint (`model_path`), or from the base model."""
     request = read(CreateSampler, sent)
     find_session(service.ledger, request.session_id)
     if request.model_path is not None:
         checkpoint = find_checkpoint(service, request.model_path)
     elif request.base_model == service.model_name:
-        checkpoint = {"state": None, "form": {"rank": 0, "seed": 0}}  # an adapter that adds 0
+        checkpoint = {"state": None, "form": {"rank": 0, "seed": 0}}  # an adapter without effect
     else:
         raise UserError(
             f"base_model: {request.base_model!r} is not served; {service.model_name!r} is"
@@ -435,7 +437,7 @@ def create_sampler(service: Service, sent: Sent) -> Body:
     sampler = {
         "session": request.session_id,
         "path": request.model_path,
-        "clones": 0,  # clients that have joined it; see `join_sampler`
+        "clones": 0,  # the number of clients that have joined; see `join_sampler`
         "state": checkpoint["state"],
         "form": checkpoint["form"],
     }
@@ -444,11 +446,9 @@ def create_sampler(service: Service, sent: Sent) -> Body:
 
 
 def join_sampler(service: Service, sent: Sent) -> Body:
-    """Numbers a client of a sampler in another process, so that its requests have other names."""
-    name = str(sent.get("sampling_session_id"))
-    sampler = service.ledger.find("sampler", name)
-    sampler["clones"] += 1
-    service.ledger.put("sampler", name, sampler)
+    """Gives another client of a sampler a number, which makes its requests' names unique."""
+    with service.ledger.change("sampler", str(sent.get("sampling_session_id"))) as sampler:
+        sampler["clones"] += 1
     return {"type": "join_sampling_session", "client_counter": sampler["clones"]}
 
 
@@ -467,7 +467,9 @@ def sample(service: Service, sent: Sent) -> Body:
     request = read(SampleBody, sent)
     sampler = service.ledger.find("sampler", request.sampling_session_id)
     find_session(service.ledger, sampler["session"])
-    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    prompt: list[int] = []
+    for chunk in request.prompt.chunks:
+        prompt += chunk.tokens
     limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
     check_tokens(prompt, "prompt", limits)
     params = request.sampling_params
@@ -496,7 +498,7 @@ def sample(service: Service, sent: Sent) -> Body:
 
 
 def _read_stop(stop: str | list[str] | list[int] | None) -> tuple[list[int] | None, list[str]]:
-    """The ids and the texts at which a completion ends; None: at the ids that end a turn."""
+    """Returns (ids, texts) at which a completion ends; ids None: those that end a turn."""
     if stop is None:
         return None, []
     listed = [stop] if isinstance(stop, str) else stop
@@ -520,14 +522,14 @@ def weights_info(service: Service, sent: Sent) -> Body:
 
 
 def list_runs(service: Service, sent: Sent) -> Body:
-    """All models."""
+    """Lists all models, as training runs."""
     runs = [_describe_run(service, name) for name in service.ledger.records("model")]
     cursor = {"offset": 0, "limit": len(runs), "total_count": len(runs)}
     return {"training_runs": runs, "cursor": cursor}
 
 
 def get_run(service: Service, sent: Sent) -> Body:
-    """A model, as a training run."""
+    """Describes a model, as a training run."""
     return _describe_run(service, sent["id"])
 
 
@@ -545,14 +547,17 @@ def _describe_run(service: Service, name: str) -> Body:
 
 
 def _time(seconds: float) -> str:
+    """Writes seconds since 1970 in ISO 8601."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def list_checkpoints(service: Service, sent: Sent) -> Body:
-    """The checkpoints of a model."""
-    every = service.ledger.records("checkpoint")
-    of_model = [
-        {
+    """Lists the checkpoints of a model."""
+    listed = []
+    for path, each in service.ledger.records("checkpoint").items():
+        if each["model"] != sent["id"]:
+            continue
+        checkpoint = {
             "checkpoint_id": f"{each['segment']}/{each['name']}",
             "checkpoint_type": SEGMENTS[each["segment"]],
             "time": _time(each["at"]),
@@ -561,10 +566,8 @@ def list_checkpoints(service: Service, sent: Sent) -> Body:
             "user_metadata": each["user_metadata"],
             "expires_at": None if each["expires"] is None else _time(each["expires"]),
         }
-        for path, each in every.items()
-        if each["model"] == sent["id"]
-    ]
-    return {"checkpoints": of_model}
+        listed.append(checkpoint)
+    return {"checkpoints": listed}
 
 
 def delete_checkpoint(service: Service, sent: Sent) -> Body:
@@ -576,7 +579,7 @@ def delete_checkpoint(service: Service, sent: Sent) -> Body:
     return {}
 
 
-# Beside these, retrieve_future waits: see server.py.
+# server.py adds retrieve_future, which waits for a result.
 ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("GET", "healthz"): lambda service, sent: {"status": "ok"},
     ("GET", "get_server_capabilities"): capabilities,

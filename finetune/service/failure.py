@@ -1,6 +1,6 @@
-"""A rank that fails alone, while the others wait for it in a collective.
+"""Ends all ranks where one fails alone, while the others wait for it in a collective.
 
-All of them learn of it from the store by which they have found each other, and end.
+The failed rank leaves its error in the process group's store, which every rank watches.
 """
 
 import sys
@@ -24,15 +24,14 @@ from finetune.errors import (
 
 KEY = "finetune/service/failure"
 POLL_SECONDS = 0.2
-SECONDS_TO_READ = 2.0  # in which clients that wait fetch their answers from a server that ends
+SECONDS_TO_READ = 2.0  # the time in which waiting clients fetch their answers before the end
 
 
 @contextmanager
 def sharing_failure(world: World) -> Iterator[None]:
-    """The block that all ranks do: an error of this one alone is shared with the others, after
-    which it waits for `watch_for_failure` to end the process.
+    """Shares an error of the block with all ranks, then waits until `watch_for_failure` ends all.
 
-    An `AgreedError` is raised, and so is any error where one rank is all.
+    Raises an `AgreedError`, which all ranks have, and with one rank any error.
     """
     try:
         yield
@@ -46,7 +45,7 @@ def sharing_failure(world: World) -> Iterator[None]:
             reason = "another rank ended, whose own error is the cause"
         elif not isinstance(error, UserError):
             traceback.print_exc()
-        # it stays that of the first rank, whose end the others then meet
+        # The first error stays: later ones may be consequences.
         _get_default_store().compare_set(KEY, "", f"rank {world.rank}: {reason}")
         while True:
             time.sleep(POLL_SECONDS)
@@ -55,7 +54,7 @@ def sharing_failure(world: World) -> Iterator[None]:
 def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
     """Starts a thread that ends this process once a rank has failed in `sharing_failure`.
 
-    answer: Called with what happened; on rank 0 it answers the clients.
+    answer: Called with the error; on rank 0 it answers the clients.
     """
     if world.size > 1:
         arguments = (world, answer)
@@ -63,13 +62,14 @@ def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
 
 
 def _watch(world: World, answer: Callable[[str], None]) -> None:
+    """Waits for the error of a rank, answers it, and ends this process."""
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     while not store.check([KEY]):
-        if world.left.wait(POLL_SECONDS):  # the server has stopped as it was asked
+        if world.left.wait(POLL_SECONDS):  # the server was asked to stop
             return
-    said = store.get(KEY).decode()
-    sentence = f"{said}; the server has ended; start the same command again, which resumes"
+    error = store.get(KEY).decode()
+    sentence = f"{error}; the server has ended; start the same command again, which resumes"
     answer(sentence)
     print(sentence, file=sys.stderr, flush=True)
-    time.sleep(SECONDS_TO_READ)  # the first rank that ends ends all, by the launcher
+    time.sleep(SECONDS_TO_READ)  # the launcher kills all ranks once one has ended
     end_process(EXIT_USER_ERROR)

@@ -1,9 +1,8 @@
-"""What a service was asked, has answered and has: in one SQLite file, so that a kill loses nothing
-that was answered.
+"""The requests, results and records of a service in one SQLite file, which survives a kill.
 
-A request is on disk before its promise is given, and its result before it can be read; what it
-changes is written with its result, in one transaction. Gradients are in memory alone: the requests
-that made them stay until the next update, and are done again after a restart.
+A request is on disk before its client gets an answer. A result is written with the records that the
+request changes, in one transaction, before a client can read it. Gradients are only in memory:
+requests that made them are kept until the next update, and are done again after a restart.
 """
 
 import json
@@ -12,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
 
-# Of an operation that several requests may share: what is the same in all of them.
+# An operation that can do several requests at once -> the arguments that these have in common.
 ALIKE = {"sample": ("sampler", "temperature", "stop_ids"), "forward_backward": ("loss", "options")}
 SAMPLED_TOGETHER = 256  # requests
 
@@ -35,27 +33,27 @@ CREATE TABLE IF NOT EXISTS request (
 """
 WAITING = "waiting"
 DONE = "done"
-AGAIN = "again"  # done, and to be done again after a restart: its gradients are in memory alone
+AGAIN = "again"  # done, but its gradients are only in memory: done again after a restart
 
 
 class QueuedRequest(NamedTuple):
-    """A request that was accepted, and has no result yet."""
+    """A request that is to be done."""
 
-    number: int  # counts requests in the order of their arrival
+    number: int  # the order of arrival
     id: str
-    queue: str  # its requests are done in the order of `seq`: a model's, or a sample's own
+    queue: str  # the model, whose requests are done in the order of `seq`; a sample has its own
     seq: int  # place in the queue, from 0
     operation: str  # "save", "refuse", or a name in `OPERATIONS`
     arguments: Mapping[str, Any]
-    is_again: bool = False  # it has a result, and only its gradients are made again
+    is_again: bool = False  # it has a result; only its gradients are needed
 
     @property
     def tokens(self) -> int:
-        """The tokens of its datums; 0 where it has none."""
+        """The number of tokens in its datums."""
         return sum(len(datum["tokens"]) for datum in self.arguments.get("data", ()))
 
     def goes_beside(self, other: "QueuedRequest") -> bool:
-        """Whether one forward can serve both."""
+        """Returns whether one operation can do both requests."""
         if self.operation != other.operation or self.operation not in ALIKE:
             return False
         names = ALIKE[self.operation]
@@ -75,13 +73,13 @@ class Ledger:
     def __init__(
         self, path: Path, most_waiting: int, *, most_stacked: int = 1, most_tokens: int = 0
     ) -> None:
-        """Reads what an earlier process has left in `path`.
+        """Opens the database, and reads the requests that an earlier process left.
 
         Args:
-            path: Of the database.
-            most_waiting: Requests.
-            most_stacked, most_tokens: Models whose `forward_backward` may share a pass, and the
-                tokens of all their datums.
+            path: The database's file.
+            most_waiting: The limit of waiting requests.
+            most_stacked: The limit of requests for `forward_backward` that are done at once.
+            most_tokens: The limit of the tokens of all their datums.
         """
         self._lock = threading.Condition()
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
@@ -92,9 +90,13 @@ class Ledger:
         self._most_tokens = most_tokens
         self._most_together = {"sample": SAMPLED_TOGETHER, "forward_backward": most_stacked}
         self._waiting: dict[int, QueuedRequest] = {}
-        self._next: dict[str, int] = {}  # by queue, the `seq` to be done next
-        self.on_change: Callable[[], None] = lambda: None  # a result can be read
+        self._next: dict[str, int] = {}  # queue -> the `seq` to be done next
+        self.on_change: Callable[[], None] = lambda: None  # called when a result can be read
         self._forget_old()
+        self._read_queues()
+
+    def _read_queues(self) -> None:
+        """Reads the next `seq` of each queue, and the requests that are to be done."""
         for queue, seq in self._database.execute(
             "SELECT queue, MAX(seq) FROM request WHERE status != ? AND operation != 'sample' "
             "GROUP BY queue",
@@ -107,14 +109,13 @@ class Ledger:
             [WAITING, AGAIN],
         ):
             number, name, queue, seq, operation, arguments, status = row
-            is_again = status == AGAIN
-            given = json.loads(arguments)
             self._waiting[number] = QueuedRequest(
-                number, name, queue, seq, operation, given, is_again
+                number, name, queue, seq, operation, json.loads(arguments), status == AGAIN
             )
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Yields the database. The block's changes are written together, or not if it raises."""
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -125,8 +126,9 @@ class Ledger:
             self._database.execute("COMMIT")
 
     def _forget_old(self) -> None:
-        """Removes results older than RESULTS_KEPT_SECONDS, except the last of each queue, which
-        says which request comes next.
+        """Removes results older than RESULTS_KEPT_SECONDS.
+
+        The last result of each queue stays: its `seq` shows which request comes next.
         """
         self._database.execute(
             "DELETE FROM request WHERE status = ? AND at < ? AND (operation = 'sample' OR "
@@ -150,8 +152,19 @@ class Ledger:
         body: dict[str, Any] = json.loads(row[0])
         return body
 
+    @contextmanager
+    def change(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
+        """Yields a record, and writes it after the block. Other threads wait meanwhile.
+
+        Raises `UserError` where there is none.
+        """
+        with self._lock:
+            body = self.find(kind, name)
+            yield body
+            self.put(kind, name, body)
+
     def records(self, kind: str) -> dict[str, dict[str, Any]]:
-        """All records of a kind, by their id."""
+        """Reads all records of a kind: id -> body."""
         with self._lock:
             rows = self._database.execute(
                 "SELECT id, body FROM record WHERE kind = ?", [kind]
@@ -159,7 +172,7 @@ class Ledger:
         return {name: json.loads(body) for name, body in rows}
 
     def remove(self, kind: str, name: str) -> None:
-        """Removes a record, where there is one."""
+        """Removes a record, if there is one."""
         with self._transaction() as database:
             database.execute("DELETE FROM record WHERE kind = ? AND id = ?", [kind, name])
 
@@ -174,16 +187,16 @@ class Ledger:
     ) -> None:
         """Writes a request to disk, in one transaction with the records that it makes.
 
-        Does nothing for a `name` that was accepted before: clients send a request again where they
-        got no answer.
+        Does nothing for a `name` that was accepted before: a client without an answer sends its
+        request again.
 
         Args:
             name: The request's id.
-            queue: The queue that orders it; see `QueuedRequest`.
+            queue: Its queue; see `QueuedRequest`.
             seq: Its place in the queue, from 0.
-            operation: What it asks for; see `QueuedRequest`.
-            arguments: Of the operation; JSON.
-            records: (kind, id) -> body, of the records to write; JSON.
+            operation: The operation; see `QueuedRequest`.
+            arguments: The operation's arguments; JSON.
+            records: The new records: (kind, id) -> body; JSON.
 
         Raises:
             UserError: Too many requests wait.
@@ -207,31 +220,34 @@ class Ledger:
             self._lock.notify_all()
 
     def take(self, seconds: float) -> list[QueuedRequest]:
-        """Waits up to `seconds` for a request whose turn it is.
+        """Waits up to `seconds` for requests that can be done, and done together.
 
         Returns:
-            It, with others that can be done together with it; empty after that time. They stay
-            waiting until `finish`.
+            These requests, which are to be given to `finish`; empty after that time.
         """
         with self._lock:
             self._lock.wait_for(self._find_ready, seconds)
             return self._find_ready()
 
     def _find_ready(self) -> list[QueuedRequest]:
-        waiting = self._waiting.values()
-        again = [request for request in waiting if request.is_again]
-        if again:
-            return [min(again)]
-        ready = sorted(
-            request for request in waiting if request.seq == self._next.get(request.queue, 0)
-        )
-        if not ready:
-            return []
-        first = ready[0]
-        alike = [first, *(request for request in ready[1:] if request.goes_beside(first))]
-        sums = accumulate(request.tokens for request in alike)
-        fitting = max(1, sum(tokens <= self._most_tokens for tokens in sums))
-        return alike[: min(fitting, self._most_together.get(first.operation, 1))]
+        """Returns the first request whose turn it is, with later ones that can be done with it."""
+        waiting = sorted(self._waiting.values())  # in the order of arrival
+        for request in waiting:
+            if request.is_again:
+                return [request]
+        together: list[QueuedRequest] = []
+        tokens = 0
+        for request in waiting:
+            if request.seq != self._next.get(request.queue, 0):
+                continue
+            if together and not request.goes_beside(together[0]):
+                continue
+            tokens += request.tokens
+            most = self._most_together.get(request.operation, 1)
+            if together and (tokens > self._most_tokens or len(together) == most):
+                break
+            together.append(request)
+        return together
 
     def finish(
         self,
@@ -244,14 +260,14 @@ class Ledger:
     ) -> None:
         """Writes a request's result, in one transaction with the records that it changes.
 
-        Does nothing for a request that has a result already.
+        Does nothing for a request that was finished before.
 
         Args:
-            request: Of `take`.
+            request: A request that `take` returned.
             result: The answer to the client.
-            records: (kind, id) -> body, of the changed records; JSON.
+            records: The changed records: (kind, id) -> body; JSON.
             keeps_gradients: The request added gradients, and is done again after a restart.
-            drops_gradients: The gradients of its queue were used, or are lost.
+            drops_gradients: The gradients of its queue were used or lost.
         """
         with self._lock:
             if request.number not in self._waiting:
@@ -292,7 +308,7 @@ class Ledger:
         return None if row[0] == WAITING else Result(row[1], row[2])
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the database."""
         with self._lock:
             self._database.close()
 

@@ -1,7 +1,4 @@
-"""The losses of the Tinker API.
-
-Each is a number for every token, whose sum is minimized.
-"""
+"""The losses of the Tinker API: each gives a number for every token. Their sum is minimized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# by the name of an input of the loss: as the log-probabilities, fp32[positions], or where there are
-# several targets fp32[positions, targets]
+# The inputs of the loss by name, in the shape of the log-probabilities: fp32[positions], or
+# fp32[positions, targets] where tokens have several targets.
 Given = Mapping[str, Tensor]
 Options = Mapping[str, float]
 
-# The defaults of Tinker's pages (tutorial 202 of its cookbook); None where they give none, and a
-# client has to.
+# The defaults of Tinker's pages (tutorial 202 of its cookbook). None: there is no default, and a
+# client must give the option.
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 CAPPED = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
 CLIPPED_AS_ASKED = dict.fromkeys(CLIPPED)
@@ -23,15 +20,14 @@ CLIPPED_AS_ASKED = dict.fromkeys(CLIPPED)
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss by its name in the API."""
+    """A loss of the API."""
 
-    # (log-probabilities fp32[positions], inputs, options, int64[positions]: which datum) ->
-    # fp32[positions]
+    # (log-probabilities fp32[positions], inputs, options, int64[positions]: the index of the
+    # datum) -> fp32[positions]
     compute: Callable[[Tensor, Given, Options, Tensor], Tensor]
-    inputs: tuple[str, ...]  # of a datum, beside its target_tokens: a number for each token
-    # and what they are where a client gives none; None: it has to
-    options: Mapping[str, float | None] = field(default_factory=dict)
-    takes_several: bool = False  # targets for each token
+    inputs: tuple[str, ...]  # the inputs of a datum beside target_tokens
+    options: Mapping[str, float | None] = field(default_factory=dict)  # name -> default
+    takes_several: bool = False  # a token may have several targets
 
 
 def _cross_entropy(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
@@ -53,7 +49,7 @@ def _clip(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
 
 
 def _cispo(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
-    """MiniMax 2025, eq. 4: the clipped ratio weighs each token's gradient, and has none."""
+    """MiniMax 2025, eq. 4: the clipped ratio weighs each token's gradient, and has none itself."""
     ratio = (new.detach() - given["logprobs"]).exp()
     clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     return -clipped * given["advantages"] * new
@@ -68,10 +64,10 @@ def _dro(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
 def _gspo(new: Tensor, given: Given, options: Options, data: Tensor) -> Tensor:
     """Zheng et al. 2025, eq. 14: the ratio is a datum's geometric mean, the gradient a token's."""
     mask = (given["sequence_ratio_mask"] != 0).to(new.dtype)
-    zeros = torch.zeros_like(new, requires_grad=False)  # of each datum; there are fewer than tokens
-    logs = zeros.index_add(0, data, (new.detach() - given["logprobs"]) * mask)
+    zeros = torch.zeros_like(new, requires_grad=False)  # [datums], padded to [positions]
+    log_ratios = zeros.index_add(0, data, (new.detach() - given["logprobs"]) * mask)
     tokens = zeros.index_add(0, data, mask)
-    means = logs / tokens.clamp(min=1)
+    means = log_ratios / tokens.clamp(min=1)
     ratio = (means[data] + new - new.detach()).exp()
     return _clip(ratio, given["advantages"], options)
 

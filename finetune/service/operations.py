@@ -1,4 +1,4 @@
-"""What every rank does for an operation of a client, in the order in which rank 0 names them."""
+"""The operations that clients ask for, which every rank does in the same order."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +36,12 @@ TokenMeasure = Callable[[Tensor, MicroBatch], Tensor]
 
 
 class Operations:
-    """The operations on the model of a session. All ranks make the same calls with the same
-    arguments.
-    """
+    """The operations on a session's model. All ranks make the same calls with equal arguments."""
 
     def __init__(self, session: Session, folder: Path, vllm_server: str | None = None) -> None:
         """Opens the adapters' states in `folder`.
 
-        vllm_server: The address of the server that samples; None: the model itself does.
+        vllm_server: The address of the server that samples; None: the session's model samples.
         """
         keys = session.recipe.optimization
         session.recipe = replace(
@@ -51,7 +49,7 @@ class Operations:
         )
         self.session = session
         self._adapters = Adapters(session, folder)
-        self._gradients: dict[str, Gradients] = {}  # by model, since its last update
+        self._gradients: dict[str, Gradients] = {}  # model -> gradients since its last update
         config = text_config_of(unwrap(session.model).config)
         longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
         self.limits = Limits(config.vocab_size, longest)
@@ -64,11 +62,14 @@ class Operations:
         self.can_stack = can_stack(session.model, session.recipe)
 
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
-        """Does one of `OPERATIONS`. Raises `AgreedError` on all ranks; any other is of this one."""
+        """Does one of `OPERATIONS`.
+
+        Raises `AgreedError` on all ranks; any other error only on this one.
+        """
         return OPERATIONS[operation](self, **_with_form(arguments))
 
     def create(self, state: str | None, form: AdapterForm, target: str) -> Answer:
-        """Writes the first state of a model: a start of its own, or that of `state`."""
+        """Writes the first state of a model: a new adapter, or a copy of `state`."""
         self._adapters.activate(state, form)
         return {"bytes": self._adapters.store(target, form, with_optimizer=False)}
 
@@ -92,7 +93,7 @@ class Operations:
         """Computes the loss without gradients.
 
         Args:
-            state: The adapter's state; None: a start of its own.
+            state: The adapter's state; None: a new adapter.
             form: The form of the adapter.
             data: The datums: `tokens`, and `inputs` by name, as `check_datums` admits them.
             loss: The name of the loss in `LOSSES`.
@@ -123,7 +124,7 @@ class Operations:
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
-        """Does `forward`, and adds the gradients to those of `model` since its last update."""
+        """Does `forward`, and adds gradients to those that `model` has since its last update."""
         before = self._gradients.pop(model, None)
         self._adapters.activate(state, form)
         session = self.session
@@ -139,8 +140,7 @@ class Operations:
     def forward_backward_together(
         self, parts: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, float]
     ) -> Answer:
-        """Does `forward_backward` for several models at once: their adapters share the forwards and
-        backwards of the base.
+        """Does `forward_backward` for several models, which share forward and backward of the base.
 
         Args:
             parts: One for each model: its `model`, `state`, `form` and `data`, which
@@ -154,8 +154,11 @@ class Operations:
         session = self.session
         world = session.world
         stack = self._stack([_with_form(part) for part in parts])
-        data = [datum for part in parts for datum in part["data"]]
-        owners = [index for index, part in enumerate(parts) for _ in part["data"]]
+        data: list[Mapping[str, Any]] = []
+        owners: list[int] = []  # for each datum the index of its part
+        for index, part in enumerate(parts):
+            data += part["data"]
+            owners += [index] * len(part["data"])
         batch = make_batch(data, session.recipe, world)
         scores: dict[int, list[Any]] = {}
         measure = _make_measure(loss, options, data, scores)
@@ -163,27 +166,27 @@ class Operations:
         gradients = stack.gather_gradients(world)
         for part, loss_sum, of_model in zip(parts, losses, gradients, strict=True):
             self._add_gradients(part["model"], of_model, (batch, Measured(loss_sum)))
-        log_probabilities = iter(self._gather(scores, len(data)))
-        totals = world.sum_over_groups(losses.clone()).tolist()
-        answers = [
-            {"loss": total, "log_probabilities": [next(log_probabilities) for _ in part["data"]]}
-            for part, total in zip(parts, totals, strict=True)
-        ]
+        log_probabilities = self._gather(scores, len(data))
+        answers: list[Answer] = []
+        for total in world.sum_over_groups(losses.clone()).tolist():
+            answers.append({"loss": total, "log_probabilities": []})
+        for owner, of_datum in zip(owners, log_probabilities, strict=True):
+            answers[owner]["log_probabilities"].append(of_datum)
         return {"answers": answers}
 
     def _pass(
         self, stack: AdapterStack, batch: StepBatch, owners: Sequence[int], measure: TokenMeasure
     ) -> Tensor:
-        """Runs forward and backward of a batch in which each datum goes through its own adapter.
+        """Runs forward and backward of a batch. Each datum goes through its own adapter.
 
         Args:
-            stack: The adapters; their factors get this rank's gradients.
+            stack: The adapters. Their factors get this rank's gradients.
             batch: The datums of all adapters.
             owners: For each datum, the index of its adapter in `stack`.
             measure: Computes the loss of each position.
 
         Returns:
-            fp32[adapters]: the loss of each adapter, summed over this rank's positions.
+            fp32[adapters], the loss of each adapter, summed over this rank's positions.
         """
         session = self.session
         device = session.world.device
@@ -201,7 +204,7 @@ class Operations:
         return losses
 
     def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
-        """Stacks the adapters that the parts name by `state` and `form`."""
+        """Stacks the parts' adapters, given by `state` and `form`."""
         whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
         scales = [self._adapters.scale_of(part["form"]) for part in parts]
         return AdapterStack(self.session.model, whole, scales)
@@ -214,7 +217,7 @@ class Operations:
         Args:
             model: The model's name.
             whole: Its gradients by parameter name, unsharded.
-            backward: What they are the gradients of: the batch, and its loss on this rank.
+            backward: The batch whose gradients they are, and its loss on this rank.
         """
         tensors: list[Tensor | None] = [*self._adapters.share_gradients(whole)]
         before = self._gradients.get(model, Gradients([None] * len(tensors), []))
@@ -258,30 +261,30 @@ class Operations:
         temperature: float,
         stop_ids: Sequence[int] | None,
     ) -> Answer:
-        """Samples the completions of all requests together, and scores the prompts of those that
-        ask for it.
+        """Samples the completions of all requests together, and scores prompts.
 
         Args:
             state: The adapter's state; None: the base alone.
             form: The form of the adapter.
-            requests: Each with `prompt` (ids), `samples` (a number), `max_tokens`, `seed`,
-                `scores_prompt` (bool) and `top_prompt` (likeliest tokens of each; 0: none).
-            temperature: 0 is greedy.
-            stop_ids: Where completions end; None: at the ids that end a turn.
+            requests: Each has `prompt` (ids), `samples` (their number), `max_tokens`, `seed`,
+                `scores_prompt` (bool) and `top_prompt` (the number of likeliest tokens to return
+                for each token of the prompt).
+            temperature: 0: greedy.
+            stop_ids: The ids that end a completion; None: those that end a turn.
 
         Returns:
-            {"sampled": completions as JSON, in the order of the requests, "prompts": the
-            log-probabilities of each scored prompt, "tops": the likeliest tokens of each prompt
-            that asks for them}.
+            {"sampled": the completions as JSON in the order of the requests, "prompts": the
+            log-probabilities of each prompt with `scores_prompt`, "tops": the likeliest tokens of
+            each prompt with `top_prompt`}.
         """
         session = self.session
         if stop_ids is None:
             stop_ids = end_of_answer_ids(session.tokenizer, session.recipe.model.eot_tokens)
-        completions = [
-            Request(tuple(request["prompt"]), (request["seed"], number), request["max_tokens"])
-            for request in requests
-            for number in range(request["samples"])
-        ]
+        completions = []
+        for request in requests:
+            for number in range(request["samples"]):
+                seed = (request["seed"], number)
+                completions.append(Request(tuple(request["prompt"]), seed, request["max_tokens"]))
         sampling = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
         scored_prompts = [request["prompt"] for request in requests if request["scores_prompt"]]
         with_top = [request for request in requests if request["top_prompt"]]
@@ -304,8 +307,9 @@ class Operations:
     def _sample_here(
         self, requests: Sequence[Request], sampling: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """Samples with the model itself, each data-parallel rank its share of the requests; returns
-        the completions in the order of the requests.
+        """Samples with the session's model; returns the completions in the requests' order.
+
+        Each data-parallel rank samples a share of the requests.
         """
         session = self.session
         rows = session.recipe.rollout.per_device_generation_batch_size
@@ -314,8 +318,9 @@ class Operations:
         with session.computing():
             sampled = engine.sample(requests[mine.rank :: mine.size], sampling)
         by_rank = session.world.gather([completion.as_json() for completion in sampled])
-        replicas = len(by_rank) // mine.size  # adjacent ranks that sample the same
-        return [by_rank[i % mine.size * replicas][i // mine.size] for i in range(len(requests))]
+        replicas = len(by_rank) // mine.size  # adjacent ranks with the same requests
+        by_group = by_rank[::replicas]
+        return [by_group[i % mine.size][i // mine.size] for i in range(len(requests))]
 
     def _sample_there(
         self,
@@ -332,15 +337,19 @@ class Operations:
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
     ) -> list[list[list[list[float]]]]:
-        """Finds for each token after a prompt's first the likeliest ids with their
-        log-probabilities, as many as the prompt's width.
+        """Finds the likeliest tokens at each token of a prompt after the first.
+
+        Returns:
+            For each prompt, token and one of `width` likeliest: [id, log-probability].
         """
         every = self._run_head(prompts, head_top(max(widths, default=1)))
         return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
 
     def _run_head(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
-        """Returns the results of `head` at each prompt's tokens after the first, by the adapter
-        that is in the model.
+        """Computes `head` at each prompt's tokens after the first, with the adapter in the model.
+
+        Returns:
+            A result for each of these tokens, for each prompt.
         """
         data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
         if not data:
@@ -359,11 +368,14 @@ class Operations:
         return {"loss": loss, "log_probabilities": self._gather(scored, count)}
 
     def _gather(self, scored: Mapping[int, list[Any]], count: int) -> list[list[Any]]:
-        """Gathers the results of all ranks, in the order of the datums."""
-        every: dict[int, list[Any]] = {}
+        """Gathers the results of all ranks; returns them in the order of the datums.
+
+        scored: Index of a datum -> its result, on this rank.
+        """
+        of_all: dict[int, list[Any]] = {}
         for of_rank in self.session.world.gather([*scored.items()]):
-            every |= dict(of_rank)
-        return [every[place] for place in range(count)]
+            of_all |= dict(of_rank)
+        return [of_all[index] for index in range(count)]
 
 
 OPERATIONS: Mapping[str, Callable[..., Answer]] = {
@@ -378,7 +390,7 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
 
 
 def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with the form of an adapter in place of its fields."""
+    """Returns the arguments, with an `AdapterForm` in place of its fields."""
     if "form" not in arguments:
         return dict(arguments)
     return {**arguments, "form": AdapterForm(**arguments["form"])}
@@ -392,7 +404,7 @@ def _make_measure(
 ) -> TokenMeasure:
     """Makes the function that computes the loss of each position.
 
-    A filler gets zeros, so that its backward takes part in the ranks' collectives.
+    It returns zeros for a filler, whose backward takes part in the ranks' collectives.
 
     Args:
         loss: The name of the loss in `LOSSES`.
@@ -417,7 +429,7 @@ def _make_measure(
 
 
 def _summed(measure: TokenMeasure) -> LossFunction:
-    """Sums a loss over positions, as `Session.forward_backward` expects it."""
+    """Makes the function that sums the loss over positions, for `Session.forward_backward`."""
     return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
 
 
@@ -449,12 +461,12 @@ def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def cut_at(sampled: Sampled, texts: Sequence[str], decode: Callable[[list[int]], str]) -> Sampled:
-    """Cuts a completion after the first token with which its text contains one of `texts`."""
+    """Cuts a completion after the token that completes one of `texts`."""
     ids = sampled.token_ids
 
     def has_ended(end: int) -> bool:
-        said = decode(ids[:end])
-        return any(text in said for text in texts)
+        decoded = decode(ids[:end])
+        return any(text in decoded for text in texts)
 
     if not texts or not has_ended(len(ids)):
         return sampled

@@ -1,6 +1,6 @@
 """`finetune serve-training`: the command, and the script that it starts on every rank.
 
-Rank 0 speaks HTTP and names each operation to the others, which do it with it.
+Rank 0 speaks HTTP. It announces each operation to the other ranks, and all do it together.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 KEY = "FINETUNE_API_KEY"
 PACKAGES = ("starlette", "uvicorn", "google.protobuf")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-TURN_SECONDS = 2.0  # after which idle ranks hear from rank 0 that nothing is to be done
+TURN_SECONDS = 2.0  # an idle rank 0 announces NOTHING after this time
 NOTHING = ""
 STOP = "stop"
 
@@ -64,7 +63,7 @@ def serve_training_command(options: argparse.Namespace) -> int:
 
 
 def prepare(recipe: Recipe) -> Recipe:
-    """The recipe without its data. Raises `UserError` for what a service cannot do."""
+    """Returns the recipe without its data. Raises `UserError` for keys that a service ignores."""
     lora = recipe.lora
     if not lora.use_peft:
         raise UserError("serve-training: clients train adapters; set use_peft: true")
@@ -93,7 +92,7 @@ def prepare(recipe: Recipe) -> Recipe:
 
 
 def refuse_layout(sharding: Sharding) -> None:
-    """Raises `UserError` for a layout under which an adapter's matrices are not rows of shards."""
+    """Raises `UserError` for a layout that a service does not support."""
     is_served = sharding.layout in ("single", "ddp", "fsdp2")
     others = sharding.ranks_per_row * sharding.pipeline_parallel_size
     if not is_served or others > 1 or sharding.mixed_precision == "fp16":
@@ -106,11 +105,15 @@ def refuse_layout(sharding: Sharding) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def _find_key(host: str) -> str | None:
+    """Returns the clients' key of the environment, or None.
+
+    Raises `UserError` without one where other machines reach the server.
+    """
     key = os.environ.get(KEY)
     if host not in LOOPBACK and not key:
         raise UserError(
@@ -147,24 +150,24 @@ def main() -> None:
 
 
 def _listen() -> list[int]:
-    """A list that gets the number of each signal to stop."""
-    asked: list[int] = []
+    """Returns a list to which each SIGTERM and SIGINT appends its number."""
+    received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
+        received.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
-    return asked
+    return received
 
 
 def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
-    """Names an operation to the other ranks."""
+    """Sends an operation to the other ranks, which wait for it in `_follow`."""
     world.gather([operation, arguments])
 
 
 def _follow(operations: "Operations") -> None:
-    """Does what rank 0 names."""
+    """Does the operations that rank 0 announces, until STOP."""
     from finetune.service.failure import sharing_failure, watch_for_failure
 
     world = operations.session.world
@@ -174,7 +177,7 @@ def _follow(operations: "Operations") -> None:
         if operation == STOP:
             return
         if operation != NOTHING:
-            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers
+            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers the error
                 operations.run(operation, arguments)
 
 
@@ -185,6 +188,15 @@ def _lead(
     key: str | None,
     stopping: list[int],
 ) -> None:
+    """Serves clients on rank 0 until a signal is received.
+
+    Args:
+        operations: Those of this rank.
+        folder: The folder of the ledger and the states.
+        options: The options of the command.
+        key: The key that clients must send; None: none.
+        stopping: What `_listen` returned.
+    """
     from finetune.service.failure import sharing_failure, watch_for_failure
     from finetune.service.server import Border, start_server
     from finetune.service.service import Service
@@ -211,10 +223,9 @@ def _lead(
     print(f"serving {service.model_name} at {url}")
     shown_key = "tml-any" if key is None else f"${KEY}"
     print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
-    nothing = partial(_announce, world, NOTHING)
     while not stopping:
         if not service.work(TURN_SECONDS):
-            nothing()
+            _announce(world, NOTHING)  # a collective of idle ranks would time out
     server.should_exit = True
     service.ledger.close()
     _announce(world, STOP)

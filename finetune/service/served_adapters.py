@@ -1,4 +1,4 @@
-"""Clients' adapters sampled by a vLLM server, which reads their states from disk."""
+"""Samples with clients' adapters on a vLLM server, which reads their states from disk."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,20 +12,20 @@ from finetune.rollout.vllm import VllmServer
 from finetune.rollout.vllm_answers import ServedModels
 
 KEY = "--vllm-server"
-MOST_LOADED = 16  # adapters that the server knows at once
+MOST_LOADED = 16  # adapters that the server has loaded at once
 
 
 class ServedAdapters:
-    """The states that a vLLM server samples from. For rank 0."""
+    """The adapters that a vLLM server has loaded. Only rank 0 has it."""
 
     def __init__(self, url: str, recipe: Recipe, states: Path, vocabulary: int) -> None:
-        """Raises `UserError` where the server cannot sample for the recipe's base.
+        """Checks that the server can sample for the recipe's base; raises `UserError` if not.
 
         Args:
-            url: Of the server's root.
-            recipe: Of the service.
+            url: The server's root.
+            recipe: The recipe of the service.
             states: The folder of all states.
-            vocabulary: The tokens that there are.
+            vocabulary: The number of tokens in the vocabulary.
         """
         address = url.rstrip("/").removesuffix("/v1")
         self._server = VllmServer(address, recipe.rollout.vllm_server_timeout, KEY)
@@ -42,7 +42,7 @@ class ServedAdapters:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[Sampled]:
-        """A completion of each request, by the adapter of a state, or the base without one."""
+        """Samples a completion of each request with the adapter of a state, or with the base."""
         model = self._base if state is None else self._load(state)
 
         def complete(request: Request) -> Sampled:
@@ -52,8 +52,10 @@ class ServedAdapters:
             return list(pool.map(complete, requests))
 
     def _load(self, state: str) -> str:
-        """Has the server know a state, in place of the oldest where there are many; returns the
-        name.
+        """Has the server load a state, and unload the oldest above MOST_LOADED.
+
+        Returns:
+            The server's name of the adapter.
         """
         folder = self._states / state
         loaded = [

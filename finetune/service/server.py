@@ -1,4 +1,4 @@
-"""The service over HTTP: Starlette hands requests to `ENDPOINTS`, and uvicorn serves."""
+"""The service over HTTP: Starlette routes requests to `ENDPOINTS`, and uvicorn serves them."""
 
 import asyncio
 import hmac
@@ -23,21 +23,24 @@ from finetune.service.service import Service
 from finetune.service.wire import read_forward_backward
 
 API = "/api/v1/"
-LONGEST_WAIT_SECONDS = 20.0  # for a result, before a client is to ask again
+LONGEST_WAIT_SECONDS = 20.0  # a client that waits longer for a result has to ask again
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 Act = Callable[[Mapping[str, Any]], Awaitable[Response]]
 Decode = Callable[[bytes], dict[str, Any]]
-# By path, where it is not JSON.
+# The decoders of bodies that are not JSON, by path.
 DECODERS: Mapping[str, Decode] = {"forward_backward": read_forward_backward}
 
 
 class Border:
-    """Between HTTP and the service."""
+    """The border between HTTP and the service: checks senders and sizes, decodes, and waits."""
 
     def __init__(self, service: Service, key: str | None) -> None:
-        """`key`: what clients must send; None: none, and they must be on this machine."""
+        """Makes the border of a service.
+
+        key: The key that clients must send; None: none, and they must be on this machine.
+        """
         self._service = service
         self._key = key
         self._lock = threading.Lock()
@@ -45,18 +48,19 @@ class Border:
         service.ledger.on_change = self._wake
 
     def make_app(self) -> Starlette:
-        """The application."""
+        """Makes the application, with a route for each endpoint."""
         acts: dict[tuple[str, str], Act] = {
             key: partial(self._call, handler) for key, handler in ENDPOINTS.items()
         }
         acts["POST", "retrieve_future"] = self._retrieve
-        routes = [
-            Route(API + path, partial(self._serve, act, DECODERS.get(path, _decode)), methods=[how])
-            for (how, path), act in acts.items()
-        ]
+        routes = []
+        for (method, path), act in acts.items():
+            serve = partial(self._serve, act, DECODERS.get(path, _decode))
+            routes.append(Route(API + path, serve, methods=[method]))
         return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
 
     async def _serve(self, act: Act, decode: Decode, request: Request) -> Response:
+        """Answers a request by `act`, or with the status of its error."""
         try:
             self._check_sender(request)
             body = await self._read_body(request)
@@ -69,7 +73,7 @@ class Border:
 
     def _check_sender(self, request: Request) -> None:
         if self._key is None:
-            # a page in a browser reaches 127.0.0.1 under a name of its own
+            # a page in a browser may reach 127.0.0.1 by its own host name (DNS rebinding)
             if request.url.hostname not in LOCAL:
                 raise PermissionError(f"host: {request.url.hostname!r} is not this machine")
             return
@@ -89,7 +93,7 @@ class Border:
         return JSONResponse(await run_in_threadpool(handler, self._service, sent))
 
     async def _retrieve(self, sent: Mapping[str, Any]) -> Response:
-        """A result once it is there, or word that it is not yet."""
+        """Waits for a result; after LONGEST_WAIT_SECONDS asks the client to try again."""
         name = sent.get("request_id")
         clock = asyncio.get_running_loop().time
         deadline = clock() + LONGEST_WAIT_SECONDS
@@ -105,6 +109,7 @@ class Border:
         return JSONResponse(waiting, 408)
 
     def _next_change(self) -> "asyncio.Future[None]":
+        """Returns a future that is done after the ledger's next result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -112,7 +117,7 @@ class Border:
         return future
 
     def _wake(self) -> None:
-        """Wakes whoever waits for a result; another thread has made one."""
+        """Ends the waiting for a result. The thread that made it calls this."""
         with self._lock:
             waiting = self._waiting
             self._waiting = []
@@ -135,7 +140,7 @@ async def _unknown(request: Request, _: Exception) -> Response:
 
 
 def _decode(body: bytes) -> dict[str, Any]:
-    """Decodes the body of a request. Raises `UserError` for what is no JSON object."""
+    """Decodes the JSON object of a request. Raises `UserError` for any other body."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -146,9 +151,9 @@ def _decode(body: bytes) -> dict[str, Any]:
 
 
 def start_server(app: Starlette, host: str, port: int) -> tuple[uvicorn.Server, int]:
-    """Serves in a thread; returns the server, and its port.
+    """Serves in a thread; returns (the server, its port).
 
-    Raises `UserError` where nothing can listen there.
+    Raises `UserError` where the port is taken or the host is not this machine.
     """
     try:
         listener = socket.create_server((host, port))

@@ -1,4 +1,4 @@
-"""A service without its HTTP: what it knows of its model, and how a request is done."""
+"""A service without HTTP: the facts about its model, and how requests are done on rank 0."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, w
 from finetune.units import disk_size
 
 JSON = "application/json"
-SAMPLERS_KEPT = 32  # of a model, those that have no name
+SAMPLERS_KEPT = 32  # samplers of a model without a checkpoint's path
 MOST_WAITING = 10_000
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
@@ -42,14 +42,16 @@ class Service:
         most_body_bytes: int = 64 * 1024**2,
         most_disk_bytes: int = 100 * 1024**3,
     ) -> None:
-        """Opens what an earlier process has left in `folder`.
+        """Opens the ledger and the states in `folder`.
 
         Args:
-            operations: Of this rank.
-            folder: Of the ledger, and of the states.
-            run: Does an operation on all ranks, as `Operations.run`.
-            most_stacked: Adapters that may share a pass of the base.
-            most_sessions, most_body_bytes, most_disk_bytes: What is refused above them.
+            operations: The operations of this rank.
+            folder: The folder of the ledger and the states.
+            run: Does an operation on all ranks, as `Operations.run` does on one.
+            most_stacked: The limit of adapters that share a pass of the base.
+            most_sessions: The limit of open sessions.
+            most_body_bytes: The limit of a request's body.
+            most_disk_bytes: The limit of all states together.
         """
         make_folder(folder / "states")
         recipe = operations.session.recipe
@@ -76,17 +78,16 @@ class Service:
         self.remove_unused()
 
     def seed_of(self, name: str) -> int:
-        """Derives a seed where a client gives none.
+        """Derives a seed for a request without one.
 
-        `name` is the same in every session, so that a script that is run again gets the same
-        numbers.
+        name: The request's name without its session: a script that runs again gets the same seeds.
         """
         return seed_of(self._seed, name)
 
     def describe_model(
         self, session: str, form: AdapterForm, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """The record of a model before its first request is done."""
+        """Returns the record of a model before its first request is done."""
         texts = None if metadata is None else {key: str(value) for key, value in metadata.items()}
         return {
             "session": session,
@@ -98,20 +99,19 @@ class Service:
         }
 
     def work(self, seconds: float) -> bool:
-        """Does the next requests; returns False if none came within `seconds`.
-
-        An error becomes the answer to the request. A fault of the program is printed, too.
-        """
+        """Does the next requests; returns False if none came within `seconds`."""
         requests = self.ledger.take(seconds)
         self._in_hand = requests
         if not requests:
             return False
-        self._answer(self._sample if requests[0].operation == "sample" else self._do, requests)
+        act = self._sample if requests[0].operation == "sample" else self._do
+        self._answer(act, requests)
         return True
 
     def _answer(
         self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]
     ) -> None:
+        """Does requests by `act`. An error becomes their answer; a program's fault is printed."""
         try:
             act(requests)
         except UserError as error:
@@ -121,17 +121,18 @@ class Service:
             traceback.print_exc()
 
     def give_up(self, error: str) -> None:
-        """Answers an error to the requests in hand. Called from another thread than `work`."""
+        """Answers the requests in hand with an error, from the thread of `watch_for_failure`."""
         self._fail(self._in_hand, error, "server")
 
     def _fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
-        """Answers an error, in the API's form. Gradients are lost with it."""
+        """Answers requests with an error, in the API's form; their models' gradients are lost."""
         result = _json({"error": error, "category": category})
         for request in requests:
             drops_gradients = request.operation in USES_GRADIENTS
             self.ledger.finish(request, result, {}, drops_gradients=drops_gradients)
 
     def _do(self, requests: Sequence[QueuedRequest]) -> None:
+        """Does one request about a model, or `forward_backward` of several."""
         if len(requests) > 1:
             self._train_together(requests)
             return
@@ -150,7 +151,7 @@ class Service:
             self.remove_unused()
 
     def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
-        """Does one operation on a model; returns (its result, the model's record if it changed)."""
+        """Does one operation on a model; returns (the result, the model's record if it changed)."""
         if request.operation == "refuse":
             raise UserError(request.arguments["error"])
         name = request.queue
@@ -183,7 +184,7 @@ class Service:
     def _train_together(self, requests: Sequence[QueuedRequest]) -> None:
         """Does `forward_backward` of several models in one pass.
 
-        After an error it does them one by one, so that only the faulty request gets the error.
+        After an error it does one after another: only the faulty request gets the error.
         """
         try:
             parts = [self._describe_part(request) for request in requests]
@@ -197,6 +198,7 @@ class Service:
             self.ledger.finish(request, _describe_outputs(answer), {}, keeps_gradients=True)
 
     def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
+        """Returns the request's part of `forward_backward_together`."""
         model = self._find_made(request)
         return {
             "model": request.queue,
@@ -206,18 +208,18 @@ class Service:
         }
 
     def _find_made(self, request: QueuedRequest) -> dict[str, Any]:
-        """Finds the record of a request's model. Raises `UserError` where it was not made."""
+        """Finds the record of a request's model. Raises `UserError` for a model without a state."""
         model = self.ledger.find("model", request.queue)
         if model["state"] is None:
             raise UserError(f"model {request.queue!r}: was not made; its first request has failed")
         return model
 
     def _save(self, request: QueuedRequest) -> tuple[Result, Records]:
-        """Makes a checkpoint: a record that names the model's state, which then stays on disk.
+        """Makes a checkpoint, or without a name a sampler: a record with the model's state.
 
-        Without a name the state is kept for a sampler alone.
+        The state stays on disk as long as a record has it.
         """
-        model = self.ledger.find("model", request.queue)
+        model = self._find_made(request)
         if request.arguments["name"] is None:
             return self._save_for_sampler(request, model)
         return self._save_by_name(request, model)
@@ -263,7 +265,7 @@ class Service:
         return _json(answer), {("checkpoint", path): record}
 
     def _sample(self, requests: Sequence[QueuedRequest]) -> None:
-        """Samples for several requests of one sampler, which the ledger has put together."""
+        """Samples for several requests of one sampler, which `Ledger.take` returned together."""
         first = requests[0].arguments
         sampler = self.ledger.find("sampler", first["sampler"])
         arguments = {
@@ -293,7 +295,7 @@ class Service:
             self.ledger.finish(request, Result(PROTOBUF, content), {})
 
     def _refuse_full_disk(self) -> None:
-        """Raises `UserError` where the states are as large as is allowed."""
+        """Raises `UserError` where the states exceed the limit of the disk."""
         files = (path for path in self._states.rglob("*") if path.is_file())
         size = sum(path.stat().st_size for path in files)
         if size > self._most_disk_bytes:
@@ -303,14 +305,12 @@ class Service:
             )
 
     def remove_unused(self) -> None:
-        """Removes the states that no model, sampler or checkpoint names, and records that are
-        over.
-        """
+        """Removes old records, then the states that no model, sampler or checkpoint has."""
         self._forget_old_samplers()
         self._forget_expired()
         ledger = self.ledger
         living = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-        sessions = ledger.records("session")  # read last, as HTTP's threads add to all of them
+        sessions = ledger.records("session")  # read last: other threads add sessions, then models
         used = {each["state"] for each in living if not sessions[each["session"]]["finished"]}
         used |= {each["state"] for each in ledger.records("checkpoint").values()}
         for folder in self._states.glob("*/*"):
@@ -318,7 +318,7 @@ class Service:
                 remove_tree(folder, ignore_errors=True)
 
     def _forget_old_samplers(self) -> None:
-        """Forgets each model's samplers without a name that are not the latest."""
+        """Removes each model's samplers without a path, except the latest SAMPLERS_KEPT."""
         by_model: dict[str, list[str]] = {}
         samplers = self.ledger.records("sampler").items()
         for name, each in sorted(samplers, key=lambda one: one[1].get("at", 0)):
@@ -336,7 +336,7 @@ class Service:
 
 
 def _find_name(model: str) -> str:
-    """The name by which a client on this machine finds the tokenizer: a folder's whole path."""
+    """Returns the name of the tokenizer for clients on this machine: of a folder its full path."""
     folder = Path(model)
     return str(folder.resolve()) if folder.is_dir() else model
 
@@ -346,7 +346,7 @@ def _describe_outputs(answer: Mapping[str, Any]) -> Result:
 
 
 def _answer_type(arguments: Mapping[str, Any]) -> str:
-    """What Tinker calls the answer to a save."""
+    """Returns Tinker's name of the answer to a save."""
     if arguments["segment"] == "weights":
         return "save_weights"
     return "save_weights_for_sampler"

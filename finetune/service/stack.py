@@ -1,9 +1,8 @@
-"""Several adapters in one pass of the base: each token is multiplied with the factors of its own
-adapter.
+"""Several adapters in one pass of the base: each token is multiplied with its own adapter.
 
-The tokens of a micro-batch are sorted by adapter, so that the two products of a layer's adapters
-are grouped ones, as those of a mixture's experts. The factors are whole on every rank, beside the
-adapter in the model, which has no part in the pass.
+The tokens of a micro-batch are sorted by adapter. The products of a layer are therefore grouped
+matrix products, like those of a mixture's experts. The factors are unsharded on every rank. The
+model's own adapter is not used.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +25,16 @@ Factors = tuple[Tensor, Tensor]  # A^T [adapters, in, rank], B^T [adapters, rank
 
 
 def can_stack(model: nn.Module, recipe: Recipe) -> bool:
-    """Whether several adapters may share a pass of the model.
+    """Returns whether several adapters may share a pass of the model.
 
     They may not if layers are compiled, since a pass replaces their forward, or if the model has
-    routers, whose auxiliary loss is one of all tokens.
+    routers, since their auxiliary loss depends on all tokens together.
     """
     return not recipe.model.torch_compile and find_routing(unwrap(model)) is None
 
 
 class AdapterStack:
-    """The adapters of one pass, and their gradients. One datum belongs to one adapter."""
+    """The adapters of one pass, and their gradients. Each datum belongs to one adapter."""
 
     def __init__(
         self, model: nn.Module, adapters: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
@@ -43,10 +42,10 @@ class AdapterStack:
         """Stacks the adapters.
 
         Args:
-            model: The session's model, which has an adapter of the same layers.
-            adapters: Each adapter's factors by parameter name, unsharded: A [rank, in], B
+            model: The session's model, which has an adapter on the same layers.
+            adapters: Each adapter's unsharded factors by parameter name: A [rank, in] and B
                 [out, rank], with the rank of the model's adapter.
-            scales: Each adapter's factor of x A B; see `Adapters.scale_of`.
+            scales: What `Adapters.scale_of` returns for each adapter.
         """
         transformer = unwrap(model)
         device = next(iter(adapters[0].values())).device
@@ -57,7 +56,7 @@ class AdapterStack:
             for name in self._names
         }
         self._scales = torch.tensor(scales, device=device)[:, None, None]
-        # int32[adapters]: where each adapter's tokens end in the micro-batch of the next forward
+        # int32[adapters]: the end of each adapter's tokens in the micro-batch
         self._ends = torch.zeros(len(adapters), dtype=torch.int32, device=device)
         self._layers: dict[Any, Factors] = {
             layer: (
@@ -75,7 +74,7 @@ class AdapterStack:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Makes the model's layers multiply with these adapters, for the length of the block."""
+        """Makes the model's layers multiply with these adapters during the block."""
         with ExitStack() as restored:
             for layer in self._layers:
                 layer.forward = _bind(self, layer)
@@ -86,7 +85,7 @@ class AdapterStack:
         """Assigns the tokens of the next forward to adapters.
 
         Args:
-            micro_batch: On the host; its examples are sorted by adapter.
+            micro_batch: A micro-batch on the host, whose examples are sorted by adapter.
             owners: For each example of the step, the index of its adapter.
         """
         counts = [0] * self.size
@@ -99,7 +98,7 @@ class AdapterStack:
         self._ends = ends.to(self._ends.device)
 
     def multiply(self, layer: Any, inputs: Tensor) -> Tensor:
-        """Computes an adapted layer, each token with its own adapter: [..., in] -> [..., out]."""
+        """Computes a layer with each token's own adapter: [..., in] -> [..., out]."""
         product: Tensor = layer.base_layer(inputs)
         down, up = self._layers[layer]
         with torch.autocast(inputs.device.type, enabled=False):
@@ -109,7 +108,11 @@ class AdapterStack:
         return product + added.view(product.shape)
 
     def gather_gradients(self, world: World) -> list[dict[str, Tensor]]:
-        """Sums gradients over the ranks; returns each adapter's by parameter name, unsharded."""
+        """Sums the gradients over the ranks.
+
+        Returns:
+            For each adapter: parameter name -> unsharded gradient.
+        """
         leaves = [self._leaves[name] for name in self._names]
         summed = world.sum_over_groups(torch.cat([_gradient_of(leaf).flatten() for leaf in leaves]))
         parts = torch.split(summed, [leaf.numel() for leaf in leaves])
@@ -124,7 +127,7 @@ class AdapterStack:
 
 
 def _bind(stack: AdapterStack, layer: Any) -> Any:
-    """Makes the forward of a layer within the pass."""
+    """Makes the forward that replaces a layer's."""
 
     def forward(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         return stack.multiply(layer, inputs)
@@ -137,7 +140,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _count_tokens(micro_batch: MicroBatch) -> Sequence[int]:
-    """Counts for each example its positions in the forward."""
+    """Counts the positions of each example in the micro-batch, with its padding."""
     if micro_batch.cu_seq_lens is not None:
         return micro_batch.document_lengths
     return [micro_batch.input_ids.shape[1]] * len(micro_batch.example_ids)

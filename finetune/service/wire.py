@@ -1,7 +1,6 @@
-"""Protocol buffers of the Tinker API: requests with tensors, and answers with many numbers.
+"""The protocol buffers of the Tinker API: requests with tensors, and answers with many numbers.
 
-The messages are described here by their numbers and names (tinker_public.proto of SDK 0.38), and
-read and written by Google's library.
+`MESSAGES` describes them (tinker_public.proto of SDK 0.38). Google's library reads and writes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from finetune.rollout.engine import Ended, Sampled
 
 PROTOBUF = "application/x-protobuf"
 
-# Of each message its fields, "number name type"; "*": several, "map": by a name.
+# Message -> its fields as "number name type". "*" marks repeated fields, "map" maps from strings.
 MESSAGES: Mapping[str, Sequence[str]] = {
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
     "Tensor": ("1 dense bytes", "2 sparse_csr SparseCsr", "3 dtype int32", "4 shape int64*"),
@@ -56,19 +55,20 @@ MESSAGES: Mapping[str, Sequence[str]] = {
 }
 DTYPES: Mapping[int, "np.dtype[Any]"] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 FLOAT32 = 1
-MOST_SPARSE_NUMBERS = 2**24  # of a request's sparse tensors, zeros included: as in 64 MiB of dense
-NO_TOKEN = (0.0, -99999.0)  # id and log-probability where nothing was computed
+MOST_SPARSE_NUMBERS = 2**24  # in a request's sparse tensors, with zeros; 64 MiB if dense
+NO_TOKEN = (0.0, -99999.0)  # id and log-probability at a prompt's first token
 
 
 class TopTokens(NamedTuple):
-    """A prompt's likeliest tokens."""
+    """The likeliest tokens at each token of a prompt after the first."""
 
-    rows: Sequence[Sequence[Sequence[float]]]  # of each token after the first: ids and scores
-    width: int  # of a row
+    rows: Sequence[Sequence[Sequence[float]]]  # [tokens][width]: (id, log-probability)
+    width: int
 
 
 @cache
 def _classes() -> dict[str, Callable[..., Any]]:
+    """Makes the classes of MESSAGES, by name."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field_type: Any = descriptor_pb2.FieldDescriptorProto
@@ -107,7 +107,11 @@ def _classes() -> dict[str, Callable[..., Any]]:
 
 
 def read_forward_backward(body: bytes) -> dict[str, Any]:
-    """A request as JSON would say it. Raises `UserError` for one that cannot be read."""
+    """Reads a ForwardBackwardRequest as the fields of `endpoints.ForwardBackward`.
+
+    Datums that cannot be read are a `problem`; the request still has its place in the model's
+    order. Raises `UserError` for a body that is no such message.
+    """
     from google.protobuf.message import DecodeError
 
     message = _classes()["ForwardBackwardRequest"]()
@@ -131,13 +135,17 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
             name: value.text or value.number for name, value in message.loss_fn_config_v2.items()
         },
         "data": data,
-        "problem": problem,  # with the datums; whose request it is, is known
+        "problem": problem,
     }
 
 
 def _refuse_large_sparse(data: Sequence[Any]) -> None:
-    tensors = (tensor for datum in data for tensor in datum.loss_fn_inputs.values())
-    numbers = sum(abs(prod(each.shape)) for each in tensors if each.HasField("sparse_csr"))
+    """Raises `UserError` for sparse tensors that would need too much memory as dense ones."""
+    numbers = 0
+    for datum in data:
+        for tensor in datum.loss_fn_inputs.values():
+            if tensor.HasField("sparse_csr"):
+                numbers += abs(prod(tensor.shape))
     if numbers > MOST_SPARSE_NUMBERS:
         raise UserError(
             f"data: the sparse tensors have {numbers} numbers, zeros included, where "
@@ -146,16 +154,20 @@ def _refuse_large_sparse(data: Sequence[Any]) -> None:
 
 
 def _read_datum(datum: Any, index: int) -> dict[str, Any]:
-    chunks = [chunk.encoded_text for chunk in datum.model_input if chunk.HasField("encoded_text")]
-    if len(chunks) != len(datum.model_input):
-        raise UserError(f"data[{index}].model_input: images and sounds are not served; give tokens")
-    tokens = [token for chunk in chunks for token in _numbers(chunk.tokens, DTYPES[3]).tolist()]
+    """Reads a datum: its `tokens`, and its `inputs` by name."""
+    tokens: list[int] = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise UserError(
+                f"data[{index}].model_input: images and sounds are not served; give tokens"
+            )
+        tokens += _numbers(chunk.encoded_text.tokens, DTYPES[3]).tolist()
     inputs = {name: _read_tensor(each, name) for name, each in datum.loss_fn_inputs.items()}
     return {"tokens": tokens, "inputs": inputs}
 
 
 def _read_tensor(tensor: Any, name: str) -> list[Any]:
-    """A number for each token, or a row of several."""
+    """Reads an input of the loss: a number for each token, or a list of numbers."""
     if tensor.dtype not in DTYPES or len(tensor.shape) > 2:
         raise UserError(
             f"loss_fn_inputs: {name}: give a number for each token, or a row of several, as "
@@ -178,19 +190,17 @@ def _read_tensor(tensor: Any, name: str) -> list[Any]:
 
 
 def _read_sparse(tensor: Any, name: str) -> NDArray[Any]:
-    """A tensor of compressed rows (CSR), 0 where it lists nothing."""
+    """Reads a tensor of compressed rows (CSR) as a dense one: [rows, columns]."""
     values = _numbers(tensor.sparse_csr.values, DTYPES[tensor.dtype])
     starts = _numbers(tensor.sparse_csr.crow_indices, DTYPES[2])
     places = _numbers(tensor.sparse_csr.col_indices, DTYPES[2])
     rows, columns = tensor.shape if len(tensor.shape) == 2 else (0, 0)
-    is_valid = (
-        0 < rows == len(starts) - 1
-        and starts[0] == 0
-        and bool((np.diff(starts) >= 0).all())
-        and starts[-1] == len(places) == len(values)
-        and bool(((places >= 0) & (places < columns)).all())
-    )
-    if not is_valid:
+    has_starts = 0 < rows == len(starts) - 1 and starts[0] == 0
+    if has_starts:
+        has_starts = bool((np.diff(starts) >= 0).all())
+        has_starts &= starts[-1] == len(places) == len(values)
+    has_places = bool(((places >= 0) & (places < columns)).all())
+    if not (has_starts and has_places):
         raise UserError(f"loss_fn_inputs: {name}: is no sparse tensor of compressed rows")
     dense = np.zeros((rows, columns), values.dtype)
     dense[np.repeat(np.arange(rows), np.diff(starts)), places] = values
@@ -204,10 +214,10 @@ def _numbers(raw: bytes, dtype: "np.dtype[Any]") -> NDArray[Any]:
 
 
 def write_forward_backward(log_probabilities: Sequence[Sequence[Any]], loss: float) -> bytes:
-    """A ForwardBackwardOutput.
+    """Writes a ForwardBackwardOutput.
 
-    log_probabilities: Of each datum, [tokens] or [tokens, targets]; datums of another shape begin
-    another record.
+    log_probabilities: [tokens] or [tokens, targets] for each datum. A record holds adjacent datums
+    with equally many targets.
     """
     values = [np.array(each, np.float32) for each in log_probabilities]
     records = [_make_record([*own]) for _, own in groupby(values, lambda each: each.shape[1:])]
@@ -219,7 +229,7 @@ def write_forward_backward(log_probabilities: Sequence[Sequence[Any]], loss: flo
 
 
 def _make_record(values: Sequence[NDArray[np.float32]]) -> Any:
-    """An ArrayRecord of datums that have as many targets for each token."""
+    """Makes an ArrayRecord of datums with equally many targets for each token."""
     offsets = np.array([0, *accumulate(each.nbytes for each in values)], np.int64)
     tensor = _classes()["BatchedTensor"](
         data=b"".join(each.tobytes() for each in values),
@@ -235,10 +245,12 @@ def _make_record(values: Sequence[NDArray[np.float32]]) -> Any:
 def write_samples(
     sampled: Sequence[Sampled], prompt: Sequence[float] | None, top: TopTokens | None = None
 ) -> bytes:
-    """A SampleResponse.
+    """Writes a SampleResponse.
 
-    prompt: The log-probabilities of its tokens after the first.
-    top: The likeliest tokens at these.
+    Args:
+        sampled: The completions.
+        prompt: The log-probabilities of the prompt's tokens after the first; None: not asked for.
+        top: The likeliest tokens at these; None: not asked for.
     """
     sequence = _classes()["SampledSequence"]
     message = _classes()["SampleResponse"](

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.checkpoint.resume import find_changed_inputs
 from finetune.config.schema import DatasetSource
 from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
 from tests.ranks import run_python
@@ -50,3 +51,11 @@ def test_a_long_stream_is_sampled_from_its_first_byte_to_its_last(
         assert fingerprint_samples(sources) != whole
     path.write_bytes(content)
     assert fingerprint_samples(sources) == whole
+
+
+def test_only_the_key_that_names_an_input_explains_its_change() -> None:
+    """Not another one that begins alike."""
+    then, now = {"environment": "a"}, {"environment": "b"}
+    assert not find_changed_inputs(then, now, ["environment: null -> my_game.py:Game"])
+    (sentence,) = find_changed_inputs(then, now, ["environment_processes: 1 -> 2"])
+    assert sentence.startswith("environment: the same classes are named")

@@ -398,3 +398,26 @@ def test_prompts_must_be_named_where_there_is_no_run(
         "its run's rows are not in a file here; give prompts with --prompts FILE"
         in capsys.readouterr().err
     )
+
+
+def test_an_empty_answer_of_transformers_differs_from_a_text(
+    stand_in: str,
+    tiny_llama: MakeModel,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tiny_llama()
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hi\n")
+    command = ["serve-check", str(folder), "--server", stand_in, "--max-new-tokens", "4"]
+    command += ["--prompts", str(prompts)]
+    ends = {"eos_token_id": list(range(300))}  # any token ends the answer
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    choice = {"text": "words", "logprobs": None, "message": {"content": "words"}}
+    pages = {"/v1/models": MODELS}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        pages[path] = (200, {"choices": [choice]})
+    monkeypatch.setattr(StandIn, "answers", pages)
+    assert main(command) == 1
+    assert "transformers answers nothing, the server 'words'" in capsys.readouterr().out

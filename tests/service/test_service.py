@@ -1,9 +1,13 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
 import random
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.service.endpoints import join_sampler
+from finetune.service.ledger import Ledger
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
@@ -276,6 +282,28 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
     assert done == ["forward_backward_together", *["forward_backward"] * 3]
     assert "is damaged; load another checkpoint" in damaged["error"]
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
+
+
+def test_a_model_that_was_not_made_is_not_saved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the checkpoint has no state, and loading it would begin a new adapter without a word."""
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+
+        def refuse() -> None:
+            raise UserError("the disk is full")
+
+        monkeypatch.setattr(service, "_refuse_full_disk", refuse)
+        asked = {"session_id": client.session, "model_seq_id": 0}
+        asked |= {"base_model": service.model_name, "lora_config": {"rank": 8}}
+        promise = client.post("create_model", asked)
+        assert client.result(promise)["error"] == "the disk is full"
+        model = Model(client, promise["model_id"])
+        for path in ("save_weights", "save_weights_for_sampler"):
+            answer = client.result(model.send(path, path="it"))
+            assert "was not made; its first request has failed" in answer.get("error", ""), answer
+        assert not service.ledger.records("checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -638,3 +666,30 @@ def test_a_layout_that_cuts_an_adapters_matrices_is_refused() -> None:
     ):
         with pytest.raises(UserError, match="DDP and FSDP2 are served"):
             refuse_layout(sharding)
+
+
+def test_clients_that_join_a_sampler_at_once_get_different_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite", 10)
+    ledger.put("sampler", "shared", {"clones": 0})
+    service: Any = SimpleNamespace(ledger=ledger)
+    find = ledger.find
+    both_have_read = threading.Barrier(2)
+
+    def find_and_wait(kind: str, name: object) -> dict[str, Any]:
+        body = find(kind, name)
+        with suppress(threading.BrokenBarrierError):  # the other one waits for the lock
+            both_have_read.wait(0.3)
+        return body
+
+    monkeypatch.setattr(ledger, "find", find_and_wait)
+
+    def join(_: int) -> int:
+        answer: int = join_sampler(service, {"sampling_session_id": "shared"})["client_counter"]
+        return answer
+
+    with ThreadPoolExecutor(2) as pool:
+        numbers = sorted(pool.map(join, range(2)))
+    ledger.close()
+    assert numbers == [1, 2]
