@@ -210,7 +210,7 @@ def can_continue(model: Any) -> bool:
 
 
 def _attends_by_mask(trunk: Any) -> bool:
-    """Whether a class of transformers tells attention its documents by a mask alone."""
+    """Whether attention in a class of transformers learns of documents by a mask alone."""
     config = trunk.config
     is_of_transformers = type(trunk).__module__.startswith("transformers.")
     layer_types = getattr(config, "layer_types", None) or ()

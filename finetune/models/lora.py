@@ -57,7 +57,7 @@ from finetune.distributed.model_parts import (
 )
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
-from finetune.files.tensors import read_folder, read_slice
+from finetune.files.tensors import StoredTensor, read_folder, read_slice
 from finetune.models.cross_entropy import LossHead, replicate
 from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
@@ -479,23 +479,9 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     missing = sorted(adapters - tensors.keys())
     extra = sorted(stored.keys() - first_names.keys() - set(bases.values()))
     if missing or extra:
-        if missing:
-            first = f"it has no {peft_name(missing[0])}"
-        else:
-            first = f"{extra[0]} has no place there"
-        raise UserError(
-            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {first} "
-            f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the "
-            "base model it was trained on, and leave the LoRA keys to the adapter"
-        )
-    for parameter, (name, *_) in trained.items():
-        if name in tensors and tensors[name].shape != tuple(parameter.shape):
-            shape = list(tensors[name].shape)
-            raise UserError(
-                f"{where}: {peft_name(name)} has the shape {shape}, but {type(model).__name__} "
-                f"needs {list(parameter.shape)}; name the base model it was trained on, with the "
-                "same added_tokens"
-            )
+        raise _misfit(where, model, missing, extra)
+    shapes = {names[0]: tuple(parameter.shape) for parameter, names in trained.items()}
+    _check_shapes(where, model, tensors, shapes)
     copies = {name: stored[own] for name, own in bases.items() if own in stored}
 
     def values(name: str, slices: Slices) -> Tensor:
@@ -512,6 +498,34 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
         return value
 
     return values
+
+
+def _misfit(where: str, model: nn.Module, missing: list[str], extra: list[str]) -> UserError:
+    if missing:
+        first = f"it has no {peft_name(missing[0])}"
+    else:
+        first = f"{extra[0]} has no place there"
+    return UserError(
+        f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {first} "
+        f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the "
+        "base model it was trained on, and leave the LoRA keys to the adapter"
+    )
+
+
+def _check_shapes(
+    where: str,
+    model: nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raises `UserError` where a tensor of an adapter has another shape than its parameter."""
+    for name, tensor in tensors.items():
+        if tensor.shape != shapes[name]:
+            raise UserError(
+                f"{where}: {peft_name(name)} has the shape {list(tensor.shape)}, but "
+                f"{type(model).__name__} needs {list(shapes[name])}; name the base model it was "
+                "trained on, with the same added_tokens"
+            )
 
 
 def list_base_layers(model: nn.Module) -> dict[str, str]:
@@ -692,7 +706,7 @@ class _LayerTensors(NamedTuple):
     scales: Any  # of a quantized weight; else None
 
 
-LAYER_TENSORS = len(_LayerTensors._fields)
+LAYER_TENSORS = len(_LayerTensors.__annotations__)
 
 
 def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
