@@ -519,12 +519,12 @@ def _check_shapes(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raises `UserError` where a tensor of an adapter has another shape than its parameter."""
-    for name, tensor in tensors.items():
-        if tensor.shape != shapes[name]:
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
             raise UserError(
-                f"{where}: {peft_name(name)} has the shape {list(tensor.shape)}, but "
-                f"{type(model).__name__} needs {list(shapes[name])}; name the base model it was "
-                "trained on, with the same added_tokens"
+                f"{where}: {peft_name(name)} has the shape {list(tensors[name].shape)}, but "
+                f"{type(model).__name__} needs {list(shape)}; name the base model it was trained "
+                "on, with the same added_tokens"
             )
 
 
