@@ -219,6 +219,31 @@ def divides_heads(heads: int, ranks: int) -> bool:
     return heads % ranks == 0
 
 
+PipelineOrder = Literal["1f1b", "gpipe", "interleaved", "looped_bfs"]
+
+
+def choose_order(micro_batches: int, stages: int, chunks: int) -> PipelineOrder:
+    """Chooses the order of a rank's forwards and backwards in a pipeline.
+
+    1F1B needs a micro-batch for each stage. torch interleaves micro-batches in rounds of equal
+    numbers. Where that cannot be, all forwards come before the backwards.
+
+    Args:
+        micro_batches: Of a step.
+        stages: The ranks of the pipeline.
+        chunks: The groups of layers on all ranks.
+    """
+    if chunks == stages:
+        return "1f1b" if micro_batches >= stages else "gpipe"
+    is_even = micro_batches % count_rounds(micro_batches, stages) == 0
+    return "interleaved" if is_even else "looped_bfs"
+
+
+def count_rounds(micro_batches: int, stages: int) -> int:
+    """Counts the rounds in which torch interleaves micro-batches: of `stages` or more each."""
+    return max(1, micro_batches // stages)
+
+
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:
     """Cuts layers into groups of neighbors, so that the largest sum of costs in a group is as small
     as it can be.

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from finetune.config.layout import split_layers
+from finetune.config.layout import choose_order, split_layers
 from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.model_parts import head_of, local_part, trunk_of
 from finetune.distributed.world import PIPELINE, World, gather_json
@@ -307,9 +307,8 @@ class Pipeline:
         state = torch.empty(1, self._capacity, dtype=self._dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        # enough micro-batches to fill the pipeline, and one chunk on each rank
-        is_1f1b = len(self._chunks) == 1 and micro_batches >= self.size
-        stage_class: Any = _Stage if is_1f1b else PipelineStage
+        order = choose_order(micro_batches, self.size, self._last_chunk + 1)
+        stage_class: Any = _Stage if order == "1f1b" else PipelineStage
         stages = [
             stage_class(
                 _Chunk(partial(self._compute_chunk, chunk)),
@@ -323,13 +322,11 @@ class Pipeline:
             for chunk in self._chunks
         ]
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
-        if is_1f1b:
+        if order == "1f1b":
             return Schedule1F1B(stages[0], micro_batches, **options)
-        if len(stages) == 1:
+        if order == "gpipe":
             return ScheduleGPipe(stages[0], micro_batches, **options)
-        # torch interleaves rounds of one number of micro-batches
-        rounds = max(1, micro_batches // self.size)
-        if micro_batches % rounds == 0:
+        if order == "interleaved":
             return ScheduleInterleaved1F1B(stages, micro_batches, **options)
         return ScheduleLoopedBFS(stages, micro_batches, **options)
 

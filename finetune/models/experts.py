@@ -310,7 +310,7 @@ def move_rows(rows: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
 
     Args:
         rows: [n / copies, width].
-        order: int64[n], a permutation of the copies.
+        order: int64[n], a permutation: row i of the result is copy `order[i]`.
         inverse: int64[n], the inverse permutation, by which the backward moves gradients.
         copies: How often each row is repeated; its copies are adjacent before they are permuted.
 

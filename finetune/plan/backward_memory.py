@@ -245,7 +245,7 @@ def unsharded_points(
         yield from _updated_head(spec, memory, before, updates["head"])
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
-        if not name:
+        if not name:  # between the named layers, memory changes evenly
             continue
         point = replace(
             before,

@@ -153,10 +153,10 @@ def find_peak(spec: RunSpec) -> Snapshot:
 
 
 def pipeline_bytes(spec: RunSpec) -> int:
-    """Returns the bytes that a rank of a pipeline keeps of the micro-batches before the one that it
-    computes, and of buffers for messages.
+    """The bytes that a rank of a pipeline holds for other micro-batches than the one it computes.
 
-    Messages are the states that enter each of its groups of layers, and their gradients.
+    These are their activations, and buffers for messages: the states that enter each of its groups
+    of layers, and their gradients.
     """
     if spec.stages == 1:
         return 0
@@ -165,10 +165,12 @@ def pipeline_bytes(spec: RunSpec) -> int:
     in_flight = spec.micro_batches_in_flight
     received = groups - (spec.stage == 0)  # groups of layers with a predecessor on another rank
     sent = groups - spec.is_last_stage
-    buffers = spec.accumulation * (received + sent)
-    if groups == 1 and spec.accumulation >= spec.stages:
+    if spec.pipeline_order == "1f1b":  # micro-batches share buffers
         buffers = int(in_flight) * received + sent
-    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + in_flight * sent) * state)
+    else:  # one for each micro-batch, for what it receives and for the gradient of what it sends
+        buffers = spec.accumulation * (received + sent)
+    outputs = in_flight * sent  # what was sent is kept until its backward
+    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + outputs) * state)
 
 
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:

@@ -10,8 +10,11 @@ from typing import Literal
 from finetune.config.compatibility import find_problems
 from finetune.config.families import find_family
 from finetune.config.layout import (
+    PipelineOrder,
     Sharding,
+    choose_order,
     compute_dtype,
+    count_rounds,
     gathers_fp8,
     is_multiplied_in_fp8,
     split_layers,
@@ -470,17 +473,22 @@ class RunSpec:
         return self.rows_per_step * self.recipe.row_tokens
 
     @property
+    def pipeline_order(self) -> PipelineOrder:
+        """The order of a rank's forwards and backwards."""
+        return choose_order(self.accumulation, self.stages, self.sharding.pipeline_chunks)
+
+    @property
     def micro_batches_in_flight(self) -> float:
-        """Counts the micro-batches whose activations a rank keeps at once: under 1F1B one for each
-        stage from its own to the last.
-        """
+        """Counts the micro-batches whose activations a rank keeps at once."""
         behind = self.stages - self.stage
+        if self.pipeline_order == "1f1b":  # one for each stage from its own to the last
+            return behind
+        if self.pipeline_order != "interleaved":  # all forwards come before the first backward
+            return self.accumulation
+        # Forwards of groups of layers before the first backward, and one more: torch's own count.
         chunks = self.sharding.pipeline_chunks // self.stages
-        if chunks == 1:
-            return min(self.accumulation, behind)
-        # Interleaved: as many forwards of a group of layers before the first backward, and one
-        # more.
-        forwards = 2 * (behind - 1) + (chunks - 1) * self.stages + 1
+        of_round = self.accumulation // count_rounds(self.accumulation, self.stages)
+        forwards = 2 * (behind - 1) + (chunks - 1) * of_round + 1
         return min(self.accumulation, forwards / chunks)
 
     @property

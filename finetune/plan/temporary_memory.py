@@ -221,13 +221,14 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
 
 
 def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0) -> UpdateMemory:
-    """Plans the memory while one of `tensors` is updated.
+    """Plans the memory while one of `tensors`, at worst the largest, is updated by itself.
 
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-    temporaries = _count_temporaries(spec, tensors, ceil_div(largest, spec.shards))
-    return UpdateMemory(waiting + largest, temporaries)
+    at_once = ceil_div(largest, spec.shards)  # a rank updates its shard
+    temporaries = _count_temporaries(spec, tensors, at_once)
+    return UpdateMemory(gradients=waiting + largest, temporaries=temporaries)
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:

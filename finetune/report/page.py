@@ -296,8 +296,18 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = os.name == "posix"
     request_queue_size = MAX_CONNECTIONS  # with the default of 5, others wait for seconds
 
+    def __init__(self, *arguments: Any) -> None:
+        self.free_connections = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        return threading.active_count() <= MAX_CONNECTIONS  # else the connection is closed
+        return self.free_connections.acquire(blocking=False)  # else the connection is closed
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free_connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         # A browser may close the page while it is sent.

@@ -198,22 +198,22 @@ class Sampler:
         """Scores completions by functions, environments and reward models.
 
         Returns:
-            (the scores in the order of `reward_names`, fp64[completions, rewards]; how many scores
-            failed and became 0), on every rank.
+            (the scores in the order of `reward_names`, fp64[completions, rewards]; the number of
+            completions with a score that failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
             lambda: asdict(self.score(batch.rows, sampled, batch.messages, step, batch.episodes))
         )
         names = self.rewards.names + self.own_rewards  # of functions, then of environments
         by_name = dict(zip(names, scored["by_function"], strict=True))
-        failures = scored["failures"]
+        failed = set(scored["failed"])
         for model in self.reward_models:
-            by_name[model.name], failed = self._score_by_model(
+            by_name[model.name], not_finite = self._score_by_model(
                 model, batch.rows, sampled, batch.messages
             )
-            failures += failed
+            failed.update(not_finite)
         ordered = [by_name[name] for name in self.reward_names]
-        return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), failures
+        return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), len(failed)
 
     def _weigh(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns fp64[completions]: the weighted sum of each one's scores [completions, rewards];
@@ -257,9 +257,10 @@ class Sampler:
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            # processes of environments are the main rank's, as rows are
-            first = self.rewards.reserve_places(len(rows))
-            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first, rows)
+            # The process of rewards numbers all environments of a run: these get the next numbers.
+            # It is the main rank's, as rows are.
+            first_environment = self.rewards.reserve_places(len(rows))
+            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_environment, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
@@ -293,7 +294,9 @@ class Sampler:
         step: int,
         episodes: Episodes | None = None,
     ) -> Scores:
-        """Scores each completion by the functions, and then by the environments.
+        """Scores each completion; the functions' scores come first, then the environments'.
+
+        Environments end before the functions are called, which read their states.
 
         Args:
             rows: [completions]: the prompts' rows.
@@ -310,7 +313,8 @@ class Sampler:
             rewards_of_environments = list(ended.rewards.values())
             lost = ended.lost
         if not self.rewards.names:
-            return Scores(by_function=rewards_of_environments, failures=sum(lost))
+            failed = [place for place, is_lost in enumerate(lost) if is_lost]
+            return Scores(rewards_of_environments, failed)
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -351,12 +355,21 @@ class Sampler:
         rows: Sequence[Mapping[str, Any]],
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
-    ) -> tuple[list[float], int]:
-        """Returns (a reward model's score of each completion, how many scores that are no number
-        became 0), computed by all ranks.
+    ) -> tuple[list[float], list[int]]:
+        """Scores completions by a reward model. All ranks compute.
 
-        `rows`, `messages`: on the main rank. Raises `UserError` on all ranks for a score that is no
-        number, unless it is counted, and for a conversation that the chat template rejects.
+        Args:
+            model: The reward model.
+            rows: The prompts' rows, on the main rank.
+            sampled: [completions].
+            messages: The turns of each completion, on the main rank.
+
+        Returns:
+            (the scores; the places of those that were not finite, which became 0).
+
+        Raises:
+            UserError: On all ranks: a score is not finite, and `on_bad_reward` is error; or the
+                chat template rejects a conversation.
         """
 
         def encode() -> list[list[int]]:
@@ -372,13 +385,14 @@ class Sampler:
         ):
             scores[rank::ranks] = own
         numbers = [score if math.isfinite(score) else 0.0 for score in scores]
-        failures = sum(not math.isfinite(score) for score in scores)
-        if failures and self.recipe.rollout.on_bad_reward == "error":
+        failed = [place for place, score in enumerate(scores) if not math.isfinite(score)]
+        if failed and self.recipe.rollout.on_bad_reward == "error":
             raise UserError(
-                f"rewards: {model.text.name}: gave {counted(failures, 'completion')} a score that "
-                "is no finite number (on_bad_reward: zero counts such completions and continues)"
+                f"rewards: {model.text.name}: gave {counted(len(failed), 'completion')} a score "
+                "that is no finite number (on_bad_reward: zero counts such completions and "
+                "continues)"
             )
-        return numbers, failures
+        return numbers, failed
 
 
 def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -470,8 +484,10 @@ class RolloutBatches:
         return taken
 
     def _submit(self, generation: Iterable[tuple[int, int]]) -> None:
-        """Asks the server for completions of the steps that `_list_generation` has yielded, but for
-        those that it has begun.
+        """Asks the server for completions of the steps that it has not begun.
+
+        `_list_generation` has yielded them as (the step of the prompts, the step that first trains
+        on their completions). Generations ahead are asked for again at each one.
         """
         sampler = self.sampler
         generations = sampler.recipe.rollout.num_generations
@@ -485,7 +501,7 @@ class RolloutBatches:
                 sampling = sampler.choose_sampling()
                 if sampler.tools is None and batch.episodes is None:
                     self._engine.submit(prompts_step, batch.requests, sampling)
-                else:
+                else:  # a thread of the main rank takes the turns, while all ranks train
                     converse = partial(sampler.sample_alone, batch)
                     self._engine.converse(prompts_step, converse, sampling)
 

@@ -38,7 +38,12 @@ class Scores:
 
     # [functions][completions]; None: the function gave no score
     by_function: list[list[float | None]]
-    failures: int  # completions with a 0 because a function or an environment failed
+    failed: list[int]  # places of completions with a 0 because a function or environment failed
+
+    @property
+    def failures(self) -> int:
+        """The number of completions that failed."""
+        return len(self.failed)
 
 
 class ProcessLost(UserError):
@@ -148,7 +153,7 @@ class Rewards:
             by_function.append(answer["scores"])
             failures = enumerate(answer.get("failed", ()))
             failed.update(place for place, is_failed in failures if is_failed)
-        return Scores(by_function, len(failed))
+        return Scores(by_function, sorted(failed))
 
     def reserve_places(self, completions: int) -> int:
         """Reserves a place for the environment of each completion; returns the first place."""

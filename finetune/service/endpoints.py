@@ -200,21 +200,22 @@ def client_config(service: Service, sent: Sent) -> Body:
 def create_session(service: Service, sent: Sent) -> Body:
     """Begins a session."""
     ledger = service.ledger
-    now = time.time()
-    open_ones = [name for name, each in ledger.records("session").items() if not each["finished"]]
-    if len(open_ones) >= service.most_sessions:
-        raise UserError(
-            f"{len(open_ones)} sessions are open, as many as are allowed; finish one (close() of "
-            "its ServiceClient), or start the server with a higher --max-sessions"
-        )
     name = secrets.token_hex(8)
     body = {
         "user_metadata": _only_texts(sent.get("user_metadata")),
         "display_name": sent.get("display_name"),
         "finished": False,
-        "at": now,
+        "at": time.time(),
     }
-    ledger.put("session", name, body)
+    with ledger.held():
+        sessions = ledger.records("session").values()
+        count = sum(not session["finished"] for session in sessions)
+        if count >= service.most_sessions:
+            raise UserError(
+                f"{count} sessions are open, as many as are allowed; finish one (close() of its "
+                "ServiceClient), or start the server with a higher --max-sessions"
+            )
+        ledger.put("session", name, body)
     warning = "adapters are on the linear layers but the output head: train_unembed is not read"
     return {"type": "create_session", "session_id": name, "info_message": warning}
 

@@ -153,6 +153,12 @@ class Ledger:
         return body
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lets other threads wait while this block reads and writes."""
+        with self._lock:
+            yield
+
+    @contextmanager
     def change(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
         """Yields a record, and writes it after the block. Other threads wait meanwhile.
 

@@ -98,7 +98,7 @@ def test_each_completion_is_asked_about_and_the_last_number_is_its_score(
     monkeypatch.setenv("JUDGE_KEY", "secret")
     said = ["a {prompt} {answer}", "four", ""]
     scores = ask(f"{server.url}/v1/", said, {"api_key_env": "JUDGE_KEY"})
-    assert scores == Scores([[len(text) + 0.5 for text in said]], 0)
+    assert scores == Scores([[len(text) + 0.5 for text in said]], [])
     expected = [
         (
             "/v1/chat/completions",
@@ -140,7 +140,7 @@ def test_a_fault_ends_the_run_with_a_sentence_or_is_a_zero_that_is_counted(
     assert said.startswith(f"wise: {server.url}/v1/chat/completions: {FAULTS[word]}"), said
     assert "on_bad_reward: zero" in said and "\n" not in said
     counted = ask(server.url, ["good", word, "flaky"], {}, on_bad_reward="zero")
-    assert counted == Scores([[4.5, 0.0, 5.5]], 1), "a fault of one is not that of another"
+    assert counted == Scores([[4.5, 0.0, 5.5]], [1]), "a fault of one is not that of another"
 
 
 def test_a_server_that_is_not_there_and_a_key_that_is_not_set(monkeypatch: Any) -> None:
@@ -156,7 +156,7 @@ def test_all_together_have_the_time_of_a_reward(server: Any) -> None:
     """Late ones one after another; the time ends between them, and what was answered counts."""
     keys = {"on_bad_reward": "zero", "reward_timeout_seconds": 2.0}
     scores = ask(server.url, ["good", "late", "late", "late"], {"concurrency": 1}, **keys)
-    assert scores == Scores([[4.5, 0.0, 0.0, 0.0]], 3)
+    assert scores == Scores([[4.5, 0.0, 0.0, 0.0]], [1, 2, 3])
 
 
 GIVEN = {"url": "http://localhost:8000", "model": "m", "prompt": "{completion}"}

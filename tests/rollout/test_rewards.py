@@ -11,12 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
+from finetune.config.layout import Sharding
 from finetune.config.methods import RolloutKeys
 from finetune.config.reward_names import SHIPPED_REWARDS
+from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.rollout.collect import Sampler
+from finetune.rollout.engine import Ended, Sampled
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.shipped_rewards import FUNCTIONS
 from tests.ranks import ROOT
@@ -379,3 +385,23 @@ def test_code_that_python_cannot_interrupt_is_ended(
 
 def test_every_reward_that_ships_has_a_function_and_a_line() -> None:
     assert FUNCTIONS.keys() == SHIPPED_REWARDS.keys()
+
+
+def test_a_completion_that_fails_twice_is_counted_once() -> None:
+    """A function fails on the second of three, a reward model on the second and the third."""
+    accelerator: Any = SimpleNamespace(scaler=None)
+    sampler: Any = SimpleNamespace(
+        world=World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), accelerator),
+        score=lambda *_: Scores([[1.0, 0.0, None]], [1]),
+        rewards=SimpleNamespace(names=["function"]),
+        own_rewards=[],
+        reward_models=[SimpleNamespace(name="model")],
+        reward_names=["model", "function"],
+        _score_by_model=lambda *_: ([0.5, 0.0, 0.0], [1, 2]),
+    )
+    batch: Any = SimpleNamespace(rows=[], messages=[], episodes=None)
+    scores, failures = Sampler._score_all(
+        sampler, batch, [Sampled([1], [0.0], 0.0, Ended.CUT)] * 3, 0
+    )
+    assert failures == 2
+    assert np.array_equal(scores, [[0.5, 1.0], [0.0, 0.0], [0.0, np.nan]], equal_nan=True)

@@ -637,6 +637,30 @@ def test_what_is_not_served_is_a_sentence(service: Service, tmp_path: Path) -> N
         model.step()
 
 
+def test_sessions_that_begin_at_once_are_counted(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two clients has counted before the other one's session is there, where nothing hinders it."""
+    both_counted = threading.Barrier(2)
+    records = service.ledger.records
+
+    def read_slowly(kind: str) -> dict[str, Any]:
+        counted = records(kind)
+        with suppress(threading.BrokenBarrierError):
+            both_counted.wait(0.3)
+        return counted
+
+    sessions = records("session").values()
+    monkeypatch.setattr(service.ledger, "records", read_slowly)
+    monkeypatch.setattr(
+        service, "most_sessions", 1 + sum(not each["finished"] for each in sessions)
+    )
+    with ThreadPoolExecutor(2) as threads:
+        begun = [threads.submit(Client, service) for _ in range(2)]
+    errors = [str(each.exception()) for each in begun if each.exception() is not None]
+    assert len(errors) == 1 and "sessions are open" in errors[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

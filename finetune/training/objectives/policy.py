@@ -100,7 +100,7 @@ class PolicyObjective(Objective):
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
         times the most tokens of one (Dr. GRPO's budget), or its completions.
         """
-        completions = batch.groups  # each is a group of its own here
+        completions = batch.groups  # of a `StepBatch`: its documents, where none belong together
         average = policy_loss(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
@@ -257,12 +257,12 @@ class PolicyObjective(Objective):
     def _choose_old_log_probabilities(
         self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
     ) -> Tensor:
-        """Chooses the denominator of the ratios, fp64[positions]: log-probabilities under the
-        weights that sampled.
+        """Chooses the log-probabilities that the ratios divide by, fp64[positions].
 
-        They are those that training measured before the first update, if there are several updates.
-        If sampling is corrected, they are those that training computes now, with the same weights.
-        Else they are those of the sampler.
+        With a critic, or if sampling is corrected, they are those under the weights before the
+        first update on these completions. Training has measured them ("old"), or computes them now
+        if there is only one update. Else they are those of the sampler, however many updates there
+        are.
         """
         if "old" in rollout:
             return rollout["old"].double()

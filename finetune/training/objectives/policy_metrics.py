@@ -21,8 +21,10 @@ def describe_completions(
 
     Args:
         rollout: The columns that `completion_rows` makes, [completions] each. Among them are the
-            deviation of the rewards in a completion's group, whether it is 0 (flat), how many
-            scores failed and became 0, and whether the limit of tokens ended it (is_cut).
+            reward, nan where no function gave a score; the deviation of the rewards in its group;
+            and whether the limit of tokens ended it (is_cut). Two are the same for all completions:
+            the shares of flat groups and of failed scores among all that the step sampled, with
+            what was dropped.
         has_groups: Whether rewards are compared within groups; a critic compares none.
     """
     rewards = rollout["rewards"]
