@@ -63,7 +63,8 @@ def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -
     ).check()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow  # one kill is test_resume.py's
+@pytest.mark.parametrize("kills", [3, 100])
 def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
     done = run_python([str(HERE / "killing.py"), "--kills", str(kills)], timeout=60 + 20 * kills)
     assert done.returncode == 0, done.stderr[-4000:]

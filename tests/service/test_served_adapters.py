@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from finetune.errors import UserError
 from finetune.service import served_adapters
 from finetune.service.service import Service
-from tests.conftest import make_model
+from tests.conftest import make_model, slow_but
 from tests.rollout import stand_in_vllm
 from tests.rollout.test_vllm import serving_by_vllm
 from tests.service.served import Client, Model, datum, read_outputs, read_samples, sample, serving
@@ -55,7 +55,9 @@ def check_samples(base: Path, url: str, folder: Path) -> None:
                     assert scores == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "glm4"])  # vLLM knows modules of GLM-4 by other names
+@pytest.mark.parametrize(
+    "family", slow_but(["glm4"], ["llama", "glm4"])
+)  # vLLM knows modules of GLM-4 by other names
 def test_a_servers_samples_are_of_each_clients_adapter(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

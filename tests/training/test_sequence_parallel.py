@@ -127,7 +127,6 @@ RESUMED = [
     ("sp 2", "sp 2 x tp 2"),
     ("sp 2 x tp 2", "single"),
 ]
-RESUMED_QUICKLY = RESUMED[:1]
 
 
 def mark(cases: Iterable[tuple[str, ...]], quick: Container[tuple[str, ...]]) -> list[Any]:
@@ -234,7 +233,7 @@ def run(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Run:
             for mode in LAYOUTS[layout][3]
             if slow_too or (layout, mode) in QUICK
         ]
-        for saved, layout in RESUMED if slow_too else RESUMED_QUICKLY:
+        for saved, layout in RESUMED if slow_too else ():
             if layout in here:  # the second changes nothing: what it saves is what it has read
                 runs += [
                     resume(layout, saved, "resumed"),
@@ -316,7 +315,8 @@ def test_held_out_loss_and_answers_are_those_of_whole_rows(layout: str, run: Run
     assert other_samples == samples
 
 
-@pytest.mark.parametrize(("saved", "layout"), mark(RESUMED, RESUMED_QUICKLY))
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "layout"), RESUMED)
 def test_a_run_resumes_under_another_layout(
     saved: str, layout: str, run: Run, tmp_path: Path
 ) -> None:
