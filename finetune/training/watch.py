@@ -172,7 +172,7 @@ class SignalListener:
         return Requests(*(bool(count) for count in world.sum(flags).tolist()))
 
     def interrupt(self, items: Iterable[Item], world: World, error: Exception) -> Iterator[Item]:
-        """Yields the items, of which every rank has the same number.
+        """Yields the items. Every rank has the same number of them.
 
         Raises `error` on all ranks once a signal asks any of them to stop.
         """

@@ -58,11 +58,11 @@ def answer_of(prepared: PreparedData, example_id: int) -> str:
 
 # Two files, each with one of two tokenizers; all files with both nightly.
 TOKENIZERS = ("models/stories260k", "tokenizers/llama3")
-EACH_FILE = [("alpaca_en_demo.json", TOKENIZERS[0]), ("gsm8k_test.jsonl", TOKENIZERS[1])]
+QUICK = [("alpaca_en_demo.json", TOKENIZERS[0]), ("gsm8k_test.jsonl", TOKENIZERS[1])]
 
 
 @pytest.mark.parametrize(
-    ("file", "tokenizer"), slow_but(EACH_FILE, itertools.product(REAL, TOKENIZERS))
+    ("file", "tokenizer"), slow_but(QUICK, itertools.product(REAL, TOKENIZERS))
 )
 def test_real_files_need_only_their_path(
     prepare: Prepare, shared: Path, file: str, tokenizer: str
