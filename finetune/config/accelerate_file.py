@@ -501,8 +501,6 @@ def _interpret(settings: Settings) -> Sharding:
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     if isinstance(classes, str):
         classes = classes.split(",")
-    else:
-        classes = classes
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),

@@ -353,8 +353,6 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
         return None
     if hasattr(settings, "to_dict"):
         settings = settings.to_dict()
-    else:
-        settings = settings
     if not isinstance(settings, dict):
         raise UserError(f"{name}: quantization_config: a mapping is expected; fix its config.json")
     method = str(settings.get("quant_method") or "")

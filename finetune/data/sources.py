@@ -517,8 +517,6 @@ def _count_unpacked_arrow(path: str) -> int:
             batch = follow(struct.unpack_from("<I", metadata)[0], 2)
             if message.type == "dictionary":
                 batch = follow(batch, 1)
-            else:
-                batch = batch
             buffers = follow(batch, 2)
             if not buffers or not follow(batch, 3):
                 continue  # nothing is compressed

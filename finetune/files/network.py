@@ -200,9 +200,7 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
         reason = first_line(error)
         is_as_here = all(isinstance(content, Path) for content in contents.values())
         command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
-        if is_as_here:
-            command = command
-        else:
+        if not is_as_here:
             command = "the same command with --overwrite"
         log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
         return False

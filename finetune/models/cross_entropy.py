@@ -173,12 +173,10 @@ class LossHead(nn.Module):
 
     def chunk_options(self) -> ChunkOptions:
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
-        smoothing, weigh = (
-            (self.label_smoothing, self.token_weights) if self.training else (0.0, None)
-        )
-        return ChunkOptions(
-            self.logits, label_smoothing=smoothing, weigh=weigh, function=self.chunk_function
-        )
+        options = ChunkOptions(self.logits, function=self.chunk_function)
+        if not self.training:
+            return options
+        return options._replace(label_smoothing=self.label_smoothing, weigh=self.token_weights)
 
 
 class CrossEntropyHead(LossHead, nn.Linear):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -22,9 +22,6 @@ from finetune.constants import CACHE_VARIABLE
 from finetune.distributed.model_parts import decoder_layers, expert_modules, head_of, text_modules
 from finetune.files.network import find_cache
 from finetune.models.loss_chunks import compute_fused_chunk
-
-if TYPE_CHECKING:
-    pass
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

@@ -42,8 +42,6 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
         if self.is_exact:
             if isinstance(weight, Float8TrainingTensor):
                 weight = weight.to_original_precision()
-            else:
-                weight = weight
             return F.linear(inputs, weight.to(inputs.dtype), bias)
         if weight.requires_grad:
             multiply = matmul_with_hp_or_float8_args
@@ -151,14 +149,14 @@ def count_multiplied(model: nn.Module) -> tuple[int, int]:
     """Returns (trained, frozen) numbers of the whole weights, over all ranks, that are multiplied
     in FP8.
     """
-    trained = frozen = 0
+    trained = 0
+    frozen = 0
     for layer in (module for module in model.modules() if isinstance(module, Fp8Linear)):
         numbers = layer.in_features * layer.out_features
-        trained, frozen = (
-            (trained + numbers, frozen)
-            if layer.weight.requires_grad
-            else (trained, frozen + numbers)
-        )
+        if layer.weight.requires_grad:
+            trained += numbers
+        else:
+            frozen += numbers
     return trained, frozen
 
 

@@ -129,12 +129,11 @@ class _LinearLogProbabilities(torch.autograd.Function):
             )
             own_b = None if adapter_b is None else adapter_b.to(dtype)
             computed = compute_in_chunks(*given, adapter_b=own_b)
-        recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the
         # backward reads them.
-        ctx.save_for_backward(
-            *(weight, bias, adapter_b, trained) if recomputes else (None,) * 4, ids, positions
-        )
+        recomputes = any(needs_grad[1:])
+        recomputed_from = (weight, bias, adapter_b, trained) if recomputes else (None,) * 4
+        ctx.save_for_backward(*recomputed_from, ids, positions)
         ctx.grad_hidden = computed.gradients[0]
         ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
         return computed.log_probabilities
@@ -434,11 +433,7 @@ def _compute_chunk(
     cross_entropy = -label_log_probabilities(plain, labels, chunks.label_smoothing)
     by_token = torch.ones_like(cross_entropy)
     if chunks.weigh is not None:
-        of_logits = chunks.weigh.of_logits(logits)
-        if of_logits is None:
-            by_token = chunks.weigh.of_probabilities(-cross_entropy)
-        else:
-            by_token = of_logits
+        by_token = chunks.weigh.choose(chunks.weigh.of_logits(logits), -cross_entropy)
     by_token_sums = torch.stack([divergence, cross_entropy * by_token])
     divergence_sum, cross_entropy_sum = torch.where(trained, by_token_sums, 0.0).sum(1)
     loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
@@ -450,11 +445,10 @@ def _compute_chunk(
         grad = cross_entropy_gradient(plain, labels, chunks.label_smoothing)
         grad *= ((1 - alpha) * by_token).unsqueeze(1)
         grad[:, :rows] += grad_divergence
+    elif rows == logits.shape[1]:
+        grad = grad_divergence
     else:
-        if rows == logits.shape[1]:
-            grad = grad_divergence
-        else:
-            grad = F.pad(grad_divergence, (0, logits.shape[1] - rows))
+        grad = F.pad(grad_divergence, (0, logits.shape[1] - rows))
     return sums, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
 
 

@@ -122,7 +122,7 @@ class TokenWeights(NamedTuple):
 
     def of_logits(self, logits: Tensor) -> Tensor | None:
         """[tokens]: the entropy of the 20 largest logits [tokens, vocabulary] over 3, to the power
-        of alpha (EAFT).
+        of alpha (EAFT); None where logits do not matter (DFT).
         """
         if self.kind == "dft":
             return None
@@ -131,8 +131,12 @@ class TokenWeights(NamedTuple):
         )
         return (-(largest.exp() * largest).sum(1) / 3.0) ** self.alpha
 
-    def of_probabilities(self, log_probabilities: Tensor) -> Tensor:
-        """[tokens]: the probability of each label (DFT: Wu et al. 2025, arXiv:2508.05629)."""
+    def choose(self, of_logits: Tensor | None, log_probabilities: Tensor) -> Tensor:
+        """[tokens]: what `of_logits` returned, or the probability of each label (DFT: Wu et al.
+        2025, arXiv:2508.05629).
+        """
+        if of_logits is not None:
+            return of_logits
         return log_probabilities.exp()
 
 
@@ -179,8 +183,11 @@ def compute_in_chunks(
     and B, where needed.
 
     Args:
-        hidden: [tokens, hidden], in the type in which the products run, as weight.
+        hidden, weight, bias, adapter_b: As `HeadProduct` has them. All but the bias are in the
+            dtype in which the products run.
         labels: int64[tokens], or IGNORE_INDEX.
+        chunks: How the loss is computed.
+        needs_grad: Which of the `Gradients` are computed.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None:
             all alike.
     """
@@ -188,8 +195,7 @@ def compute_in_chunks(
     shard = chunks.shard
     function = chunks.function
     chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
-    # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded
-    # ones.
+    # The bias's gradient is a sum of the scores' gradients, which is exact of unrounded ones alone.
     grad_dtype = None
     if any(needs_grad):
         grad_dtype = wide if needs_grad[2] else hidden.dtype
@@ -198,35 +204,29 @@ def compute_in_chunks(
 
     def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
         nonlocal loss
-        weights = None if token_weights is None else token_weights[chunk]
+        of_logits = None
+        if chunks.weigh is not None:  # before the scores are overwritten
+            of_logits = chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
         arguments = (
             scores,
             labels[chunk],
-            weights,
+            None if token_weights is None else token_weights[chunk],
             chunks.logits,
             chunks.label_smoothing,
             grad_dtype,
         )
-        # Before the scores are overwritten.
-        if chunks.weigh is None:
-            by_token = None
-        else:
-            by_token = chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
         # A compiler makes another graph for one token, which the last chunk may have.
         if function is None or shard is not None or len(scores) == 1:
-            chunk_log_probabilities, grad_scores = compute_chunk(*arguments, shard)
+            of_labels, grad_scores = compute_chunk(*arguments, shard)
         else:
-            chunk_log_probabilities, grad_scores = function(*arguments)
-        log_probabilities[chunk] = chunk_log_probabilities
+            of_labels, grad_scores = function(*arguments)
+        log_probabilities[chunk] = of_labels
         if chunks.weigh is not None:
-            if by_token is None:
-                by_token = chunks.weigh.of_probabilities(chunk_log_probabilities)
-            else:
-                by_token = by_token
-            chunk_log_probabilities = chunk_log_probabilities * by_token
+            factors = chunks.weigh.choose(of_logits, of_labels)
+            of_labels = of_labels * factors
             if grad_scores is not None:
-                grad_scores *= by_token.unsqueeze(1)
-        loss -= chunk_log_probabilities.sum()
+                grad_scores *= factors.unsqueeze(1)
+        loss -= of_labels.sum()
         return grad_scores
 
     tensors = hidden, weight, bias, adapter_b

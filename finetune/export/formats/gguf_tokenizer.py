@@ -194,11 +194,10 @@ def _list_tokens(
             kind = types.USER_DEFINED
         elif token == model.get("unk_token"):
             kind = types.UNKNOWN
+        elif model.get("byte_fallback") and _is_byte(token):
+            kind = types.BYTE
         else:
-            if model.get("byte_fallback") and _is_byte(token):
-                kind = types.BYTE
-            else:
-                kind = types.NORMAL
+            kind = types.NORMAL
         tokens.append(token)
         kinds.append(int(kind))
     return tokens, kinds
