@@ -94,35 +94,43 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 # tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
 ROUNDED = 5
-# bytes a number while torchao rounds to 4 bits in blocks, in fp32 and int32 in any dtype
+# bytes per number while torchao rounds to 4 bits in blocks: it computes in fp32 and int32
 ROUNDED_IN_BLOCKS = 29
 MERGED_IN_FP32 = 8  # bytes per number of a weight that an adapter was added to
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the largest layer holds for `tokens` tokens if quantization-aware training rounds
-    it; else 0.
+    """The most bytes that a linear layer holds while quantization-aware training rounds its weight
+    and its input of `tokens` tokens; 0 where nothing is rounded.
     """
     name = spec.recipe.quantization_aware.quantization_aware_training
     if name is None:
         return 0
     scheme = SCHEMES[name]
+    itemsize = spec.computation.itemsize
     adapts = spec.recipe.lora.use_peft
-    linears = spec.architecture.linears()
+    merged = MERGED_IN_FP32 if adapts else 0
     # bytes per number of the weight, and of the input
-    if scheme.block:  # weights and inputs one after the other
-        per_weight = ROUNDED_IN_BLOCKS + MERGED_IN_FP32 * adapts
+    if scheme.block:
+        per_weight = ROUNDED_IN_BLOCKS + merged
         per_input = ROUNDED_IN_BLOCKS
-        return max(max(per_weight * w.numel, per_input * tokens * w.shape[1]) for w in linears)
-    if scheme.is_ternary:
-        copies = 1 if spec.computation.itemsize == FP32 else 2
+    elif scheme.is_ternary:
+        copies = 1 if itemsize == FP32 else 2
+        per_weight = copies * FP32 + merged
         per_input = copies * FP32
-        per_weight = per_input + MERGED_IN_FP32 * adapts
     else:
-        size = spec.computation.itemsize
-        per_input = size * ROUNDED * (scheme.input_bits is not None)
-        per_weight = size * (ROUNDED + adapts)  # and the gradient of base and adapter together
-    return max(per_weight * w.numel + per_input * tokens * w.shape[1] for w in linears)
+        # under LoRA also the gradient of base and adapter together
+        per_weight = itemsize * (ROUNDED + 1 if adapts else ROUNDED)
+        per_input = 0 if scheme.input_bits is None else itemsize * ROUNDED
+    sizes = []
+    for linear in spec.architecture.linears():
+        of_weight = per_weight * linear.numel
+        of_input = per_input * tokens * linear.shape[1]
+        if scheme.block:  # one is rounded after the other
+            sizes.append(max(of_weight, of_input))
+        else:
+            sizes.append(of_weight + of_input)
+    return max(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +148,30 @@ def expert_factor_bytes(architecture: Architecture, computation: Computation) ->
     """The copies of a model with adapters on its experts, on one rank; nothing without."""
     if computation.lora is None or not computation.lora.lora_target_parameters:
         return ExpertFactors()
-    sizes = []
-    for layer in range(architecture.layers):
-        size = 0
-        for tensor in architecture.experts(layer):
-            rank, padded = expert_adapter_rank(tensor.name, computation)
-            width_out, width_in = architecture.expert_widths(tensor)
-            copied = width_out  # of B
-            if padded > rank or computation.autocast:
-                copied += width_in  # of A
-            size += (
-                computation.itemsize * tensor.shape[0] * padded * copied // computation.expert_ranks
-            )
-        sizes.append(size)
+    sizes = [
+        _factor_bytes_of_layer(architecture, computation, layer)
+        for layer in range(architecture.layers)
+    ]
     every = computation.checkpoint_every
-    return ExpertFactors(
-        sum(size for i, size in enumerate(sizes) if every is None or i % every), max(sizes)
-    )
+    if every is None:
+        kept = sum(sizes)
+    else:  # every `every`-th layer is computed again
+        kept = sum(size for layer, size in enumerate(sizes) if layer % every)
+    return ExpertFactors(kept, max(sizes))
+
+
+def _factor_bytes_of_layer(architecture: Architecture, computation: Computation, layer: int) -> int:
+    """The bytes of the copies of one layer, on one rank."""
+    size = 0
+    for tensor in architecture.experts(layer):
+        rank, padded = expert_adapter_rank(tensor.name, computation)
+        width_out, width_in = architecture.expert_widths(tensor)
+        copied = width_out  # of B
+        if padded > rank or computation.autocast:
+            copied += width_in  # of A
+        numbers = tensor.shape[0] * padded * copied
+        size += computation.itemsize * numbers // computation.expert_ranks
+    return size
 
 
 def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> int:
@@ -239,15 +254,12 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: i
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
+    matrices = [tensor.numel for tensor in tensors if is_layers_matrix(tensor.name, tensor.shape)]
     norm = FP64 * largest if spec.device == "cpu" else 0
-    for_matrix = facts.update_bytes * max(
-        (t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0
-    )
-    return max(
-        norm,
-        facts.update_copies * FP32 * largest + for_matrix,
-        at_once if facts.allocates_roots else 0,
-    )
+    update = facts.update_copies * FP32 * largest
+    update += facts.update_bytes * max(matrices, default=0)  # of a whole matrix
+    roots = at_once if facts.allocates_roots else 0
+    return max(norm, update, roots)
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
