@@ -39,6 +39,7 @@ FAMILIES = (
     (r"distill.*qwen|openthinker|qwq", "qwen2"),
     (r"mixtral|8x\d+b", "mixtral"),
     (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"),
+    (r"nemotron-labs-dory", "dory"),
     (r"nemotron|minitron", "nemotron"),
     (r"neox-japanese", "gpt_neox_japanese"),
     (r"redpajama|pythia|neox|dolly", "gpt_neox"),
@@ -60,6 +61,7 @@ FAMILIES = (
     (r"phi-?(3|4)", "phi3"),
     (r"phi-?[12]", "phi"),
     (r"smollm-?3(?!\d)", "smollm3"),
+    (r"apertus-v?1\.5", "apertus1p5_text"),
     (r"apertus", "apertus"),
     (r"qwen-?3\.\d-flash-next|qwen-?4-exp", "qwen4_exp_text"),
     (r"qwen-?3-next", "qwen3_next"),
@@ -190,6 +192,7 @@ VISION_FAMILIES = (
         "mistral3",
     ),
     (r"moss-vl", "moss_vl"),
+    (r"apertus-v?1\.5", "apertus1p5"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")  # beside words

@@ -352,6 +352,9 @@ def test_names_say_the_families_that_transformers_own_configs_have_them_for() ->
         ("llava-hf/llava-v1.6-vicuna-7b-hf", "llama", "llava_next"),
         ("zai-org/GLM-4.5V", "glm4_moe", "glm4v_moe"),
         ("google/shieldgemma-9b", "gemma2", "gemma2"),
+        ("nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16", "dory", "dory"),
+        ("swiss-ai/Apertus-v1.5-8B", "apertus1p5_text", "apertus1p5"),
+        ("swiss-ai/Apertus-8B-Instruct-2509", "apertus", "apertus"),
         ("google/embeddinggemma-300m", "gemma3_text", "gemma3_text"),
     ],
 )  # fmt: skip
