@@ -2,9 +2,7 @@
 of a step.
 
 A group is the completions of one prompt, of which there are `generations`; it is flat if their
-rewards are all equal. A generation is the steps whose completions are sampled together, before the
-first of them. Each trains on the prompts of one step, its `prompts_step`; with `num_iterations`
-above 1 several steps share one.
+rewards are all equal. What is sampled together, `generations.py` says.
 
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
 ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
@@ -43,6 +41,7 @@ from finetune.rollout.completion_rows import (
 from finetune.rollout.critic import describe_advantages
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
 from finetune.rollout.episodes import Episodes, list_own_rewards
+from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
@@ -427,9 +426,10 @@ class RolloutBatches:
 
     def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
-        if self._is_sampled_at(step):
+        generations = self.generations
+        if generations.begins_at(step):
             self._sample_generation(step)
-        prompts_step, iteration = self._find_prompts_step(step)
+        prompts_step, iteration = generations.find_prompts_step(step)
         rollout = self._held[prompts_step]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
@@ -437,6 +437,12 @@ class RolloutBatches:
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
+
+    @property
+    def generations(self) -> Generations:
+        """What is sampled together, over the whole run."""
+        keys = self.sampler.recipe.rollout
+        return Generations(self.prompts.steps, keys.steps_per_generation, keys.num_iterations)
 
     @property
     def _row_options(self) -> RowOptions:
@@ -455,7 +461,7 @@ class RolloutBatches:
         """Holds the rollouts of all steps that train on what is sampled at `step`."""
         self._held.clear()
         taken = self._take_and_submit_next(step) if self._samples_ahead else {}
-        for prompts_step, trained_at in self._list_generation(step):
+        for prompts_step, trained_at in self.generations.list_shares(step):
             rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
@@ -469,29 +475,26 @@ class RolloutBatches:
         """
         engine = self._engine
         engine.version = step
-        generation = list(self._list_generation(step))
-        is_first = not engine.is_in_flight(generation[0][0])
+        shares = list(self.generations.list_shares(step))
+        is_first = not engine.is_in_flight(shares[0].prompts_step)
         if is_first:
             engine.hand_over()
-            self._submit(generation)
-        taken = {prompts_step: engine.take(prompts_step) for prompts_step, _ in generation}
+            self._submit(shares)
+        taken = {share.prompts_step: engine.take(share.prompts_step) for share in shares}
         engine.hand_over()  # what begins from here on has these weights
-        keys = self.sampler.recipe.rollout
-        every = keys.updates_per_generation
-        end = min(step + (keys.max_staleness + 1) * every, self.prompts.steps)
-        for next_step in range(step + every, end, every):
-            self._submit(self._list_generation(next_step))
+        max_staleness = self.sampler.recipe.rollout.max_staleness
+        for later in self.generations.list_later(step, max_staleness):
+            self._submit(self.generations.list_shares(later))
         return taken
 
-    def _submit(self, generation: Iterable[tuple[int, int]]) -> None:
-        """Asks the server for completions of the steps that it has not begun.
+    def _submit(self, shares: Iterable[Share]) -> None:
+        """Asks the server for completions of the shares that it has not begun.
 
-        `_list_generation` has yielded them as (the step of the prompts, the step that first trains
-        on their completions). Generations ahead are asked for again at each one.
+        Generations ahead are asked for again at each one.
         """
         sampler = self.sampler
         generations = sampler.recipe.rollout.num_generations
-        for prompts_step, trained_at in generation:
+        for prompts_step, trained_at in shares:
             if not self._engine.is_in_flight(prompts_step):
                 example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
                 batch = sampler.make_requests(
@@ -504,37 +507,6 @@ class RolloutBatches:
                 else:  # a thread of the main rank takes the turns, while all ranks train
                     converse = partial(sampler.sample_alone, batch)
                     self._engine.converse(prompts_step, converse, sampling)
-
-    def _list_generation(self, sampled_at: int) -> Iterator[tuple[int, int]]:
-        """Yields (the step of the prompts, the step that first trains on them) of all that is
-        sampled together at the step `sampled_at`.
-        """
-        for step in range(sampled_at, self.prompts.steps):
-            prompts_step, earlier_iterations = self._find_prompts_step(step)
-            # the second pass over the same prompts begins, or the next generation
-            if earlier_iterations or (step > sampled_at and self._is_sampled_at(step)):
-                break
-            yield prompts_step, step
-
-    def _is_sampled_at(self, step: int) -> bool:
-        return step % self.sampler.recipe.rollout.updates_per_generation == 0
-
-    def _find_prompts_step(self, step: int) -> tuple[int, int]:
-        """Returns (the step of the prompts, how often they have been trained on before) of an
-        optimizer step.
-
-        A generation trains on the prompts of all its steps in turn, and then on all of them again,
-        `num_iterations` times.
-        """
-        keys = self.sampler.recipe.rollout
-        generations_before, update = divmod(step, keys.updates_per_generation)
-        updates_left = self.prompts.steps - (step - update)  # of this generation and later ones
-        # the run may end within the generation
-        steps_of_prompts = min(
-            keys.steps_per_generation, math.ceil(updates_left / keys.num_iterations)
-        )
-        iteration, own = divmod(update, steps_of_prompts)
-        return generations_before * keys.steps_per_generation + own, iteration
 
     def _sample_step(
         self, prompts_step: int, trained_at: int, taken: list[Sampled] | None = None
@@ -622,7 +594,7 @@ class RolloutBatches:
         files = {}
         if self._samples_ahead:
             files[IN_FLIGHT] = _encode_lines(self._engine.describe_lines())
-        if not self._is_sampled_at(step):
+        if not self.generations.begins_at(step):
             files[ROLLOUTS] = _encode_lines(
                 line | {"prompts_step": prompts_step}
                 for prompts_step, rollout in self._held.items()
@@ -639,7 +611,7 @@ class RolloutBatches:
         if self._samples_ahead:
             self._engine.version = step
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
-        if self._is_sampled_at(step) or step >= self.prompts.steps:
+        if self.generations.begins_at(step) or step >= self.prompts.steps:
             return
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in _read_lines(checkpoint / ROLLOUTS):
@@ -647,10 +619,10 @@ class RolloutBatches:
         self._held.update(
             {prompts_step: Rollout.of_lines(lines) for prompts_step, lines in by_step.items()}
         )
-        updates = self.sampler.recipe.rollout.updates_per_generation
+        updates = self.generations.updates
         sampled_at = step // updates * updates
         for trained_at in range(step, min(sampled_at + updates, self.prompts.steps)):
-            prompts_step, _ = self._find_prompts_step(trained_at)
+            prompts_step, _ = self.generations.find_prompts_step(trained_at)
             if prompts_step not in self._held:
                 raise UserError(
                     f"{checkpoint}: holds no completions for step {trained_at + 1}, which trains "

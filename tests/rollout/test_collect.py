@@ -118,7 +118,8 @@ def test_each_share_is_trained_on_in_turn_and_then_again(
     rollouts, _ = make_rollouts(
         steps, lambda i: False, f"num_iterations={iterations}", f"steps_per_generation={shares}"
     )
-    assert [rollouts._find_prompts_step(step) for step in range(steps)] == expected
+    found = [rollouts.generations.find_prompts_step(step) for step in range(steps)]
+    assert found == expected
 
 
 def test_a_resumed_run_of_another_length_says_what_it_lacks(tmp_path: Path) -> None:
