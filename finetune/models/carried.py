@@ -37,9 +37,8 @@ def find_carried(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, St
 
 
 def carries(model: Any) -> Callable[[str], bool]:
-    """Whether a tensor in the files that has no place in `model` is carried over: by its name.
-
-    Others are an error.
+    """Returns a function of a name: whether a tensor of the files that has no place in `model` is
+    carried over. Others are an error.
     """
     left_out = "|".join(
         (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *CONSTANTS)
@@ -50,8 +49,8 @@ def carries(model: Any) -> Callable[[str], bool]:
 
 
 def predicts(model: Any) -> Callable[[str], bool]:
-    """Whether a tensor without a place in `model` is one of multi-token prediction: by its name,
-    and the config.
+    """Returns a function of a name: whether a tensor of the files that has no place in `model`
+    belongs to its layers of multi-token prediction.
     """
     promised = count_predicting_layers(model.config.to_dict())
     layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 0) or 0)
