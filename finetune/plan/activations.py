@@ -8,6 +8,7 @@ for GPT.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from finetune.config.layout import divides_heads
 from finetune.config.module_names import find_value, is_parameter_named
@@ -42,8 +43,8 @@ def materializes_scores(architecture: Architecture, computation: "Computation") 
 
 
 def needs_masks(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether masks of blocks are made: while training with dropout too, which evaluation has
-    not.
+    """Whether masks of blocks are made. Training with dropout makes them too, for evaluation, which
+    has no dropout.
     """
     return not computation.cpu and (
         architecture.family.caps_scores
@@ -53,14 +54,16 @@ def needs_masks(architecture: Architecture, computation: "Computation") -> bool:
 
 
 def attends_in_blocks(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether flex_attention computes it, which keeps what flash attention does."""
+    """Whether flex_attention computes attention. It saves what flash attention does."""
     return needs_masks(architecture, computation) and not computation.drops_attention
 
 
 def mask_bytes(architecture: Architecture, computation: "Computation", tokens: int) -> int:
-    """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of
-    queries sees, and which, and the same for keys, of blocks seen whole and in part; and the first
-    token that each token sees.
+    """Bytes of the attention masks when a rank holds `tokens` tokens.
+
+    A mask holds how many blocks each block of queries sees, and which; the same for blocks of keys;
+    both for blocks seen whole and for blocks seen in part; and the first token that each token
+    sees.
     """
     if not needs_masks(architecture, computation):
         return 0
@@ -86,7 +89,7 @@ class Computation:
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
     # what a recomputed layer keeps beside its input; see models/decoder_layers.py
     keeps: str = "nothing"
-    # recomputed layers keep it in host memory: but for one, or two in the backward
+    # host memory holds what recomputed layers keep, but for one layer, or two in the backward
     offloads: bool = False
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
@@ -122,6 +125,10 @@ class Computation:
         compiler's choice, on a GPU (models/decoder_layers.py).
         """
         return self.compiled and not self.cpu and not self.autocast
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cpu" if self.cpu else "cuda"
 
     @property
     def residual_itemsize(self) -> int:
@@ -220,9 +227,8 @@ def checkpointed_tensors(architecture: Architecture, computation: Computation) -
 def _selected_tensors(architecture: Architecture, computation: Computation) -> list[int]:
     if computation.keeps == "nothing":
         return []
-    attended = [
-        (max(computation.itemsize, FP32) if computation.cpu else computation.itemsize)
-        * architecture.query_width,
+    attended = [  # the output of attention, and its log-sum-exp
+        _kernel_itemsize(computation) * architecture.query_width,
         FP32 * architecture.heads,
     ]
     is_hidden = (
@@ -238,15 +244,14 @@ def _selected_tensors(architecture: Architecture, computation: Computation) -> l
     width = max(architecture.hidden, architecture.query_width)
     features = []
     for linear in architecture.linears():
-        wide, narrow = linear.shape
-        features += [wide] if max(wide, narrow) <= width else []
+        width_out, width_in = linear.shape
+        if max(width_out, width_in) <= width:
+            features.append(width_out)
         if computation.lora is not None and is_adapted(linear, computation.lora):
-            features += (
-                [_largest_rank(linear.name, architecture, computation.lora)]
-                if narrow <= width
-                else []
-            )
-            features += [wide] if wide <= width else []
+            if width_in <= width:  # the product of A
+                features.append(_largest_rank(linear.name, architecture, computation.lora))
+            if width_out <= width:  # that of B
+                features.append(width_out)
     return attended + [computation.itemsize * each for each in features]
 
 
@@ -282,9 +287,10 @@ def recomputed_bytes(architecture: Architecture, computation: Computation) -> in
 
 
 def working_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of gate
-    and up, their product where it is made again, and the gradient of the residual stream twice
-    (before and after the norm).
+    """Bytes per token that a layer's backward needs beyond what was saved.
+
+    They are the gradients of gate and up, their product where it is made again, the gradient of the
+    residual stream before and after the norm, and what ranks of an expert group exchange.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length)
@@ -307,8 +313,8 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 
 
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual
-    stream.
+    """Bytes per token of a forward that saves nothing: the MLP at its widest, the residual stream,
+    and what ranks of an expert group exchange.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
@@ -327,9 +333,11 @@ def _norm(
     itemsize: int | None = None,
     heads: int = 1,
 ) -> int:
-    """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32),
-    the reciprocal root, and the normalized input if the weight is trained (in fp32 if the weight is
-    multiplied in fp32, as in Gemma).
+    """Bytes per token that an RMSNorm of `width` features saves. It works in fp32.
+
+    It saves its input in fp32 (the residual itself where that is fp32) and the reciprocal root.
+    Where the weight is trained it saves the normalized input too: in fp32 if the weight is
+    multiplied in fp32, as in Gemma.
     """
     if computation.remakes:  # its input as it came
         return (itemsize or computation.residual_itemsize) * width + FP32 * heads
@@ -509,11 +517,11 @@ def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Compu
 
 
 def _experts(architecture: Architecture, mixture: Mixture, computation: Computation) -> int:
-    """Counts the bytes that each expert of a token saves: its input, gathered; what its gating
-    saves, and the product; its output, which the router weighs; and where it belongs.
+    """Bytes per token that the routed experts and their router save.
 
-    A frozen expert does not save what it multiplies. The router saves logits, and probabilities in
-    fp32.
+    Each expert of the token saves its gathered input, what its gating saves, the product, its
+    output, which the router weighs, and where it belongs. A frozen expert does not save what it
+    multiplies. The router saves logits, and probabilities in fp32.
     """
     inputs, products = _read_by_trained_experts(computation)
     states = (inputs + 1) * architecture.hidden + (
@@ -529,8 +537,8 @@ def _experts(architecture: Architecture, mixture: Mixture, computation: Computat
 
 
 def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
-    """The rank of the adapter of an expert's parameter, and that of the products, which is padded;
-    0 without one.
+    """The rank of the adapter on an expert's parameter, and the padded rank of its products; both 0
+    without an adapter.
     """
     if computation.lora is None or not is_parameter_named(
         name, computation.lora.lora_target_parameters
@@ -541,21 +549,20 @@ def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
 
 
 def _read_by_trained_experts(computation: Computation) -> tuple[int, int]:
-    """Whether the inputs of gate, up and down are saved (1), for gradients of weights or
-    adapters.
+    """How many tensors an expert saves as the input of gate and up, and as that of down: 1 each
+    where a weight or an adapter gets a gradient, else 0.
     """
     if computation.lora is None:
         return 1, 1
     targets = computation.lora.lora_target_parameters
-    gate_up, down = (
-        any(t.endswith(name) for t in targets) for name in ("gate_up_proj", "down_proj")
-    )
+    gate_up = any(target.endswith("gate_up_proj") for target in targets)
+    down = any(target.endswith("down_proj") for target in targets)
     return int(gate_up), int(down)
 
 
 def _adapters(architecture: Architecture, layer: int, computation: Computation) -> int:
-    """Lists the tensors between A and B of each adapted layer; with dropout also the dropped input
-    and its mask.
+    """Bytes per token that the adapters of a layer save: the products of A; with dropout also the
+    dropped inputs and their masks; of rotations their inputs alone.
     """
     if computation.lora is None:
         return 0
@@ -577,8 +584,8 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
 
 
 def _largest_rank(linear: str, architecture: Architecture, lora: Lora) -> int:
-    """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any
-    layer.
+    """The largest rank that `rank_pattern` gives a linear layer in any decoder layer; `linear` is
+    its name in layer 0.
     """
     name = linear.removesuffix(".weight")
     names = (

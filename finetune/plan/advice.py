@@ -60,7 +60,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of the same that a run needs."""
+    """Bytes of each part of a `Room` that a run needs."""
 
     device: int
     host: int
@@ -95,8 +95,8 @@ def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """Lists the changes that are still possible, the cheapest first: those that cost little time,
-    then time, then trained parameters.
+    """Lists the changes that the rules allow, the cheapest first: those that cost little time,
+    those that cost much, those that train fewer parameters.
     """
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
@@ -116,11 +116,14 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
 
 
 def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
-    """Each change as it is made: appended to the command, or in an Accelerate file (a change's own,
-    or `source`).
+    """Describes each change as it is made: appended to the command, or in an Accelerate file.
 
-    has_config: the command names its Accelerate file by --config, which decides against the
-    recipe's key.
+    Args:
+        changes: What to describe.
+        source: The run's Accelerate file, for changes in a file where none of `changes` names
+            another.
+        has_config: The command names its Accelerate file by --config, which overrides the recipe's
+            key.
     """
     file = next(
         (change.accelerate_config for change in reversed(changes) if change.accelerate_config),
@@ -183,13 +186,13 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             _set_keys("optimization", optim_offload="nvme", offload_dir=A_FOLDER),
         )
     if not spec.sharding.cpu_offload:
-        is_own = spec.sharding.ranks_per_batch > 1  # by a file that no shipped one replaces
-        yield Change(
-            "fsdp_offload_params: true" if is_own else "accelerate_config=fsdp_cpu_offload",
-            "several times the time",
-            _set_sharding(cpu_offload=True) if is_own else partial(_shard_fully, cpu_offload=True),
-            is_in_file=is_own,
-        )
+        cost = "several times the time"
+        if spec.sharding.ranks_per_batch > 1:  # by a file that no shipped one replaces
+            offload = _set_sharding(cpu_offload=True)
+            yield Change("fsdp_offload_params: true", cost, offload, is_in_file=True)
+        else:
+            offload = partial(_shard_fully, cpu_offload=True)
+            yield Change("accelerate_config=fsdp_cpu_offload", cost, offload)
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
         yield Change(
@@ -207,14 +210,14 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
     sharding = spec.sharding
     architecture = spec.architecture
     if not sharding.activation_checkpointing:
-        yield Change(
-            "fsdp_activation_checkpointing: true"
-            if sharding.is_fsdp
-            else "accelerate_config=fsdp_full_shard",
-            "about 30% more time",
-            _set_sharding(activation_checkpointing=True),
-            is_in_file=sharding.is_fsdp,
-        )
+        cost = "about 30% more time"
+        checkpoint = _set_sharding(activation_checkpointing=True)
+        if sharding.is_fsdp:
+            yield Change("fsdp_activation_checkpointing: true", cost, checkpoint, is_in_file=True)
+        elif sharding.layout == "ddp":
+            yield Change("accelerate_config=ddp_checkpointing", cost, checkpoint)
+        else:
+            yield Change("accelerate_config=fsdp_full_shard", cost, _shard_fully)
     if sharding.ranks_per_batch == 1 and (
         spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"
     ):
@@ -227,15 +230,15 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
             yield Change(
                 f"expert_parallel_size={size}",
                 f"{size} ranks exchange tokens, instead of gathering all experts of a layer",
-                lambda spec: in_layout(in_recipe(spec)),
+                _apply_both(in_recipe, in_layout),
             )
 
 
 def _list_divisions(spec: RunSpec) -> Iterator[Change]:
-    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a
-    node, then for tokens more than a node's.
+    """Lists larger groups of ranks that divide a row's tokens, or a layer's matrices.
 
-    An Accelerate file has sizes of a mesh for FSDP2 only.
+    First comes the largest group within a node for each, then wider groups for tokens alone. An
+    Accelerate file has sizes of a mesh for FSDP2 only.
     """
     sharding = spec.sharding
     if sharding.strategy == "HYBRID_SHARD":
@@ -283,20 +286,19 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     )
     if _is_shipped(key, size, spec):
         text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
-        return Change(text, cost, lambda spec: _shard_fully(keep_rows(spec), **sizes))
+        return Change(text, cost, _apply_both(keep_rows, partial(_shard_fully, **sizes)))
     mesh = {name: size for name, size in group.items() if size > 1} | {"dp_shard_size": groups}
-    text = (
-        "parallelism_config: "
-        f"{{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
-    )
-    cost += f"; {keep} keeps the step" if keep else ""
-
-    return Change(text, cost, lambda spec: _set_sharding(**sizes)(keep_rows(spec)), is_in_file=True)
+    entries = ", ".join(f"parallelism_config_{name}: {size}" for name, size in mesh.items())
+    text = f"parallelism_config: {{{entries}}}"
+    if keep:
+        cost += f"; {keep} keeps the step"
+    return Change(text, cost, _apply_both(keep_rows, _set_sharding(**sizes)), is_in_file=True)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
-    """A base in 8 bits, then in 4: fewer than it has now, and under adapters, which are added where
-    there are none.
+    """Lists the quantizations of the base in fewer bits than it has now: 8, then 4.
+
+    They require adapters, which the change adds where there are none.
     """
     if spec.sharding.layout == "fsdp1":
         return
@@ -307,12 +309,19 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
         keys = {f"load_in_{each}bit": each == bits for each in (8, 4)}
         quantize = _set_keys("quantization", **keys)
         adapt = _set_keys("lora", use_peft=True)
-        yield Change(
-            f"{adapters}load_in_{bits}bit=true",
-            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a "
-            "slightly worse start; needs bitsandbytes",
-            lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
+        cost = (
+            f"a frozen base in {bits} bits: more time, a slightly worse start; needs bitsandbytes"
         )
+        if adapters:
+            cost = f"adapters on {cost}"
+        yield Change(f"{adapters}load_in_{bits}bit=true", cost, _apply_both(adapt, quantize))
+
+
+def _apply_both(
+    first: Callable[[RunSpec], RunSpec], second: Callable[[RunSpec], RunSpec]
+) -> Callable[[RunSpec], RunSpec]:
+    """One change that makes two."""
+    return lambda spec: second(first(spec))
 
 
 def _set_sharding(**keys: Any) -> Callable[[RunSpec], RunSpec]:
@@ -348,25 +357,26 @@ RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`changes` make the run fit, which then needs `after`; None: not even all that were `tried`
-    and go together do, but on `ranks` ranks they would (None: on no number).
-
-    `need`: of the run as it is.
-    """
+    """Whether a run fits a machine, and what makes it fit."""
 
     fits: bool  # in all that is known of the room
-    need: Need
-    changes: tuple[Change, ...] | None = ()
-    after: Need | None = None
-    ranks: int | None = None
-    tried: tuple[Change, ...] = ()
+    need: Need  # of the run as it is
+    changes: tuple[Change, ...] | None = ()  # that make it fit; None: no changes do
+    after: Need | None = None  # with `changes`; with all that go together where no changes do
+    ranks: int | None = None  # on which the latter would fit; None: on none that was tried
+    tried: tuple[Change, ...] = ()  # where no changes make it fit
 
 
 def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
-    """The cheapest changes that make `spec` fit the memory: the first that fits alone, or with
-    those before it.
+    """Finds the cheapest changes that make a run fit the memory of a machine.
 
-    No change is made for the disk's sake. `in_recipe`: only changes of keys of the recipe.
+    They are the first change that is enough alone, or with those before it. No change is made for
+    the disk's sake.
+
+    Args:
+        spec: The run.
+        room: What the machine has.
+        in_recipe: Suggests changes of keys of the recipe alone.
     """
     needed = count_need(spec)
     if needed.fits_memory(room):
@@ -415,8 +425,10 @@ def _calculate_once(spec: RunSpec) -> NeedAfter:
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
-    """The `changes` as they are listed; and, since some do not go together, with those first that
-    the ones before them keep out, each and every two that go together.
+    """The orders in which to try the `changes`, some of which keep others out.
+
+    The first order is that of the list. In each other one a change that earlier ones keep out
+    comes first, or two such changes that go together.
     """
     left_out = apply_changes(spec, changes)[1]
     pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
@@ -430,8 +442,8 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
 def _find_enough(
     need_after: NeedAfter, changes: Sequence[Change], room: Room
 ) -> tuple[Change, ...] | None:
-    """The first of `changes` that fits, alone or with those before it, without the ones that are
-    unnecessary.
+    """The first change that is enough, alone or with those before it; of these, the dearest
+    unnecessary ones are left out. None where all together are not enough.
     """
     taken: list[Change] = []
     for change in changes:

@@ -149,10 +149,11 @@ class BuiltArchitecture(Architecture):
 
 
 def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the head of its own that published files of the family hold, where it does
-    not say.
+    """The config with an untied head, where it does not say and published files of its family hold
+    a head.
     """
-    says = "tie_word_embeddings" in config or "tie_word_embeddings" in config.get("text_config", {})
+    text = config.get("text_config") or {}
+    says = "tie_word_embeddings" in config or "tie_word_embeddings" in text
     if says or not find_family(config["model_type"]).untied_in_files:
         return config
     return {**config, "tie_word_embeddings": False}
@@ -161,10 +162,13 @@ def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_parts(
     config: Mapping[str, Any], where: str
 ) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
-    """Reads from a vision-language model's config.json the name of its language model, the tensors
-    of each part beside it, and whether the output head is the embedding.
+    """Reads the parts of a vision-language model from its config.json.
 
     Raises `UserError` as `read_outline` does.
+
+    Returns:
+        The name of its language model, the tensors of each part beside that, and whether the output
+        head is the embedding.
     """
     outline = read_outline(json.dumps(_untie(config), sort_keys=True, default=str), where)
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
@@ -182,7 +186,8 @@ def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchi
             f"{where}: {config.get('model_type')} cannot be planned: its class has no decoder "
             "layers"
         )
-    (rows, width), facts = outline.embedding[1], outline.facts
+    rows, width = outline.embedding[1]
+    facts = outline.facts
     return BuiltArchitecture(
         model_type=facts.model_type,
         hidden=facts.hidden or width,

@@ -16,8 +16,8 @@ VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the
 
 
 def vector_bytes(spec: RunSpec, groups: int) -> int:
-    """The vectors of all documents of `groups` queries, in fp64, or their gradients; 0 where none
-    are compared.
+    """Bytes of the vectors of `groups` queries and their documents, in fp64, or of their gradients;
+    0 where the method compares none.
     """
     if not spec.recipe.method_facts.embeds:
         return 0
@@ -25,8 +25,8 @@ def vector_bytes(spec: RunSpec, groups: int) -> int:
 
 
 def held_out_groups(spec: RunSpec) -> int | None:
-    """The held-out queries, all of which are compared at once; None where the recipe alone does not
-    say how many they are.
+    """The number of held-out queries, which are all compared at once; None where the recipe alone
+    does not say it.
     """
     data = spec.recipe.data
     if data.eval_datasets:
@@ -34,12 +34,14 @@ def held_out_groups(spec: RunSpec) -> int | None:
         known = [count for count in most if count is not None]
         return sum(known) if len(known) == len(most) else None
     size = data.eval_split_size or 0
-    return int(size) if size == 0 or size >= 1 else None
+    if 0 < size < 1:  # a share of the data
+        return None
+    return int(size)
 
 
 def compared_bytes(spec: RunSpec, groups: int) -> int:
-    """The vectors of `groups` queries with their documents while they are compared, and their
-    cosines.
+    """Bytes of the vectors of `groups` queries and their documents while they are compared, and of
+    their cosines.
     """
     queries = min(groups, CONTRASTED_QUERIES)
     cosines = 3 * FP64 * queries * groups * (spec.recipe.group_size - 1)
@@ -47,19 +49,14 @@ def compared_bytes(spec: RunSpec, groups: int) -> int:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """One chunk of logits, and the gradients that the loss computes in its forward: of head and
-    hidden states.
+    """Bytes of one chunk of logits, and of the gradients that the loss computes in its forward:
+    those of the head and of the hidden states.
     """
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
         return _pooled_bytes(spec)
-    if computation.autocast:
-        cast_head = computation.itemsize * architecture.head_rows * architecture.hidden
-    else:
-        cast_head = 0
-    # else it is computed in the backward
-    if spec.weighs_documents:
+    if spec.weighs_documents:  # it is computed in the backward
         head_gradient = 0
     else:
         head_gradient = _head_gradient(spec)
@@ -75,7 +72,22 @@ def loss_bytes(spec: RunSpec) -> int:
         )
     else:
         product = 0
+    cast_head = _cast_head_bytes(architecture, computation)
     return head_gradient + cast_head + hidden + max(chunk_bytes(spec, scored), product)
+
+
+def _cast_head_bytes(architecture: Architecture, computation: Computation) -> int:
+    """The head's copy in the compute dtype, which autocast makes."""
+    if not computation.autocast:
+        return 0
+    return computation.itemsize * architecture.head_rows * architecture.hidden
+
+
+def _cast_gradient_bytes(head_gradient: int, computation: Computation) -> int:
+    """The copy of the head's fp32 gradient in the head's own dtype, where that is smaller."""
+    if computation.itemsize == FP32 or computation.autocast:
+        return 0
+    return head_gradient // FP32 * computation.itemsize
 
 
 def _pooled_bytes(spec: RunSpec) -> int:
@@ -113,6 +125,7 @@ def critic_bytes(spec: RunSpec) -> int:
 
 
 def chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes of one chunk of logits of the run's loss over `tokens` tokens."""
     method = spec.recipe.method
     if spec.teacher is not None:
         return teacher_divergence_bytes(spec, tokens)
@@ -125,8 +138,8 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
-    """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in
-    between.
+    """Bytes of the backward of the loss: the gradients of head and hidden states, and a copy of
+    each in its tensor's dtype. The hidden states' gradient is fp32 in between.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -136,15 +149,12 @@ def loss_backward_bytes(spec: RunSpec) -> int:
         return log_probability_backward_bytes(
             architecture, spec.tokens, computation, _head_gradient(spec)
         )
-    if computation.itemsize < FP32 and not computation.autocast:
-        cast_back = computation.itemsize
-    else:
-        cast_back = 0
     scored = spec.scored_outputs * spec.tokens
     hidden = (
         architecture.hidden * scored * (computation.itemsize + FP32 + computation.residual_itemsize)
     )
-    return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
+    head_gradient = _head_gradient(spec)
+    return head_gradient + _cast_gradient_bytes(head_gradient, computation) + hidden
 
 
 def _head_gradient(spec: RunSpec) -> int:
@@ -160,9 +170,7 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> 
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
     gradient cast back; compiled, the scores and their gradient.
     """
-    chunk = _balanced_chunk(
-        tokens, loss_chunk_tokens(vocabulary, "cpu" if computation.cpu else "cuda")
-    )
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, computation.device))
     if computation.compiled:
         return chunk * vocabulary * 2 * computation.itemsize
     if computation.itemsize == FP32:
@@ -177,9 +185,10 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> 
 def weight_product_bytes(
     vocabulary: int, hidden: int, tokens: int, computation: Computation
 ) -> int:
-    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on
-    a CPU of the fp32 copy that torch adds up; a GPU's kernel adds the product itself, and so does a
-    CPU's in fp32.
+    """Bytes that a CPU needs below fp32 to add a chunk to the head's gradient: the chunk's scores
+    with their gradient, its product for the head's gradient, and the fp32 copy that is added.
+
+    0 elsewhere: a GPU's kernel adds the product itself, and so does a CPU's in fp32.
     """
     if not computation.cpu or computation.itemsize == FP32:
         return 0
@@ -190,14 +199,14 @@ def weight_product_bytes(
 def divergence_chunk_bytes(
     vocabulary: int, tokens: int, computation: Computation, beta: float, temperature: float
 ) -> int:
-    """Bytes of the chunk of logits that a distillation loss works on: scores, both models'
-    log-probabilities, three more tensors of their size for the divergence and its gradient (two for
-    the forward KL), and one more where a temperature is set.
+    """Bytes of the chunk of logits that a distillation loss works on: its scores and, in fp32, both
+    models' log-probabilities and what the divergence needs.
     """
-    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
-    chunk = _balanced_chunk(
-        tokens, divergence_chunk_tokens(vocabulary, "cpu" if computation.cpu else "cuda")
-    )
+    tensors = 2  # the log-probabilities
+    tensors += 2 if beta == 0 else 3  # divergence and gradient; fewer for the forward KL
+    if temperature != 1.0:
+        tensors += 1
+    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, computation.device))
     return chunk * vocabulary * (computation.itemsize + tensors * FP32)
 
 
@@ -209,11 +218,16 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
 def log_probability_backward_bytes(
     architecture: Architecture, tokens: int, computation: Computation, head_gradient: int
 ) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py):
-    first the hidden states' gradient is scaled in fp32; then, where the head is trained, the chunks
-    are computed again for the weight's in fp32.
+    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py).
 
-    head_gradient: bytes of the latter; 0 where the head is frozen.
+    First the hidden states' gradient is scaled in fp32. Then, where the head is trained, the chunks
+    are computed again for the gradient of its weight.
+
+    Args:
+        architecture: The part of the model that the rank computes.
+        tokens: Tokens of a micro-batch on the rank.
+        computation: The settings of the forward.
+        head_gradient: Bytes of the fp32 gradient of the head's weight; 0 where it is frozen.
     """
     hidden = architecture.hidden * tokens
     prepared = computation.itemsize * hidden  # the hidden states' gradient, from the forward
@@ -222,16 +236,10 @@ def log_probability_backward_bytes(
     if not head_gradient:
         return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
     trained = computation.itemsize * hidden  # the hidden states at the trained positions
-    if computation.autocast:
-        cast_head = computation.itemsize * architecture.head_rows * architecture.hidden
-    else:
-        cast_head = 0
-    if computation.itemsize < FP32 and not computation.autocast:
-        cast_back = computation.itemsize
-    else:
-        cast_back = 0
-    chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation) + cast_head
-    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
+    chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation)
+    chunk += _cast_head_bytes(architecture, computation)
+    cast_gradient = _cast_gradient_bytes(head_gradient, computation)
+    again = 2 * scaled + head_gradient + max(chunk, cast_gradient)
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 

@@ -98,18 +98,27 @@ def make_plan(
     links: Links | None = None,
     images: str | None = None,
 ) -> Plan:
-    """The plan of a run.
+    """Plans a run.
 
-    `mfu`: the share of the device's peak, by default what was measured; `read`: an epoch's tokens
-    and the run's steps, if known; `links`: other than the device's.
+    Args:
+        recipe: What to train.
+        sharding: The layout.
+        ranks: The number of ranks.
+        mfu: The share of the device's peak; None for what such a run reached where it was measured.
+        on_cpu: Ranks compute on the CPU.
+        read: The tokens of an epoch and the steps of the run; None estimates both from the files'
+            size.
+        links: The rates at which ranks send; None for those of the device's data sheet.
+        images: The family of the whole model, where rows hold images.
 
-    Raises `UserError` for a config.json that cannot be read or is of no known family, and an
+    Raises `UserError` for a config.json that cannot be read or is of no known family, and for an
     unsupported run.
     """
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
     config = set_scores(config, recipe.score_names)
-    asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
+    asked = recipe
+    architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     architecture = replace(architecture, has_critic=recipe.method_facts.has_critic)
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     spec = RunSpec(
@@ -128,10 +137,11 @@ def make_plan(
     phases = plan_phases(spec)
     speed = estimate_speed(spec, assume_mfu(spec) if mfu is None else mfu, read, links)
     remarks = (
-        *_find_remarks(config, recipe.data.max_length),
+        *_judge_length(config, recipe.data.max_length),
         *_describe_traces(spec),
         *_describe_held_out(spec),
-        *_judge_pipeline(spec, speed, links),
+        *_judge_bubble(spec),
+        *_suggest_a_stage_on_each_node(spec, speed, links),
     )
     return Plan(
         spec=spec,
@@ -156,7 +166,8 @@ def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sha
     return read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
 
 
-def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
+def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
+    """Says that documents may be longer than the model was made for."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or max_length <= positions:
         return
@@ -181,7 +192,7 @@ def _describe_held_out(spec: RunSpec) -> Iterator[str]:
 
 
 def _describe_traces(spec: RunSpec) -> Iterator[str]:
-    """Notes by what activations were counted where no formula is known, or that they were not."""
+    """Says that activations are not counted, or that recurrent layers hold less than is counted."""
     packages = spec.architecture.family.recurrence and spec.architecture.family.recurrence.packages
     if spec.uncounted:
         yield (
@@ -197,11 +208,8 @@ def _describe_traces(spec: RunSpec) -> Iterator[str]:
         )
 
 
-def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterator[str]:
-    """Whether a pipeline waits much; or a stage on each node, where ranks would wait for the layers
-    of all nodes.
-    """
-    nodes = spec.ranks // spec.ranks_per_node
+def _judge_bubble(spec: RunSpec) -> Iterator[str]:
+    """Says that ranks of a pipeline wait much."""
     if spec.bubble > LARGE_BUBBLE:
         batches = counted(spec.accumulation, "micro-batch")
         yield (
@@ -209,6 +217,15 @@ def _judge_pipeline(spec: RunSpec, speed: Speed, links: Links | None) -> Iterato
             f"{spec.stages} stages; a smaller per_device_train_batch_size, or more rows in a step, "
             "make more of them"
         )
+
+
+def _suggest_a_stage_on_each_node(
+    spec: RunSpec, speed: Speed, links: Links | None
+) -> Iterator[str]:
+    """Suggests a pipeline over the nodes where FSDP gathers layers over all of them, and a step
+    would be faster.
+    """
+    nodes = spec.ranks // spec.ranks_per_node
     if (
         spec.stages > 1
         or nodes < 2
@@ -257,10 +274,11 @@ def _read_teacher(model: Model, method: Method) -> TeacherSpec:
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
-    """The model grown by the recipe's `added_tokens`, which LoRA trains whole.
+    """The model with the recipe's `added_tokens`; and the recipe, whose LoRA trains embedding and
+    head whole for them.
 
-    A tokenizer is not read: no token is taken to be known already, and every row of the embedding
-    to be used, so that the plan is never too small.
+    No tokenizer is read. So that the plan is never too small, no token counts as known already, and
+    every row of the embedding counts as used.
     """
     keys = recipe.model
     if not keys.added_tokens:
@@ -274,9 +292,8 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
             "lm_head",
         )
         recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=saved))
-    return replace(
-        architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)
-    ), recipe
+    facts = replace(architecture.facts, vocabulary=rows)
+    return replace(architecture, vocabulary=rows, facts=facts), recipe
 
 
 def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
@@ -297,8 +314,8 @@ def to_dict(
 ) -> dict[str, Any]:
     """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`.
 
-    What is not compared with all of the room has null for `fits`, unless it does not fit what is
-    known of it.
+    `fits` is false where a known part of the room is too small. It is true where all parts are
+    known and large enough, and null where one is unknown or activations are not counted.
     """
     spec = plan.spec
     content: dict[str, Any] = {
@@ -329,12 +346,12 @@ def to_dict(
     }
     if advice is not None:
         is_known = room is not None and room.is_known and not spec.uncounted
-        content["fits"], changes = (
-            advice.fits if is_known or not advice.fits else None,
-            advice.changes,
-        )
-        content["changes"] = changes and describe_changes(
-            changes, spec.sharding.source, has_config=has_config
+        if is_known or not advice.fits:
+            content["fits"] = advice.fits
+        else:
+            content["fits"] = None
+        content["changes"] = advice.changes and describe_changes(
+            advice.changes, spec.sharding.source, has_config=has_config
         )
     return content
 
@@ -343,8 +360,8 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
     """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is
     impossible.
 
-    The first is that of `spec` itself, where its ranks divide rows, matrices or experts: in the
-    others they do not.
+    In these layouts ranks divide neither rows nor matrices, experts or layers. Where those of
+    `spec` do, its own layout comes first.
     """
     plain = replace(
         spec.sharding,
@@ -463,8 +480,8 @@ def _show(plan: Plan, room: Room, arguments: argparse.Namespace) -> int:
 def read_room(
     gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None
 ) -> Room:
-    """Reads a machine's memory and disk from these flags. A bare number is read as GiB, which is
-    said on stderr.
+    """Reads a machine's memory and disk from these flags. A bare number is read as GiB, and a line
+    on stderr says so.
 
     Raises `UserError` for what is no size.
     """
@@ -479,14 +496,12 @@ def read_room(
             continue
         if (read := read_gpu_memory(text)) != text:
             print(f"{flag} {text}: read as {read}", file=sys.stderr)
-        size = _read_size(flag, read)
-        if size < MIB:
-            raise UserError(f"{flag} {text}: is {size} bytes; write a unit, for example 80GiB")
-        sizes.append(size)
+        sizes.append(_read_size(flag, read))
     return Room(*sizes)
 
 
 def _read_links(arguments: argparse.Namespace) -> Links:
+    """The rates that --gpu-link and --network give, else those of the assumed device."""
     usual = Links()
     within, between = (
         None if text is None else float(_read_size(flag, text))
@@ -496,16 +511,21 @@ def _read_links(arguments: argparse.Namespace) -> Links:
 
 
 def _read_size(flag: str, text: str) -> int:
-    """`read_size` of what `flag` gave; its `UserError` names the flag."""
+    """`read_size` of what `flag` gave. Its `UserError` names the flag, also for a size below 1 MiB,
+    which lacks its unit.
+    """
     try:
-        return read_size(text)
+        size = read_size(text)
     except UserError as error:
         raise UserError(f"{flag}: {error}") from None
+    if size < MIB:
+        raise UserError(f"{flag} {text}: is {size} bytes; write a unit, for example 80GiB")
+    return size
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """Assumes the number of ranks where --num-processes is not given: the product of the file's
-    mesh, one for a single process, or those of a usual node.
+    """The number of ranks where --num-processes is not given: as many as the file's mesh has, one
+    for a single process, else those of a usual node.
     """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:

@@ -18,6 +18,7 @@ from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.files.json_files import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
+from finetune.plan.activations import TOKEN_ID
 from finetune.plan.forward_memory import kv_cache_bytes
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.plan.state import StateTensor, split_into_units
@@ -64,29 +65,34 @@ class Collective:
         ... )
         (0.0175, 0.1)
         """
-        here = max(1, min(self.ranks, ranks_per_node // self.stride))
+        ranks_on_node = max(1, min(self.ranks, ranks_per_node // self.stride))
+        is_within_node = ranks_on_node == self.ranks
+        network_share = links.between_nodes / ranks_per_node  # of one rank
         if self.kind == "send":  # to a neighbor, beside the sends of all ranks of the node
-            return self.bytes / (
-                links.within_node if here == self.ranks else links.between_nodes / ranks_per_node
-            )
-        of_rank = links.between_nodes / ranks_per_node
+            return self.bytes / (links.within_node if is_within_node else network_share)
         sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
-        if here == self.ranks:
+        if is_within_node:
             return sent * (self.ranks - 1) / self.ranks / links.within_node
         if self.kind == "all-to-all":
-            return sent * (self.ranks - here) / self.ranks / of_rank
-        return sent * (self.ranks - 1) / self.ranks / min(links.within_node, of_rank * here)
+            return sent * (self.ranks - ranks_on_node) / self.ranks / network_share
+        slowest = min(links.within_node, network_share * ranks_on_node)
+        return sent * (self.ranks - 1) / self.ranks / slowest
 
 
 def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
     """The collectives of a step, for rows that are full and routers that prefer no expert."""
-    collectives = [*_of_units(spec), *_of_buckets(spec)]
-    waited = (*_of_tensors(spec), *_of_sequences(spec), *_of_experts(spec), *_of_pipeline(spec))
-    collectives += [replace(each, is_awaited=True) for each in waited]
+    collectives = [*_list_unit_collectives(spec), *_list_gradient_reductions(spec)]
+    awaited = (
+        *_list_tensor_parallel_collectives(spec),
+        *_list_sequence_parallel_collectives(spec),
+        *_list_expert_exchanges(spec),
+        *_list_pipeline_sends(spec),
+    )
+    collectives += [replace(each, is_awaited=True) for each in awaited]
     return tuple(each for each in collectives if each.ranks > 1 and each.bytes)
 
 
-def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
+def _list_pipeline_sends(spec: RunSpec) -> Iterator[Collective]:
     """The states that enter a group of layers, and their gradients, from rank to rank."""
     if spec.stages > 1:
         calls = 2 * spec.sharding.pipeline_chunks // spec.stages * spec.accumulation
@@ -94,10 +100,12 @@ def _of_pipeline(spec: RunSpec) -> Iterator[Collective]:
         yield Collective("send", calls, calls * state, spec.stages, spec.ranks // spec.stages)
 
 
-def _of_units(spec: RunSpec) -> Iterator[Collective]:
-    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it
-    was freed; it reduces the gradients that the unit has, under hybrid sharding over the replicas
-    too: FSDP2 in the last micro-batch only.
+def _list_unit_collectives(spec: RunSpec) -> Iterator[Collective]:
+    """Lists the collectives of FSDP.
+
+    A unit is gathered for the forward of each micro-batch, and again for its backward where it was
+    freed. Its gradients are reduced in each micro-batch. Under hybrid sharding they are also
+    reduced over the replicas: by FSDP2 in the last micro-batch, by FSDP1 in each.
     """
     if not spec.sharding.is_fsdp:
         return
@@ -107,13 +115,14 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
         divided = tensors[0].divided
         stride = spec.tensor_ranks
         shards = spec.shards // divided
-        unit_bytes = sum(
-            _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize)
-            for t in tensors
-        )
-        reduced = (
-            sum(_padded(t, shards) for t in tensors if t.trainable) * ITEMSIZE[spec.reduced_dtype]
-        )
+        unit_bytes = 0
+        reduced = 0  # bytes of gradients
+        for tensor in tensors:
+            numel = _padded(tensor, shards)
+            is_fp8 = tensor.name in spec.fp8_gathered
+            unit_bytes += numel * (1 if is_fp8 else spec.computation.itemsize)
+            if tensor.trainable:
+                reduced += numel * ITEMSIZE[spec.reduced_dtype]
         yield Collective(
             "all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided
         )
@@ -133,27 +142,27 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
     forwards = 2 if spec.reference == "adapters off" else 1
     tensors_by_unit: dict[str, list[StateTensor]] = {}
     for tensor in spec.part_tensors:
-        is_layer = tensor.unit.startswith("layer")
-        if is_layer and units.layer == units.layers:
+        name = tensor.unit
+        if name.startswith("layer") and not units.wraps_layers:
             name = "layers"
-        else:
-            name = tensor.unit
-        if (name == "embedding" and units.embedding.numel == 0) or (
-            name == "layers" and spec.sharding.layout == "fsdp1"
-        ):
+        is_tied_embedding = name == "embedding" and units.embedding.numel == 0
+        if is_tied_embedding or (name == "layers" and spec.sharding.layout == "fsdp1"):
             name = "tail"
-        tensors_by_unit.setdefault(f"{name}, divided" if tensor.divided > 1 else name, []).append(
-            tensor
-        )
+        if tensor.divided > 1:
+            name += ", divided"
+        tensors_by_unit.setdefault(name, []).append(tensor)
     for name, tensors in tensors_by_unit.items():
         stays = name == "tail" or units.stay_gathered
         # Nothing asks for the gradient of a frozen embedding's output but activation checkpointing.
-        is_passed = (
+        has_backward = (
             name != "embedding"
             or any(t.trainable for t in tensors)
             or spec.sharding.activation_checkpointing
         )
-        yield tensors, 1 if stays else forwards + is_passed
+        if stays:
+            yield tensors, 1
+        else:
+            yield tensors, forwards + has_backward
 
 
 def _padded(tensor: StateTensor, shards: int) -> int:
@@ -166,87 +175,92 @@ def _padded(tensor: StateTensor, shards: int) -> int:
     return tensor.numel // rows * ceil_div(rows, shards) * shards
 
 
-def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
+def _list_gradient_reductions(spec: RunSpec) -> Iterator[Collective]:
     """Lists the all-reduces of DDP, which reduces gradients once a step, in buckets."""
     if spec.sharding.layout != "ddp":
         return
     calls = 0
     size = 0
     limit = FIRST_BUCKET
-    for each in reversed([t.numel * t.itemsize for t in spec.tensors if t.trainable]):
-        size += each
+    gradients = [t.numel * t.itemsize for t in spec.tensors if t.trainable]
+    for gradient in reversed(gradients):
+        size += gradient
         if size >= limit:
-            calls = calls + 1
+            calls += 1
             size = 0
             limit = BUCKET
-    gradient_bytes = sum(t.numel * t.itemsize for t in spec.tensors if t.trainable)
-    yield Collective("all-reduce", calls + (size > 0), gradient_bytes, spec.ranks)
+    if size > 0:  # the last bucket, not full
+        calls += 1
+    yield Collective("all-reduce", calls, sum(gradients), spec.ranks)
 
 
-def _count_passes(spec: RunSpec) -> tuple[int, int]:
-    """Counts how often a step computes a layer forward (reference and recomputation included), and
-    backward.
-    """
+class _LayerPasses(NamedTuple):
+    """How often a step computes a layer, summed over the layers of a rank."""
+
+    forward: int  # with the reference's, and recomputed ones
+    recomputed: int
+    backward: int
+
+
+def _count_passes(spec: RunSpec) -> _LayerPasses:
     every = spec.computation.checkpoint_every
-    reference = spec.reference == "adapters off"
     layers = spec.part.layers
-    recomputed = 0 if every is None else ceil_div(layers, every)
-    return spec.accumulation * (layers * (1 + reference) + recomputed), spec.accumulation * layers
+    if every is None:
+        recomputed = 0
+    else:
+        recomputed = spec.accumulation * ceil_div(layers, every)
+    backward = spec.accumulation * layers
+    forward = backward + recomputed
+    if spec.reference == "adapters off":
+        forward += backward
+    return _LayerPasses(forward, recomputed, backward)
 
 
-def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
+def _list_tensor_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
     """Lists the collectives of tensor parallelism.
 
-    In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where
-    transformers' plan gathers products, these in the forward and the gradients of the next layer's
-    input in the backward. At the ends: the embedding's output, the softmax's numbers and the
-    gradient of what enters the head.
+    A layer sums the outputs of attention and MLP, and the gradients of their inputs. Where
+    transformers' plan gathers products, it gathers them in the forward, and in the backward the
+    gradients of the next layer's input. The embedding's output is summed, and so are the numbers
+    of the softmax and the gradient of the head's input.
     """
     ranks = spec.tensor_ranks
     architecture = replace(spec.architecture, layers=spec.part.layers)
     computation = spec.computation
     if ranks == 1:
         return
-    forward, backward = _count_passes(spec)
+    forward, recomputed, backward = _count_passes(spec)
     size = spec.tokens * architecture.hidden * computation.itemsize
-    recomputed = forward - backward * (2 if spec.reference else 1)
     # The recomputed forward ends with the last tensor that its backward reads: before the sum of
     # the MLP's outputs.
-    calls = 2 * forward - max(0, recomputed) + 2 * backward
+    calls = 2 * forward - recomputed + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
     if architecture.family.tensor_parallel == "products":
-        products = (
-            architecture.query_width
-            + 2 * architecture.key_value_width
-            + (2 * architecture.intermediate if architecture.family.fused else 0)
-        )
-        inputs = architecture.query_width + (
-            architecture.intermediate if architecture.family.fused else 0
-        )
+        products = architecture.query_width + 2 * architecture.key_value_width
+        inputs = architecture.query_width
+        gathers = 3 * forward + backward  # of queries, keys and values; of the gradient
+        if architecture.family.fused:  # of those together and gate with up; of both gradients
+            products += 2 * architecture.intermediate
+            inputs += architecture.intermediate
+            gathers = 2 * forward + 2 * backward
         moved = spec.tokens * computation.itemsize * (forward * products + backward * inputs)
-        yield Collective(
-            "all-gather",
-            forward * (2 if architecture.family.fused else 3)
-            + backward * (2 if architecture.family.fused else 1),
-            moved,
-            ranks,
-        )
+        yield Collective("all-gather", gathers, moved, ranks)
     forwards = spec.accumulation * (2 if spec.reference == "adapters off" else 1)
     yield Collective("all-reduce", forwards, forwards * size, ranks)  # the embedding
     yield Collective("all-reduce", 3 * forwards, forwards * (3 * FP32 * spec.tokens + size), ranks)
 
 
-def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
-    """Two all-to-alls a layer: queries with keys and values, and the outputs; as many in the
-    backward.
+def _list_sequence_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
+    """Lists the collectives of sequence parallelism.
 
-    More ranks than heads gather keys and values, and reduce their gradients.
+    A layer has two all-to-alls in the forward: of queries, keys and values, and of the outputs. It
+    has as many in the backward. Ranks that do not divide the heads gather keys and values, and
+    reduce their gradients.
     """
     ranks = spec.sharding.sequence_parallel_size
     architecture = spec.computed
+    forward, _, backward = _count_passes(spec)
     if not divides_heads(architecture.heads, ranks):
-        forward, _ = _count_passes(spec)
-        layers = architecture.layers * spec.accumulation
         row = spec.tokens * ranks * spec.computation.itemsize
         if architecture.latent is not None:
             width = architecture.query_width + architecture.heads * architecture.latent.value
@@ -254,7 +268,7 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
             width = 2 * architecture.key_value_width
         yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
         yield Collective(
-            "reduce-scatter", 2 * layers, layers * row * width, ranks, spec.tensor_ranks
+            "reduce-scatter", 2 * backward, backward * row * width, ranks, spec.tensor_ranks
         )
         return
     repeated = math.lcm(architecture.key_value_heads, ranks) // architecture.key_value_heads
@@ -263,7 +277,6 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
     if architecture.latent is not None:
         key_value = architecture.query_width + architecture.heads * architecture.latent.value
         output = architecture.heads * architecture.latent.value
-    forward, backward = _count_passes(spec)
     moved = (
         spec.tokens * spec.computation.itemsize * (architecture.query_width + key_value + output)
     )
@@ -271,21 +284,24 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
     yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.tensor_ranks)
 
 
-def _of_experts(spec: RunSpec) -> Iterator[Collective]:
-    """Tokens to their experts and back, once for each expert of a token; first, how many come to
-    each.
+def _list_expert_exchanges(spec: RunSpec) -> Iterator[Collective]:
+    """Lists the all-to-alls of expert parallelism.
+
+    The ranks first exchange how many tokens come to each expert. Then every token goes to each of
+    its experts and comes back.
     """
     ranks = spec.sharding.expert_parallel_size
     mixture = spec.architecture.mixture
     if mixture is None or ranks == 1:
         return
     share = len(mixture.layers) / spec.architecture.layers
-    forward, backward = (round(passes * share) for passes in _count_passes(spec))
+    passes = _count_passes(spec)
+    forward = round(passes.forward * share)
+    backward = round(passes.backward * share)
+    calls = 2 * (forward + backward)
     states = spec.tokens * mixture.chosen * spec.architecture.hidden * spec.computation.itemsize
-    yield Collective(
-        "all-to-all", 2 * (forward + backward), 2 * (forward + backward) * states, ranks
-    )
-    yield Collective("all-to-all", forward, forward * 8 * mixture.experts, ranks)
+    yield Collective("all-to-all", calls, calls * states, ranks)
+    yield Collective("all-to-all", forward, forward * TOKEN_ID * mixture.experts, ranks)
 
 
 ASSUMED_DEVICE = "H100"
@@ -365,10 +381,14 @@ def assume_mfu(spec: RunSpec) -> float:
 def estimate_speed(
     spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None
 ) -> Speed:
-    """The speed at `mfu` of the device's peak on every rank; `links` are by default those of its
-    data sheet.
+    """Estimates the speed of a run.
 
-    `read`: an epoch's tokens and the run's steps, if known; else estimated from the files' size.
+    Args:
+        spec: The run.
+        mfu: The share of the device's peak that every rank reaches.
+        read: The tokens of an epoch and the steps of the run; None estimates both from the files'
+            size.
+        links: The rates at which ranks send; None for those of the device's data sheet.
     """
     flops = _count_flops(spec)
     links = links or Links()
@@ -452,8 +472,8 @@ def _sum_seconds(collectives: Iterable[Collective], links: Links, spec: RunSpec)
 def _estimate_reference(
     spec: RunSpec, once: float, mfu: float, epoch_tokens: int | None, steps: int | None
 ) -> float | None:
-    """Seconds of a forward of every training document before training, `once` a token; None where
-    there is none, or their tokens are not known.
+    """Seconds of a forward of every training document before training, of `once` FLOP a token;
+    None where there is no such forward, or the number of tokens is not known.
     """
     if not once or epoch_tokens is None:
         return None
@@ -515,11 +535,16 @@ def offload_seconds(spec: RunSpec) -> float:
 
 
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
-    """Seconds of a step in which a rank samples completions, each of full length; 0 where it
-    samples none itself.
+    """Seconds of a step in which a rank samples completions of full length; 0 where it samples
+    none itself.
 
-    A token of all rows reads all weights and half of a full cache, or computes. `forward`: FLOP of
-    a token.
+    To sample one token for every row takes as long as the slower of two: reading all weights and
+    half of a full cache, or computing.
+
+    Args:
+        spec: The run.
+        mfu: The share of the device's peak.
+        forward: FLOP of the forward of one token.
     """
     if not spec.recipe.samples_itself:
         return 0.0
@@ -531,21 +556,20 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     )
     read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
     speed = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
-    token = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
-    prompts = (
-        per_rank / keys.num_generations * (spec.recipe.data.max_length - keys.max_completion_length)
-    )
-    seconds = (
-        ceil_div(per_rank, rows) * keys.max_completion_length * token + prompts * forward / speed
-    )
+    token_seconds = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
+    prompt_length = spec.recipe.data.max_length - keys.max_completion_length
+    prompt_tokens = per_rank / keys.num_generations * prompt_length
+    sampled = ceil_div(per_rank, rows) * keys.max_completion_length * token_seconds
+    seconds = sampled + prompt_tokens * forward / speed
     return seconds / keys.num_iterations
 
 
 def files_seconds(spec: RunSpec) -> float:
     """Seconds in which a step reads and writes the state files of a node, at the assumed rate; 0
-    without.
+    without such files.
 
-    Only within the update does one overlap with another: nothing of it with forward and backward.
+    Files are read and written in the update alone, so that nothing overlaps with forward and
+    backward.
     """
     files = spec.files()
     if files is None:
@@ -567,28 +591,32 @@ def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
 
 
 def _text_share(path: Path, rows: RowKind) -> float:
-    """The share of a JSON Lines file that is text, from its first lines; what is read twice counts
-    twice.
+    """The share of a JSON Lines file that is text, from its first lines; 1 of another file.
+
+    What is read twice counts twice.
     """
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:
-        text = file.read(SAMPLE_BYTES)
-    # without the last, where it may be cut
-    lines = text.split(b"\n")[: -1 if len(text) == SAMPLE_BYTES else None]
+        sample = file.read(SAMPLE_BYTES)
+    lines = sample.split(b"\n")
+    if len(sample) == SAMPLE_BYTES:
+        del lines[-1]  # it may be cut
+    if not lines:
+        return 1.0
     try:
         read = [parse_json(line) for line in lines if line.strip()]
     except ValueError:  # reported where the data is read
         return 1.0
     texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)
-    if lines:
-        return texts / sum(len(line) + 1 for line in lines)
-    return 1.0
+    return texts / sum(len(line) + 1 for line in lines)
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """Finds the part of a row that is held once and read twice: a pair's prompt (unless of whole
-    conversations), a rated row.
+    """Finds the part of a row that the file holds once and that is read twice.
+
+    Of a pair it is the prompt, unless its answers are whole conversations; a rated row is read
+    twice as a whole.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}

@@ -51,29 +51,29 @@ class StateTensor:
     unit: str  # embedding, layer 0, layer 1, ..., tail, beside 0, ...
     itemsize: int
     trainable: bool
-    divided: int = (
-        # expert parallelism: ranks that divide its experts between them, before FSDP shards it over
-        # the others
-        1
-    )
+    # expert parallelism: the ranks that divide its experts between them, before FSDP shards it over
+    # the others
+    divided: int = 1
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
     def shard(self, shards: int, rank: int) -> tuple[int, ...]:
-        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as
-        all others but for the last ones; of divided experts an equal part, and of their codes a
-        block.
+        """The shape of what rank `rank` of `shards` holds under FSDP2.
+
+        Each rank holds a block of rows; the last blocks may be smaller or empty. Of divided experts
+        each holds an equal part where `shard_experts` finds one.
         """
-        own = self.shape[0] // self.divided
         others = shards // self.divided
         if self.divided > 1 and len(self.shape) > 1:
             held = shard_experts(self.shape, self.divided, others)
-        else:
-            held = None
+            if held is not None:
+                return held
+        own = self.shape[0] // self.divided
         block = ceil_div(own, others)
-        return held or (min(block, max(0, own - rank % others * block)), *self.shape[1:])
+        rows = min(block, max(0, own - rank % others * block))
+        return (rows, *self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,10 @@ def list_state_tensors(
     sharding: Sharding,
     quantization: Quantization,
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base,
-    which may be quantized, with fp32 adapters and the modules that are trained whole beside them.
+    """Lists every parameter of the model.
+
+    Without adapters all are trained but those that the recipe freezes. With adapters the base is
+    frozen and may be quantized; the adapters and the modules that are trained whole are fp32.
 
     Raises `UserError` where a pattern of the recipe names nothing.
     """
@@ -127,20 +129,18 @@ def list_state_tensors(
     names = _name_tensors(architecture)
     text = architecture.text_names
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values(), text)
-    if lora.use_peft:
-        _refuse_wrong_targets(architecture, names, lora)
-    if lora.use_peft:
-        trained = set()
-    else:
-        trained = find_trained(list(names.values()), model, text)
-        trained |= {tensor.name for tensor in architecture.critic}
     routed = {
         tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)
     }
-    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     if lora.use_peft:
+        _refuse_wrong_targets(architecture, names, lora)
+        trained = set()
+        itemsize = ITEMSIZE[frozen_dtype(sharding, lora)]
         adapters = _list_adapters(architecture, units, names, lora)
     else:
+        trained = find_trained(list(names.values()), model, text)
+        trained |= {tensor.name for tensor in architecture.critic}
+        itemsize = ITEMSIZE[model.dtype]
         adapters = {}
     state: list[StateTensor] = []
     for unit, tensors in units:
@@ -156,10 +156,9 @@ def list_state_tensors(
             elif tensor in quantizable:
                 state += _list_quantized(tensor, unit, itemsize, quantization, ranks)
             else:
+                is_trained = tensor.name in trained
                 state.append(
-                    StateTensor(
-                        tensor.name, tensor.shape, unit, itemsize, tensor.name in trained, ranks
-                    )
+                    StateTensor(tensor.name, tensor.shape, unit, itemsize, is_trained, ranks)
                 )
             # in the order of the modules, in which FSDP1 lays them out
             state += adapters.pop(tensor.name, ())
@@ -240,13 +239,13 @@ def _list_adapters(
             if is_parameter_named(tensor.name, lora.lora_target_parameters)
         ]
         for linear in linears:
-            adapters[linear.name] = [*_list_adapter(linear, unit, lora)]
-        adapters[unit] = [*_list_expert_adapters(experts, unit, lora, architecture)]
+            adapters[linear.name] = list(_list_adapter(linear, unit, lora))
+        adapters[unit] = list(_list_expert_adapters(experts, unit, lora, architecture))
         adapted += [linear.name.removesuffix(".weight") for linear in linears]
         adapted += [tensor.name for tensor in experts]
     head = find_adapted_head(architecture, names, lora)
     if head is not None:
-        adapters[head.name] = [*_list_adapter(head, "tail", lora)]
+        adapters[head.name] = list(_list_adapter(head, "tail", lora))
         adapted.append(head.name.removesuffix(".weight"))
     refuse_unadapted(lora, adapted)
     return adapters
@@ -255,8 +254,8 @@ def _list_adapters(
 def list_frozen_tensors(
     architecture: Architecture, itemsize: int, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of a model that is not trained, a teacher, whose linear layers and experts
-    may be quantized.
+    """Lists every parameter of a frozen model, such as a teacher. Its linear layers and experts may
+    be quantized.
     """
     frozen: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
@@ -323,8 +322,9 @@ def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateT
 def _list_expert_adapters(
     weights: Sequence[TensorShape], unit: str, lora: Lora, architecture: Architecture
 ) -> Iterator[StateTensor]:
-    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank];
-    peft nests the adapters of several weights, the last one's outermost.
+    """The adapters on a layer's experts: A is [experts * rank, in], B is [out, experts * rank].
+
+    peft nests the adapters of several weights, that of the last one outermost.
     """
     for depth, tensor in enumerate(reversed(weights)):
         width_out, width_in = architecture.expert_widths(tensor)
@@ -341,9 +341,14 @@ def count_state(
     optim: str | None,
     rank: int = 0,
 ) -> State:
-    """Bytes that `rank` holds of parameters in `shards`; rank 0 holds the most.
+    """Counts the bytes of parameters, gradients and optimizer state that one rank holds.
 
-    `optim`: None for no optimizer.
+    Args:
+        tensors: The parameters.
+        sharding: The layout.
+        shards: The ranks that hold one replica of them.
+        optim: The optimizer; None counts none.
+        rank: The rank; rank 0 holds the most.
 
     Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 +
     4 + 4 bytes a parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies),
@@ -395,7 +400,28 @@ def _split_flat(
 
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
     """
-    tensors = list(tensors)
+    mixed = sharding.mixed_precision
+    for unit in _group_by_flat_unit(list(tensors)):
+        itemsize = unit[0].itemsize
+        aligned_itemsize = itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]]
+        end = 0
+        spans = []  # of the trained tensors, in the concatenated unit
+        for tensor in unit:
+            start = round_up(end, FLAT_ALIGNMENT // aligned_itemsize)
+            end = start + tensor.numel
+            if tensor.trainable:
+                spans.append((start, end))
+        share = ceil_div(end, shards)
+        first = rank * share
+        state = 0
+        for start, stop in spans:
+            numel = min(stop, first + share) - max(start, first)
+            if numel > 0:
+                state += count_optimizer_bytes(optim, (numel,), itemsize)
+        yield _Part(share * itemsize, bool(spans), state)
+
+
+def _group_by_flat_unit(tensors: Sequence[StateTensor]) -> Iterable[list[StateTensor]]:
     # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit
     # (config.layout.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
@@ -403,36 +429,11 @@ def _split_flat(
     has_saved_layers = adapted and any(
         tensor.trainable and ".default." not in tensor.name for tensor in tensors
     )
+    adapters_are_units = not (dora or has_saved_layers)
     units: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        units.setdefault(
-            _name_flat_unit(tensor, adapters_are_units=not (dora or has_saved_layers)), []
-        ).append(tensor)
-    for unit in units.values():
-        mixed = sharding.mixed_precision
-        spans = []
-        end = 0
-        align = FLAT_ALIGNMENT // (
-            unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]]
-        )
-        for tensor in unit:
-            start = round_up(end, align)
-            end = start + tensor.numel
-            spans.append((start, end, tensor.trainable))
-        share = ceil_div(end, shards)
-        mine = [
-            max(0, min(stop, (rank + 1) * share) - max(start, rank * share))
-            for start, stop, _ in spans
-        ]
-        trained = [
-            numel
-            for numel, (_, _, trainable) in zip(mine, spans, strict=True)
-            if trainable and numel
-        ]
-        any_trained = any(trainable for _, _, trainable in spans)
-        itemsize = unit[0].itemsize
-        state = sum(count_optimizer_bytes(optim, (numel,), itemsize) for numel in trained)
-        yield _Part(share * itemsize, any_trained, state)
+        units.setdefault(_name_flat_unit(tensor, adapters_are_units), []).append(tensor)
+    return units.values()
 
 
 def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
@@ -472,7 +473,7 @@ def count_files(
     count = 0
     for tensor in tensors:
         if tensor.trainable:
-            count = count + 1
+            count += 1
             numel = prod(tensor.shard(shards, rank % shards))
             if tensor.unit.startswith("layer"):
                 unit = tensor.unit
@@ -529,9 +530,15 @@ def split_into_units(
     fp8: Container[str] = (),
     shards: int = 0,
 ) -> FsdpUnits:
-    """The FSDP units that a layout makes of a model, as large as one rank gathers them.
+    """Splits a model into the FSDP units of a layout, as large as one rank gathers them.
 
-    `fp8`: the names of what is gathered in 8 bits; `shards`: the ranks that hold one replica."""
+    Args:
+        architecture: The model.
+        tensors: Its parameters.
+        sharding: The layout.
+        fp8: The names of the weights that are gathered in 8 bits.
+        shards: The ranks that hold one replica; 0 where nobody asks for `unshared`.
+    """
     widest = f"layer {architecture.widest_layer}"
     embedding = _unit(tensors, "embedding", fp8)
     layer = _unit(tensors, widest, fp8)

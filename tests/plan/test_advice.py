@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.layout import Sharding
 from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import plan_host
@@ -284,6 +285,22 @@ def test_a_change_says_where_it_is_made() -> None:
     assert offloaded.text in in_recipe and not any(
         "NVME" in text or ": " in text for text in in_recipe
     )
+
+
+def test_a_shipped_file_is_planned_as_it_reads() -> None:
+    """Its layout included, which under DDP is that of a file of its own."""
+    for layout, ranks in (("ddp", 8), ("single", 1)):
+        planned = make_spec(
+            LLAMA_31_8B, ranks=ranks, sharding=Sharding(layout=layout, mixed_precision="bf16")
+        )
+        changes = [each for each in list_changes(planned) if each.accelerate_config is not None]
+        assert len({each.text for each in changes}) == len(changes) >= 2
+        for change in changes:
+            read = read_sharding(change.accelerate_config, None, {"WORLD_SIZE": str(ranks)})
+            changed = change.apply(planned).sharding
+            # the decoder layer's class, which a plan does not ask for
+            named = replace(changed, source=read.source, wrap_classes=read.wrap_classes)
+            assert named == read, change
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:

@@ -309,6 +309,16 @@ def test_every_layout_of_a_hybrid_is_planned(ranks: int, layout: Any, tmp_path: 
         assert (trained < plan.spec.architecture.parameters) == ("use_peft=true" in more)
 
 
+def test_a_config_whose_text_config_is_null_is_read_as_one_without() -> None:
+    """The published Qwen2.5-VL has its language model's keys at the top."""
+    whole = whole_config("qwen2_5_vl") | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    flat = whole | whole["text_config"] | {"model_type": "qwen2_5_vl"}
+    for missing in ({}, {"text_config": None}):
+        config = {key: value for key, value in flat.items() if key != "text_config"} | missing
+        architecture = read_architecture(split_config(config), "M")
+        assert architecture.layers == whole["text_config"]["num_hidden_layers"]
+
+
 def test_a_damaged_config_of_a_built_model_is_planned_or_refused_in_sentences() -> None:
     from finetune.errors import UserError
 

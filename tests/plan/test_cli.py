@@ -150,6 +150,9 @@ def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) ->
     ):
         code, _, errors = _plan("--recipe", recipe, flag, size)
         assert code == 2 and errors.splitlines()[-1].startswith(f"{flag}: {size}: {said}")
+    for flag in ("--gpu-link", "--network"):  # bytes per second, of which no link has so few
+        code, _, errors = _plan("--recipe", recipe, flag, "450")
+        assert code == 2 and errors.startswith(f"{flag} 450: is 450 bytes; write a unit")
 
 
 def test_what_is_assumed_or_guessed_says_so(

@@ -28,6 +28,7 @@ from finetune.plan.advice import list_changes
 from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.speed import count_communication
 from finetune.plan.table import name_layout
 from tests.conftest import slow_but
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
@@ -159,6 +160,19 @@ def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:
     )
     assert find_peak(alone).allocated < 0.75 * find_peak(whole).allocated
     assert name_layout(divided) == "fsdp2 FULL_SHARD, tensor parallel over 2"
+
+
+@pytest.mark.parametrize("method", [None, "dpo"])
+def test_a_recomputed_forward_sums_one_output_of_a_layer(method: str | None) -> None:
+    """Also where the method's reference was stored before: no other forward is computed then."""
+    alone = plan_of("llama")
+    if method is not None:
+        keys = replace(alone.recipe.method, method=method)
+        alone = replace(alone, recipe=replace(alone.recipe, method=keys))
+        assert alone.reference == "stored"
+    checkpointed = replace(alone, sharding=replace(alone.sharding, activation_checkpointing=True))
+    in_layers = [count_communication(spec)[0].calls for spec in (alone, checkpointed)]
+    assert in_layers == [4 * alone.part.layers, 5 * alone.part.layers]
 
 
 def test_the_page_on_layouts_shows_what_is_planned() -> None:
