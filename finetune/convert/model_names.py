@@ -612,6 +612,13 @@ OTHER_TOOLS: Mapping[str, str] = {
         "of a row with tools, their description and the calls are in JSON there, in XML here"
     ),
 }
+# Of LLaMA-Factory: names of its template.py, of whose tools its data/tool_utils.py writes what ours
+# write.
+SAME_TOOLS = ("qwen",)
+TOOLS_IN_ITS_WORDS = (
+    "of a row with tools, their description, the calls or the results are written in its own words "
+    "there, in the chat template's here"
+)
 # Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its
 # own.
 SPACED = ("mistral_v1", "mistral_v2v3")
@@ -942,8 +949,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, CALLS_THOUGHT_OF)
     if conversion.tool == "Axolotl" and value in SPACED:
         conversion.add_remark(key, value, SPACE_TRAINED)
-    if conversion.tool == "Axolotl" and value in OTHER_TOOLS:
-        conversion.add_remark(key, value, OTHER_TOOLS[value])
+    _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
@@ -951,6 +957,14 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.remarks.append(
             f"{key}: {value}   (white space around a turn is kept there, trimmed here)"
         )
+
+
+def _compare_tools(key: str, value: str, conversion: Conversion) -> None:
+    """Reports what a template of that name writes otherwise of a row with tools."""
+    if conversion.tool == "Axolotl" and value in OTHER_TOOLS:
+        conversion.add_remark(key, value, OTHER_TOOLS[value])
+    if conversion.tool == "LLaMA-Factory" and value not in SAME_TOOLS:
+        conversion.add_remark(key, value, TOOLS_IN_ITS_WORDS)
 
 
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"

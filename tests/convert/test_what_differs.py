@@ -38,6 +38,7 @@ from finetune.convert.model_names import (
     REFUSED_NAMES,
     SYSTEM_LAST,
     SYSTEM_REFUSED,
+    TOOLS_IN_ITS_WORDS,
     guess_family,
     guess_vision_family,
 )
@@ -383,6 +384,16 @@ def test_what_axolotls_templates_write_otherwise_of_tools_is_said(
         if name == template
     ]
     assert not lines or "tool_calls" in read_template(made.recipe["chat_template"])
+
+
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "gemma", "qwen"])
+def test_tools_that_llama_factory_writes_in_its_own_words_are_said(
+    template: str, convert: Convert
+) -> None:
+    made = convert(FACTORY, model_name_or_path="Qwen/Qwen3-8B", template=template)
+    assert made.recipe["chat_template"] == template
+    assert (TOOLS_IN_ITS_WORDS in said(made)) == (template != "qwen")
+    assert TOOLS_IN_ITS_WORDS not in said(convert(AXOLOTL, chat_template="llama3"))
 
 
 @pytest.mark.parametrize("template", ["gemma", "gemma3", "llama3"])
