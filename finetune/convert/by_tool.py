@@ -240,6 +240,8 @@ IMAGES_SHRUNK = (
 )
 BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
+# its utils/schemas/config.py; a plugin of diffusion reads it as warmup_ratio before
+SHARE_REFUSED = "0.21 refuses a share of the steps under this key; it is taken as one here"
 # _configure_embedding_dtypes of its loaders/model.py
 PARTS_IN_FP32 = (
     "the embedding, the output head and norms are in float32 there under this attention; all "
@@ -569,6 +571,17 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
         conversion.add_remark(key, name, EMBEDDING_MOMENTS)
 
 
+def _adapt_axolotls_warmup(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if recipe.get("warmup_steps") == 1:
+        recipe["warmup_steps"] = 2
+        conversion.add_remark("warmup_steps", 1, TWO_STEPS)
+    steps = settings.get("warmup_steps")
+    is_share = isinstance(steps, float) and not steps.is_integer()
+    if is_share and find_masked_diffusion(settings) is None:
+        conversion.add_remark("warmup_steps", steps, SHARE_REFUSED)
+
+
 def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     _set_axolotl_targets(settings, recipe)
@@ -590,9 +603,7 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     # masked diffusion divides each row by its own labels
     if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
         conversion.remarks.append(_describe_mean(settings))
-    if recipe.get("warmup_steps") == 1:
-        recipe["warmup_steps"] = 2
-        conversion.add_remark("warmup_steps", 1, TWO_STEPS)
+    _adapt_axolotls_warmup(settings, conversion)
     report_turn_ends(settings, conversion)
     _report_axolotl_rows(settings, conversion)
     _report_axolotl_numerics(settings, conversion)

@@ -562,6 +562,11 @@ SCORED_END = (
 EMPTY_SYSTEM = (
     "a row whose system column is empty has a system message without words there, none here"
 )
+SYSTEM_REFUSED = (
+    "each row has a system message there, which this template refuses: no run ends; here one with "
+    "words begins the question"
+)
+REFUSING_SYSTEMS = ("gemma",)  # templates of Axolotl's
 # Of Axolotl, by bradley_terry.chat_template.
 LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
 # templates/gemma4.jinja of Axolotl
@@ -594,6 +599,29 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
+# What Axolotl's templates write otherwise of a row with tools, by their rendering. Others write the
+# same, or one of the two refuses the row.
+OTHER_TOOLS: Mapping[str, str] = {
+    "falcon_h1": (
+        "of a row with tools, these are described in other words there, and the calls are left out"
+    ),
+    **dict.fromkeys(
+        ("chatml", "nemotron_h"),
+        "of a row with tools, their description and the calls are left out there",
+    ),
+    "mistral_v7_tekken": "of a row with tools, their description is left out there",
+    "deepseek_v2": "of a row with tools, the calls and their results are left out there",
+    "qwen3_5": (
+        "of a row with tools, their description and the calls are in JSON there, in XML here"
+    ),
+}
+# Of LLaMA-Factory: names of its template.py, of whose tools its data/tool_utils.py writes what ours
+# write.
+SAME_TOOLS = ("qwen",)
+TOOLS_IN_ITS_WORDS = (
+    "of a row with tools, their description, the calls or the results are written in its own words "
+    "there, in the chat template's here"
+)
 # Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its
 # own.
 SPACED = ("mistral_v1", "mistral_v2v3")
@@ -905,7 +933,8 @@ def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.recipe.get("chat_template") == "phi3":
         conversion.add_difference("chat_template", template, SCORED_END)
     if conversion.tool == "Axolotl":
-        conversion.add_difference("datasets.type", "bradley_terry.chat_template", EMPTY_SYSTEM)
+        note = SYSTEM_REFUSED if template in REFUSING_SYSTEMS else EMPTY_SYSTEM
+        conversion.add_difference("datasets.type", "bradley_terry.chat_template", note)
         if template in LOST_WORDS:
             conversion.add_difference(
                 "chat_template", template, "words of the answers are left out there"
@@ -923,6 +952,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, CALLS_THOUGHT_OF)
     if conversion.tool == "Axolotl" and value in SPACED:
         conversion.add_remark(key, value, SPACE_TRAINED)
+    _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
@@ -930,6 +960,14 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.remarks.append(
             f"{key}: {value}   (white space around a turn is kept there, trimmed here)"
         )
+
+
+def _compare_tools(key: str, value: str, conversion: Conversion) -> None:
+    """Reports what a template of that name writes otherwise of a row with tools."""
+    if conversion.tool == "Axolotl" and value in OTHER_TOOLS:
+        conversion.add_remark(key, value, OTHER_TOOLS[value])
+    if conversion.tool == "LLaMA-Factory" and value not in SAME_TOOLS:
+        conversion.add_remark(key, value, TOOLS_IN_ITS_WORDS)
 
 
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"

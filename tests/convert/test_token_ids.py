@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jinja2.exceptions import TemplateError
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -29,8 +30,10 @@ from finetune.convert.model_names import (
     ASKED_WITH_THOUGHT,
     EMPTY_SYSTEM,
     ONE_TEXT,
+    OTHER_TOOLS,
     OTHER_TURNS,
     OWN_THOUGHT,
+    SAME_TOOLS,
     SPACE_TRAINED,
     TEMPLATES,
     TOKENIZERS,
@@ -99,6 +102,35 @@ AUTOMODELS: dict[str, list[dict[str, Any]]] = {
     "HellaSwag+turns": [HELLASWAG] * 2,
     "ChatDataset+turns": [CHAT] * 2,
 }
+ADD = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "What?"}]
+OF_TOOLS: dict[str, list[dict[str, Any]]] = {
+    "a description": [*QUESTION, {"role": "assistant", "content": "It is 2."}],
+    "a call": [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": CALL["id"], "name": "add"},
+        {"role": "assistant", "content": "It is 2."},
+    ],
+}
+# The same by LLaMA-Factory's roles.
+OF_ITS_TOOLS = [
+    [{"role": "tools", "content": json.dumps([ADD])}, *turns]
+    for turns in (
+        OF_TOOLS["a description"],
+        [
+            *QUESTION,
+            {"role": "function", "content": json.dumps(CALL["function"])},
+            {"role": "observation", "content": "2"},
+            {"role": "assistant", "content": "It is 2."},
+        ],
+    )
+]
 Rendered = dict[str, dict[str, list[tuple[list[int], list[bool]]]]]
 pytestmark = pytest.mark.slow
 
@@ -160,7 +192,10 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
             "tool": tool,
             "name": name,
             "tokenizer": str(vocabulary(name)),
-            "conversations": conversations(name),
+            "conversations": [
+                *conversations(name),
+                *(OF_ITS_TOOLS if tool == "LLaMA-Factory" else []),
+            ],
         }
         for tool, names in NAMES.items()
         for name in names
@@ -240,7 +275,9 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     template = found.recipe["chat_template"]
     assert template == (TOKENIZERS if tool == "torchtune" else TEMPLATES)[name]
     tokenizer, same, more = AutoTokenizer.from_pretrained(vocabulary(name)), [], set()
-    for turns, (ids, trained) in zip(conversations(name), theirs[tool][name], strict=True):
+    for turns, (ids, trained) in zip(
+        conversations(name), theirs[tool][name][: len(conversations(name))], strict=True
+    ):
         ours, ours_trained = render_ours(template, turns, tokenizer)
         both = min(len(ids), len(ours))
         # What follows the last trained token changes no gradient: an end of text, a line break.
@@ -382,6 +419,52 @@ def test_a_template_of_axolotls_writes_its_ids_or_convert_says_what_differs(
     assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (
         name in SAID
     )
+
+
+def write_tools(template: str, turns: list[dict[str, Any]], tokenizer: Any) -> str | None:
+    """A row with tools by a template, without its BOS token; None where it refuses the row."""
+    tools = [{"type": "function", "function": ADD}]
+    try:
+        text = tokenizer.apply_chat_template(
+            copy.deepcopy(turns), tools=tools, chat_template=template, tokenize=False
+        )
+    except (TemplateError, TypeError):
+        return None
+    return str(text).removeprefix(tokenizer.bos_token)
+
+
+# Of Phi-4's a line says that it begins every row otherwise.
+@pytest.mark.parametrize("name", [name for name in AXOLOTLS if name != "phi_4"])
+def test_a_template_of_axolotls_writes_tools_as_ours_or_convert_says_what_differs(
+    axolotls: Path, shared: Path, name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
+    text = (axolotls / f"{name}.jinja").read_text()
+    ours = read_template(TEMPLATES[name])
+    same = []
+    for turns in OF_TOOLS.values():
+        theirs, here = (write_tools(template, turns, tokenizer) for template in (text, ours))
+        # what follows the last answer changes no gradient
+        same.append(
+            theirs is None or here is None or theirs.startswith(here) or here.startswith(theirs)
+        )
+    assert all(same) != (name in OTHER_TOOLS), same
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["LLaMA-Factory"] if name not in PIECES])
+def test_llama_factory_writes_tools_in_its_own_words_but_for_the_names_that_are_not_said(
+    theirs: Rendered, vocabulary: Callable[[str], Path], name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(vocabulary(name))
+    template = read_template(TEMPLATES[name])
+    rows = theirs["LLaMA-Factory"][name][-len(OF_ITS_TOOLS) :]
+    same = []
+    for turns, (ids, _) in zip(OF_TOOLS.values(), rows, strict=True):
+        text = tokenizer.decode(ids).removeprefix(tokenizer.bos_token)
+        here = write_tools(template, turns, tokenizer)
+        same.append(here is not None and (text.startswith(here) or here.startswith(text)))
+    assert all(same) == (name in SAME_TOOLS), same
 
 
 def train_by_axolotl(

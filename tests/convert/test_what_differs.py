@@ -25,15 +25,20 @@ from finetune.convert.by_tool import (
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
     RANKS_ALIKE,
+    SHARE_REFUSED,
 )
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.model_names import (
     CALLS_THOUGHT_OF,
+    EMPTY_SYSTEM,
     FAMILIES,
     MAYBE_EARLIER_THOUGHTS,
+    OTHER_TOOLS,
     REFUSED_NAMES,
     SYSTEM_LAST,
+    SYSTEM_REFUSED,
+    TOOLS_IN_ITS_WORDS,
     guess_family,
     guess_vision_family,
 )
@@ -367,3 +372,66 @@ def test_names_close_to_anothers_say_their_own_family(
 def test_images_of_a_family_that_is_not_read_are_refused(convert: Convert) -> None:
     with pytest.raises(Refusal, match="not supported for gemma4_unified"):
         convert(AXOLOTL, base_model="google/gemma-4-12B-it", processor_type="AutoProcessor")
+
+
+@pytest.mark.parametrize("template", [*OTHER_TOOLS, "llama3", "qwen3"])
+def test_what_axolotls_templates_write_otherwise_of_tools_is_said(
+    template: str, convert: Convert
+) -> None:
+    """By its rendering in test_token_ids.py. A name that is said has a template here that writes calls."""
+    made = convert(AXOLOTL, chat_template=template)
+    lines = [line for line in made.remarks if "of a row with tools" in line]
+    assert lines == [
+        f'chat_template: "{template}"   ({note})'
+        for name, note in OTHER_TOOLS.items()
+        if name == template
+    ]
+    assert not lines or "tool_calls" in read_template(made.recipe["chat_template"])
+
+
+@pytest.mark.parametrize("template", ["llama3", "qwen3", "gemma", "qwen"])
+def test_tools_that_llama_factory_writes_in_its_own_words_are_said(
+    template: str, convert: Convert
+) -> None:
+    made = convert(FACTORY, model_name_or_path="Qwen/Qwen3-8B", template=template)
+    assert made.recipe["chat_template"] == template
+    assert (TOOLS_IN_ITS_WORDS in said(made)) == (template != "qwen")
+    assert TOOLS_IN_ITS_WORDS not in said(convert(AXOLOTL, chat_template="llama3"))
+
+
+@pytest.mark.parametrize("template", ["gemma", "gemma3", "llama3"])
+def test_a_template_that_refuses_every_scored_row_is_said_to(
+    template: str, convert: Convert
+) -> None:
+    """Axolotl begins each with a system message, of the column of that name, which Gemma's first template refuses."""
+    pairs = [{"path": "a/pairs", "type": "bradley_terry.chat_template"}]
+    made = convert(AXOLOTL, reward_model=True, chat_template=template, datasets=pairs)
+    assert (SYSTEM_REFUSED in said(made)) == (template == "gemma")
+    assert (EMPTY_SYSTEM in said(made)) == (template != "gemma")
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"warmup_steps": 0.1}, True),
+        ({"warmup_steps": 1.0}, False),
+        ({"warmup_steps": 10}, False),
+        ({"warmup_ratio": 0.1}, False),
+        (
+            {
+                "warmup_steps": 0.1,
+                "plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"],
+                "diffusion": {"mask_token_id": 5},
+                "attn_implementation": "sdpa",
+            },
+            False,
+        ),
+    ],
+)
+def test_a_share_of_steps_that_axolotl_refuses_is_said_to_be_one_here(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, **keys)
+    assert (SHARE_REFUSED in said(made)) == is_said
+    if "diffusion" in keys or is_said:
+        assert made.recipe["warmup_ratio"] == 0.1

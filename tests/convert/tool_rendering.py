@@ -146,10 +146,11 @@ def by_llama_factory(
     arguments = DataArguments(template=name, cutoff_len=1 << 20)
     template = get_template_and_fix_tokenizer(tokenizer, arguments)
     template.mm_plugin = get_mm_plugin("base")  # text alone, without a processor of images
-    system = conversation[0]["content"] if conversation[0]["role"] == "system" else None
-    turns = [turn for turn in conversation if turn["role"] != "system"]
+    first = {turn["role"]: turn["content"] for turn in conversation[:1]}
+    system, tools = first.get("system"), first.get("tools")
+    turns = [turn for turn in conversation if turn["role"] not in ("system", "tools")]
     processor = SupervisedDatasetProcessor(template, tokenizer, None, arguments)
-    ids, labels = processor._encode_data_example(turns[:-1], turns[-1:], system, None, [], [], [])
+    ids, labels = processor._encode_data_example(turns[:-1], turns[-1:], system, tools, [], [], [])
     return ids, [label != IGNORED for label in labels]
 
 
