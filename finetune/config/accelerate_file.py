@@ -186,7 +186,7 @@ def read_file(path: Path) -> Settings:
     section = values.get("deepspeed_config") or {}
     translation = _translate_section(section, distributed_type, precision, path, where, problems)
     machines = values.get("num_machines") or 1
-    if isinstance(machines, bool) or not str(machines).isdigit():
+    if isinstance(machines, bool) or not str(machines).isdecimal():
         problems.append(
             f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is "
             "expected"
@@ -610,7 +610,7 @@ class _SettingsReader:
         value = section.get(key)
         if value is None:
             return None
-        if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
+        if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= at_least:
             return int(value)
         self.refuse(
             key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected"

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import xxhash
 
 from finetune.config.pretrained import is_vision_language, load_config, text_config_of
-from finetune.config.schema import Model
+from finetune.config.schema import DatasetSource, Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
@@ -74,10 +74,25 @@ def load_stored(stored: bytes) -> EncodedImage:
     return _read_file(Path(stored[1:].decode()))
 
 
-def read_image(value: Any, folder: Path) -> EncodedImage:
-    """The image that a row names: a path (of `folder`), bytes, or a mapping of either.
+def find_image_folder(source: DatasetSource, file: str) -> Path:
+    """Returns the folder where the relative paths of a row's images begin.
 
-    Raises `BadRow`.
+    Args:
+        source: The entry of `datasets`; its `image_folder` comes first.
+        file: The row's file, whose own folder is the default.
+    """
+    return Path(source.image_folder or Path(file).parent)
+
+
+def read_image(value: Any, folder: Path) -> EncodedImage:
+    """Reads the image that a row names by a path, by its bytes, or by a mapping with either.
+
+    Args:
+        value: The image as the row has it.
+        folder: Where a relative path begins; see `find_image_folder`.
+
+    Raises:
+        BadRow: There is no such image, or it cannot be read.
     """
     while isinstance(value, Mapping):
         value = next(

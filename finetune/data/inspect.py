@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, groupby, pairwise
+from itertools import compress, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from finetune.data.classes import read_classes
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
-from finetune.data.formats import Conversation, Document, number_of_label
+from finetune.data.formats import Conversation, Document, ParsedRow, number_of_label
 from finetune.data.groups import GroupReader, render_group
+from finetune.data.images import find_image_folder
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import preview_data
@@ -496,9 +497,9 @@ class ShownTurn:
 def read_turns(
     recipe: Recipe, tokenizer: Any, places: Collection[str]
 ) -> dict[str, list[ShownTurn]]:
-    """Place of a row -> its turns, for each of `places`.
+    """Returns the turns of the rows at `places`, by place.
 
-    Reads the sources up to the last of them.
+    Reads the sources up to the last of these rows.
     """
     turns: dict[str, list[ShownTurn]] = {}
     left = set(places)
@@ -509,26 +510,28 @@ def read_turns(
         for batch in read_rows(source, streaming=recipe.data.streaming):
             names = [name_place(batch.file, number) for number in batch.numbers]
             if left & set(names):
+                folder = find_image_folder(source, batch.file)
                 for name, row in zip(names, reader.read(batch.rows, source), strict=True):
                     if name in left and not isinstance(row, BadRow):
-                        turns[name] = list(
-                            chain.from_iterable(_show(group, renderer) for group in row.groups)
-                        )
+                        turns[name] = list(_show_row(row, renderer, folder))
             left -= set(names)
             if not left:
                 return turns
     return turns
 
 
-def _show(group: Any, renderer: Renderer) -> Iterator[ShownTurn]:
-    texts = render_group(group, renderer)[0]
-    for i, text in enumerate(texts):
-        # one document is several texts where it is split
-        document = group.documents[min(i, len(group.documents) - 1)]
-        yield from _show_text(document, text, renderer)
+def _show_row(row: ParsedRow, renderer: Renderer, image_folder: Path) -> Iterator[ShownTurn]:
+    """Yields the turns of a row, group by group."""
+    for group in row.groups:
+        texts, _ = render_group(group, renderer, image_folder)
+        for i, text in enumerate(texts):
+            # one document is several texts where it is split
+            document = group.documents[min(i, len(group.documents) - 1)]
+            yield from _show_text(document, text, renderer)
 
 
 def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> Iterator[ShownTurn]:
+    """Yields the turns of one text; what is no conversation is one turn after its prompt."""
     if not isinstance(document, Conversation) or not text.turns:
         start = text.spans[0][0] if text.spans else len(text.text)
         yield ShownTurn(1, text.text[:start], start, _cut(text, start, len(text.text)))

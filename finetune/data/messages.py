@@ -80,13 +80,7 @@ def parse_messages(
             ]
             trained[-1] = trained[-1] and is_trained
             continue
-        if (
-            messages
-            and messages[-1].get("channel") == "analysis"
-            and message["role"] == "assistant"
-        ):
-            # gpt-oss has a turn for each channel; a chat template reads the reasoning as part of
-            # what it leads to.
+        if messages and _follows_its_reasoning(message, messages[-1]):
             message = {**message, "reasoning_content": messages.pop()["content"]}
             is_trained = trained.pop() and is_trained
         messages.append(message)
@@ -95,6 +89,18 @@ def parse_messages(
     for message in messages:
         message.pop("channel", None)
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
+
+
+def _follows_its_reasoning(message: Message, previous: Message) -> bool:
+    """Whether `previous` is the reasoning of `message`.
+
+    gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it
+    leads to. A message with reasoning of its own has no place for another.
+    """
+    if previous.get("channel") != "analysis" or message["role"] != "assistant":
+        return False
+    has_own = message.get("channel") == "analysis" or any(map(message.get, REASONING_KEYS))
+    return not has_own
 
 
 def _find_images(

@@ -59,7 +59,6 @@ from finetune.data.tokenizer import (
 )
 
 COMPARED = (
-    "wrong_mask",
     "unlike_inference",
     "prompt_not_continued",
     "not_read_back",

@@ -166,7 +166,7 @@ def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
 
 
 def _is_numbered(name: str) -> bool:
-    return name.startswith("negative_") and name.removeprefix("negative_").isdigit()
+    return name.startswith("negative_") and name.removeprefix("negative_").isdecimal()
 
 
 def _read_texts(values: Iterable[Any], name: str) -> Iterable[str]:

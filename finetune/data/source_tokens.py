@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from finetune.constants import count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import ParsedRow, Row
 from finetune.data.groups import GroupReader, render_group
-from finetune.data.images import ImageProcessor, holds_images
+from finetune.data.images import ImageProcessor, find_image_folder, holds_images
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import COMPARED, RenderedText
@@ -209,7 +208,7 @@ def _render_row(
     if isinstance(parsed, BadRow):
         raise parsed
     renderer = renderer_of_source(renderer, source)
-    folder = Path(source.image_folder or Path(file).parent)
+    folder = find_image_folder(source, file)
     texts: list[RenderedText] = []
     findings = list(parsed.findings)
     for group in parsed.groups:
