@@ -339,7 +339,8 @@ def _find_doubled_bos(tokens: Tokens, bos: int) -> NDArray[np.int64]:
     candidates = np.flatnonzero(tokens.lengths > 1)
     first = tokens.input_ids[starts[candidates]]
     second = tokens.input_ids[starts[candidates] + 1]
-    return candidates[(first == bos) & (second == bos)]
+    doubled: NDArray[np.int64] = candidates[(first == bos) & (second == bos)]
+    return doubled
 
 
 def _count_findings(documents: list[RenderedText], places: list[str], stats: SourceStats) -> None:
