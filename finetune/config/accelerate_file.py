@@ -104,7 +104,7 @@ OTHER_MESH_KEYS = {
 class Settings:
     """The settings of a file or the environment, before they are interpreted.
 
-    Keys of `fsdp` and `mesh` have no prefix.
+    Keys of `fsdp`, `mesh`, `fp8` and `places` have no prefix.
     """
 
     source: str
@@ -114,24 +114,24 @@ class Settings:
     fsdp: dict[str, Any]
     mesh: dict[str, Any]
     num_machines: int = 1
-    fp8: dict[str, Any] = field(default_factory=dict)  # keys without prefixes
-    # what was another engine's, and what became of it; what has no effect
+    fp8: dict[str, Any] = field(default_factory=dict)
+    # a line for each setting of another engine, with what it became, and for each without effect
     translated: tuple[str, ...] = ()
     # (a recipe's key, the number that the file gives for it)
     asked: tuple[tuple[str, float], ...] = ()
-    # of keys without prefixes, with their lines
+    # key -> the file and its line
     places: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, key: str) -> str:
-        """Returns where `key` is stated, to begin a message with: the file and its line, or the
-        source alone.
+        """Returns where `key` is stated, as a message begins: the file and its line, else the
+        source.
         """
         return self.places.get(key, self.source)
 
     @property
     def has_sizes_alone(self) -> bool:
-        """Whether the launcher states the sizes of a mesh and no layout, as variables do that a
-        person has set.
+        """Whether these are sizes of a mesh without a layout, as variables that a person has set
+        state them.
         """
         return self.distributed_type == "MULTI_GPU" and bool(self.mesh) and not self.translated
 
@@ -182,11 +182,12 @@ def read_file(path: Path) -> Settings:
             f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}"
         )
     precision = values.get("mixed_precision")
-    precision = "no" if precision is False else precision  # YAML 1.1 reads a bare no as false
+    if precision is False:  # YAML 1.1 reads a bare no as false
+        precision = "no"
     section = values.get("deepspeed_config") or {}
     translation = _translate_section(section, distributed_type, precision, path, where, problems)
     machines = values.get("num_machines") or 1
-    if isinstance(machines, bool) or not str(machines).isdigit():
+    if isinstance(machines, bool) or not str(machines).isdecimal():
         problems.append(
             f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is "
             "expected"
@@ -219,10 +220,9 @@ def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
-    if (
-        values.keys() & {"model_name_or_path", "model_config", "datasets"}
-        and "distributed_type" not in values
-    ):
+    """Raises `UserError` where the file has the keys of a recipe."""
+    has_recipe_keys = values.keys() & {"model_name_or_path", "model_config", "datasets"}
+    if has_recipe_keys and "distributed_type" not in values:
         raise UserError(
             f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config"
         )
@@ -276,6 +276,7 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_broken_json(path: Path) -> None:
+    """Raises `UserError` where a file is no JSON, or an empty object."""
     try:
         if parse_json(read_bounded(path).decode("utf-8-sig")) == {}:
             raise UserError(
@@ -320,6 +321,7 @@ def _read_deepspeed_file(path: Path) -> Settings:
 
 
 def _with_translation(settings: Settings, translation: Translation) -> Settings:
+    """Returns settings with what a DeepSpeed section or file was translated into."""
     return replace(
         settings,
         distributed_type=translation.distributed_type,
@@ -338,6 +340,19 @@ def _read_section(
     where: dict[str, str],
     problems: list[str],
 ) -> dict[str, Any]:
+    """Reads a section of an Accelerate file.
+
+    Args:
+        values: Of the file.
+        name: The section, such as fsdp_config.
+        prefix: What its keys may begin with.
+        known: The keys that are read, without the prefix.
+        where: Key, or `section.key` -> its place.
+        problems: Gets a sentence for each mistake.
+
+    Returns:
+        The section's values by their keys without the prefix.
+    """
     section = values.get(name) or {}
     if not isinstance(section, dict):
         problems.append(f"{where[name]}: {name}: a mapping is expected")
@@ -360,6 +375,7 @@ def _read_section(
 
 
 def _explain_unknown_key(key: str) -> str:
+    """Says what to do about a key that an Accelerate file does not have."""
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
     close = difflib.get_close_matches(key, ACCELERATE_KEYS, n=1)
@@ -369,13 +385,12 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """Returns the FSDP or DeepSpeed settings that the launcher exported; None where it exported
-    none.
+    """Reads the layout's settings that the launcher exported; None where it exported none.
 
-    Raises `UserError` where it asks for what is not supported: planned as something else, that
-    would be ignored.
+    They come from its --config_file, its options, or variables that were set before.
+
+    Raises `UserError` where it asks for what is not supported, which would else be ignored.
     """
-    # of its --config_file, its options, or variables that were set before
     source = "the launcher's settings"
 
     def asks_for(name: str) -> bool:
@@ -386,8 +401,9 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         raise UserError.of(problems)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     use_cpu = asks_for("CPU")
-    mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
-    mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
+    mesh = {}
+    if asks_for("PARALLELISM_CONFIG"):
+        mesh = {key: environ[name] for key, name in MESH_KEYS.items() if name in environ}
     if asks_for("DEEPSPEED"):
         section = {
             key: environ[variable] for key, variable in VARIABLES.items() if variable in environ
@@ -403,11 +419,13 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         return None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
     version = str(fsdp.get("version", "1"))
-    # The launcher exports both of these whatever the version; each version reads one.
-    fsdp.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
+    # The launcher exports all of these whatever the version.
     if version == "2":
-        fsdp.pop("forward_prefetch", None)
-        fsdp.pop("use_orig_params", None)
+        of_other_version = ["sharding_strategy", "forward_prefetch", "use_orig_params"]
+    else:
+        of_other_version = ["reshard_after_forward"]
+    for key in of_other_version:
+        fsdp.pop(key, None)
     return Settings(
         source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=_read_fp8_environment(environ)
     )
@@ -449,13 +467,19 @@ COMPARED = {
 def read_sharding(
     config: str | None, accelerate_config: str | None, environ: Mapping[str, str]
 ) -> Sharding:
-    """Returns the layout of this run.
+    """Reads the layout of this run from the first of its sources.
 
-    `config` (the --config of the command) decides; else the FSDP settings that the launcher put in
-    `environ`; else `accelerate_config` (the recipe's key); else what the launch implies: several
-    processes are DDP, one is single. Raises `UserError` where a file is wrong, or where the
-    launcher's settings and `config` disagree. Whether the layout is possible on the launched ranks,
-    `config.compatibility.refuse_problems` says.
+    These are `config`, the launcher's settings in `environ`, `accelerate_config`, and what the
+    launch implies: several processes are DDP, one is single. Whether the layout is possible on the
+    launched ranks, `config.compatibility.refuse_problems` says.
+
+    Args:
+        config: The --config of the command.
+        accelerate_config: The recipe's key.
+        environ: The environment of the process.
+
+    Raises:
+        UserError: A file is wrong, or `config` and the launcher's settings disagree.
     """
     launched = read_environment(environ)
     if config is not None:
@@ -471,13 +495,22 @@ def read_sharding(
     elif accelerate_config is not None:
         stated = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
-        processes = int(environ.get("WORLD_SIZE", "1"))
-        precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        fp8 = _read_fp8_environment(environ)
-        stated = Settings(
-            PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8
-        )
+        stated = _read_plain_launch(environ)
     return _interpret(stated)
+
+
+def _read_plain_launch(environ: Mapping[str, str]) -> Settings:
+    """Returns the settings that a launch without an Accelerate file implies."""
+    processes = int(environ.get("WORLD_SIZE", "1"))
+    return Settings(
+        source=PLAIN_LAUNCH,
+        distributed_type="MULTI_GPU" if processes > 1 else "NO",
+        mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        use_cpu=False,
+        fsdp={},
+        mesh={},
+        fp8=_read_fp8_environment(environ),
+    )
 
 
 def _interpret(settings: Settings) -> Sharding:
@@ -501,11 +534,12 @@ def _interpret(settings: Settings) -> Sharding:
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     if isinstance(classes, str):
         classes = classes.split(",")
+    class_names = [str(name).strip() for name in classes]
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
         fp8=read.fp8() if is_fp8 else None,
-        strategy=_strategy(layout, sizes["dp_replicate_size"], read),
+        strategy=_find_strategy(layout, sizes["dp_replicate_size"], read),
         replicate_size=sizes["dp_replicate_size"],
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
@@ -513,7 +547,7 @@ def _interpret(settings: Settings) -> Sharding:
         wrapping=cast(
             Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
         ),
-        wrap_classes=tuple(str(name).strip() for name in classes if str(name).strip()),
+        wrap_classes=tuple(name for name in class_names if name),
         min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
         activation_checkpointing=read.boolean("activation_checkpointing"),
         cpu_offload=read.boolean("offload_params"),
@@ -542,7 +576,15 @@ def _interpret(settings: Settings) -> Sharding:
 def _refuse_impossible_mesh(
     read: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]
 ) -> None:
-    divided = {key: size for key in GROUP_KEYS if (size := sizes[key] or 1) > 1}
+    """Adds to the problems of `read` what no layout, or not this one, can do.
+
+    `sizes`: of the mesh, by its keys; None: not set.
+    """
+    divided = {}
+    for key in GROUP_KEYS:
+        size = sizes[key] or 1
+        if size > 1:
+            divided[key] = size
     if layout != "fsdp2":
         advice = "set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
         for key, size in divided.items():
@@ -552,7 +594,11 @@ def _refuse_impossible_mesh(
         read.refuse("sp_size", f"{both} both divide the tokens of a row; set one of them to 1")
 
 
-def _strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> Strategy:
+def _find_strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> Strategy:
+    """Returns the sharding strategy by the keys that the layout's version of FSDP reads.
+
+    `replicas`: the mesh's dp_replicate_size.
+    """
     fsdp = read.settings.fsdp
     if layout == "fsdp1":
         # Accelerate's version 1 takes a strategy's name or number under either key, true or false
@@ -596,11 +642,10 @@ class _SettingsReader:
         self.problems.append(f"{self.settings.place_of(key)}: {text}")
 
     def boolean(self, key: str, default: bool = False, is_fp8: bool = False) -> bool:
-        section, prefix = (
-            (self.settings.fp8, "fp8_config.") if is_fp8 else (self.settings.fsdp, "fsdp_")
-        )
+        section = self.settings.fp8 if is_fp8 else self.settings.fsdp
         value = section.get(key, default)
         if str(value).lower() not in ("true", "false"):
+            prefix = "fp8_config." if is_fp8 else "fsdp_"
             self.refuse(key, f"{prefix}{key}: {value} does not fit; true or false")
         return str(value).lower() == "true"
 
@@ -608,7 +653,7 @@ class _SettingsReader:
         value = section.get(key)
         if value is None:
             return None
-        if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
+        if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= at_least:
             return int(value)
         self.refuse(
             key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected"
@@ -641,11 +686,9 @@ class _SettingsReader:
             known = ", ".join(get_args(Fp8Recipe))
             text = f"fp8_config.recipe_name: {name} is not one of torchao's; use one of {known}"
             self.refuse("recipe_name", text)
-        flags = (
-            self.boolean(key, True, is_fp8=True)
-            for key in ("enable_fsdp_float8_all_gather", "pad_inner_dim")
-        )
-        return Fp8(cast(Fp8Recipe, name), *flags)
+        gathers_fp8 = self.boolean("enable_fsdp_float8_all_gather", default=True, is_fp8=True)
+        pads_inner_dim = self.boolean("pad_inner_dim", default=True, is_fp8=True)
+        return Fp8(cast(Fp8Recipe, name), gathers_fp8, pads_inner_dim)
 
 
 def _show(value: Any) -> str:

@@ -243,9 +243,11 @@ class _DeepspeedReader:
         if device == "cpu" and key not in self._offloaded:
             self._offloaded.append(key)
         elif device == "nvme":
-            in_recipe = "set optim_offload: nvme and offload_dir in the recipe, and this to none"
-            no_parameters = "parameters on NVMe are not supported; cpu keeps them in host memory"
-            self._refuse(key, f"nvme: {in_recipe if key == 'offload_optimizer' else no_parameters}")
+            if key == "offload_optimizer":
+                advice = "set optim_offload: nvme and offload_dir in the recipe, and this to none"
+            else:
+                advice = "parameters on NVMe are not supported; cpu keeps them in host memory"
+            self._refuse(key, f"nvme: {advice}")
         elif device not in ("none", "auto", "cpu"):
             self._refuse(key, f"{device} does not fit; cpu or none")
 
@@ -291,9 +293,8 @@ class _DeepspeedReader:
         for key, value in _parameters(section):
             if key in OPTIMIZER_IN_RECIPE:
                 self._read_number(key, value, OPTIMIZER_IN_RECIPE)
-            elif key == "torch_adam" or (
-                key == "adam_w_mode" and value is True
-            ):  # both are torch's AdamW here
+            elif key == "torch_adam" or (key == "adam_w_mode" and value is True):
+                # both are torch's AdamW here
                 self._ignored.append(f"optimizer.params.{key}")
             elif not _is_auto(value):
                 self._refuse(
@@ -306,11 +307,10 @@ class _DeepspeedReader:
 
 
 def _parameters(section: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(section, dict):
-        parameters = section.get("params")
-    else:
-        parameters = None
-    yield from (parameters if isinstance(parameters, dict) else {}).items()
+    """Yields the parameters of a section of an optimizer; none where it has none."""
+    parameters = section.get("params") if isinstance(section, dict) else None
+    if isinstance(parameters, dict):
+        yield from parameters.items()
 
 
 def _is_auto(value: Any) -> bool:

@@ -75,12 +75,14 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _is_row(value: Any) -> bool:
+    """Whether a value is a row of data, not an entry of `datasets` or a data set's splits."""
     if not isinstance(value, Mapping) or {"path", "function"} & {*value}:
         return False
     return not any(hasattr(each, "to_parquet") for each in value.values())  # a dict of splits
 
 
 def _name_source(key: str, source: Any) -> Any:
+    """Returns a source with files' names in place of rows and functions of Python."""
     if isinstance(source, Mapping):
         if source and all(hasattr(each, "to_parquet") for each in source.values()):
             raise UserError(
@@ -97,6 +99,7 @@ def _name_source(key: str, source: Any) -> Any:
 
 
 def _is_table(value: Any) -> bool:
+    """Whether a value is rows: a `datasets.Dataset`, a data frame or a list."""
     return hasattr(value, "to_parquet") or isinstance(value, list | tuple)
 
 
@@ -126,7 +129,10 @@ def _write_rows(key: str, rows: Any) -> str:
 
 
 def _name_code(key: str, code: Any) -> Any:
-    """The name, FILE.py:NAME, of a function or class; what is none, as it is."""
+    """Returns the name, FILE.py:NAME, of a function or class.
+
+    One that no other process can import is written to a file first. Anything else stays as it is.
+    """
     if isinstance(code, str) or not callable(code):
         return code
     name = getattr(code, "__name__", type(code).__name__)
@@ -171,8 +177,9 @@ def _write_pickled(key: str, code: Any, name: str) -> str:
 
 
 def _pickle(code: Any) -> bytes:
-    """`code` by value, with the globals that it reads; the same bytes wherever it was defined, in
-    every process.
+    """Pickles code by value, with the globals that it reads.
+
+    The bytes are the same in every process, and wherever the code was defined.
     """
     import dill
     from dill import detect
@@ -201,8 +208,9 @@ def _pickle(code: Any) -> bytes:
 
 
 def _move(code: CodeType, first_line: int) -> CodeType:
-    """The code as if its first line were 1 of no file: a notebook's cell has another file and
-    other lines in each session.
+    """Returns the code as if its first line were line 1 of no file.
+
+    A notebook's cell has another file and other lines in each session.
     """
     if code.co_filename == NO_FILE:
         return code  # within code that was moved

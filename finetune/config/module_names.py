@@ -78,31 +78,37 @@ def find_value(module: str, pattern_values: Mapping[str, int] | None, default: i
 def find_trained(
     tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)
 ) -> set[str]:
-    """Returns the tensors that `trainable_modules` and `frozen_modules` leave trained, each by its
-    first name.
+    """Finds the parameters that `trainable_modules` and `frozen_modules` leave trained.
 
-    `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of
-    the names that text reaches; only a pattern that names none of these reaches the vision tower.
+    Args:
+        tensors: All names of each parameter; one that is tied has several.
+        model: With the two keys.
+        text: How the names of parameters begin that text reaches. Only a pattern that names none of
+            these reaches the vision tower.
 
-    Raises `UserError` where a pattern names no part of the model, where tied weights would be
-    trained under one name and frozen under another, or where nothing is trained.
+    Returns:
+        The first name of each trained parameter.
+
+    Raises:
+        UserError: A pattern names no part of the model; tied weights would be trained under one
+            name and frozen under another; or nothing is trained.
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
     of_text = list(chain.from_iterable(names for names in tensors if names[0].startswith(text)))
-    beside = [
-        each
-        for each in model.trainable_modules
-        if not any(is_within(name, [each]) for name in of_text)
-    ]
-    tensors = [
-        names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)
+    of_vision = [  # patterns
+        pattern
+        for pattern in model.trainable_modules
+        if not any(is_within(name, [pattern]) for name in of_text)
     ]
     trained = set()
     for names in tensors:
-        chosen = [name for name in names if is_within(name, model.trainable_modules)] or (
-            [] if model.trainable_modules else list(names)
-        )
+        if not names[0].startswith(text) and not is_within(names[0], of_vision):
+            continue
+        if model.trainable_modules:
+            chosen = [name for name in names if is_within(name, model.trainable_modules)]
+        else:
+            chosen = list(names)
         frozen = [name for name in names if is_within(name, model.frozen_modules)]
         if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
             raise UserError(
@@ -365,6 +371,7 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
 
 
 def _rename(value: Any, renames: Mapping[str, str]) -> Any:
+    """Renames the modules in patterns: a list of them, or a mapping's keys."""
     if isinstance(value, Mapping):
         return {_rename_pattern(pattern, renames): each for pattern, each in value.items()}
     return tuple(_rename_pattern(pattern, renames) for pattern in value)
@@ -378,25 +385,26 @@ def _rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
 
 
 def _as_name(part: Any) -> str | None:
-    """Returns the parts of a module's name that transformers' pattern spells out; None where it
-    stands for more.
+    """Returns the one name, in parts of a module's name, that a pattern of transformers matches;
+    None where it may match several.
     """
-    if isinstance(part, str):
-        name = str(part).replace("\\.", ".").strip("^.").removesuffix(".weight")
-    else:
-        name = ""
+    if not isinstance(part, str):
+        return None
+    name = part.replace("\\.", ".").strip("^.").removesuffix(".weight")
     return name if re.fullmatch(r"\w+(\.\w+)*", name) else None
 
 
 @cache
 def _find_conversions(model_type: str, kind: str) -> tuple[tuple[Any, Any], ...]:
-    """Returns the (source, target) of each conversion of a kind that transformers lists for a
-    family.
+    """Returns (source, target) of each conversion of a kind that transformers has for a family.
+
+    `kind`: the class of the conversion, such as WeightRenaming.
     """
-    listed, aliases = _read_table()
-    return tuple(
-        _read_calls(listed.get(model_type) or listed.get(aliases.get(model_type, "")), kind)
-    )
+    conversions_of, aliases = _read_table()
+    conversions = conversions_of.get(model_type)
+    if conversions is None:
+        conversions = conversions_of.get(aliases.get(model_type, ""))
+    return tuple(_read_calls(conversions, kind))
 
 
 def find_alias(model_type: str) -> str | None:
@@ -431,12 +439,13 @@ def _read_table() -> tuple[Mapping[str, ast.List], Mapping[str, str]]:
 
 
 def _read_calls(conversions: ast.List | None, kind: str) -> Iterator[tuple[Any, Any]]:
-    for call in conversions.elts if conversions is not None else ():
-        if (
-            not isinstance(call, ast.Call)
-            or not isinstance(call.func, ast.Name)
-            or call.func.id != kind
-        ):
+    """Yields (source, target) of each call of `kind` in a list of conversions."""
+    if conversions is None:
+        return
+    for call in conversions.elts:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        if call.func.id != kind:
             continue
         named = {keyword.arg: keyword.value for keyword in call.keywords}
         nodes = [
@@ -463,8 +472,9 @@ def base_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """Returns PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of
-    ours named.
+    """Returns PEFT's name of an adapter's tensor, without its prefix.
+
+    `name`: of the tensor in PEFT's model, in its file, or in a checkpoint of ours.
 
     >>> (
     ...     peft_name("a.lora_magnitude_vector.default.weight"),

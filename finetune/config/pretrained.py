@@ -342,15 +342,17 @@ def _find_largest_rank(weights: Path) -> int | None:
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Says why base + B A is not the model that was trained, by the adapter's config; None where it
-    is.
+    """Says why an adapter cannot be added to its base as it is here; None where it can.
+
+    For LoRA: why W + B A, in the original base, is not the model that was trained.
     """
     for key in UNSUPPORTED:
         if config.get(key):
             return f"{key}: this kind of LoRA is not supported"
-    for key, value in ROTATIONS.items():
-        if config.get("peft_type") == "OFT" and config.get(key, value) != value:
-            return f"{key}: {config[key]}: this kind of OFT is not supported"
+    if config.get("peft_type") == "OFT":
+        for key, value in ROTATIONS.items():
+            if config.get(key, value) != value:
+                return f"{key}: {config[key]}: this kind of OFT is not supported"
     start = config.get("init_lora_weights", True)
     if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
         return (
@@ -370,15 +372,11 @@ def find_adapter(name: str) -> Path:
         if (folder / ADAPTER_CONFIG).is_file():
             return folder
     if path.exists():
-        is_model = (path / "config.json").is_file()
-        raise UserError(
-            f"adapter_name_or_path: {name}: has no {ADAPTER_CONFIG}; "
-            + (
-                "it is a model: name it in model_name_or_path"
-                if is_model
-                else "name the folder of a LoRA adapter"
-            )
-        )
+        if (path / "config.json").is_file():
+            advice = "it is a model: name it in model_name_or_path"
+        else:
+            advice = "name the folder of a LoRA adapter"
+        raise UserError(f"adapter_name_or_path: {name}: has no {ADAPTER_CONFIG}; {advice}")
     download_file(name, ADAPTER_CONFIG)  # says what is wrong with a repository of something else
     return download_folder(name, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], "its adapter")
 
@@ -409,12 +407,11 @@ def complete_lora(recipe: Recipe) -> Recipe:
             f"{where}: {reason}; merge it with the tool that made it, or name another adapter"
         )
     if not any(folder.glob("*.safetensors")):
-        convert = f"; finetune export {folder} --output NEW_FOLDER --adapter-only converts it"
-        is_torch = (folder / ADAPTER_TORCH_FILE).is_file()
-        raise UserError(
-            f"{folder}: has no {ADAPTER_WEIGHTS}"
-            + (convert if is_torch else "; name the folder of an adapter")
-        )
+        if (folder / ADAPTER_TORCH_FILE).is_file():
+            advice = f"finetune export {folder} --output NEW_FOLDER --adapter-only converts it"
+        else:
+            advice = "name the folder of an adapter"
+        raise UserError(f"{folder}: has no {ADAPTER_WEIGHTS}; {advice}")
     keys = _read_keys(config, folder)
     problems = []
     for key in [key for key in keys if key in COMPARED and key in recipe.places]:
@@ -483,8 +480,9 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
-    """Lists modules in the adapter's file: for `kind` .lora_A. those with adapters, for .weight
-    those trained whole.
+    """Lists modules in the adapter's file, by what their tensors' names contain.
+
+    `kind`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.
     """
     short = {
         name.removeprefix("base_model.model.")

@@ -37,18 +37,27 @@ class Scheme:
     not_exported: str = ""  # why what it trains is not written in its format
 
     def group_of(self, given: int | None) -> int | None:
-        """Returns the numbers under one scale, where `given` is qat_group_size."""
-        return None if self.is_ternary else self.block or given
+        """Returns how many numbers of a row have one scale; None: all of them, or of the layer.
+
+        `given`: qat_group_size.
+        """
+        if self.is_ternary:
+            return None
+        return self.block or given
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
-        """Counts the bytes of a number in an export: its code, and its part of a scale of
-        `itemsize` bytes.
+        """Counts the bytes of a number in an export: its code, and its part of a scale.
 
-        Beside rounded inputs a code has a byte of its own, but in blocks.
+        Args:
+            itemsize: Bytes of a scale. Blocks have scales of one byte.
+            group: Numbers under one scale; None: so many that their scale does not count.
         """
         if self.block:
             return self.weight_bits / 8 + 1 / self.block
-        return (1 if self.input_bits else self.weight_bits / 8) + (itemsize / group if group else 0)
+        # beside rounded inputs a code has a byte of its own
+        code = 1 if self.input_bits else self.weight_bits / 8
+        scale = itemsize / group if group else 0
+        return code + scale
 
 
 WITH_MSLK = "torchao packs 4-bit weights with kernels of the mslk package, on a GPU"
@@ -259,12 +268,12 @@ def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """Reads how a teacher is kept: as its files are quantized, by its config, or as the recipe
-    says.
+    """Reads how a teacher is kept: as its files are quantized, else as the recipe says.
+
+    `settings`: the `quantization_config` of its config.
     """
-    return read_stored_quantization(
-        settings, str(method.teacher_model_name_or_path)
-    ) or quantize_teacher(method)
+    stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
+    return stored or quantize_teacher(method)
 
 
 def quantize_teacher(method: Method) -> Quantization:
@@ -298,7 +307,7 @@ PACKED_BITS = (2, 4, 8)  # that divide a word
 
 
 def read_published_form(settings: Any) -> str | None:
-    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for every other.
+    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for any other kind.
 
     >>> read_published_form({"quant_method": "gptq", "bits": 4})
     'gptq'
@@ -344,10 +353,17 @@ def find_bits(settings: Mapping[str, Any]) -> int:
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """Reads how files are quantized from their `quantization_config`; None if not, or read as plain
-    numbers.
+    """Reads how files are quantized by bitsandbytes from their `quantization_config`.
 
-    Raises `UserError` for every other kind but that of bitsandbytes.
+    Args:
+        settings: The section of the model's config.
+        name: The model, for errors.
+
+    Returns:
+        None where they are not quantized, or are read as plain numbers (see `PUBLISHED`).
+
+    Raises:
+        UserError: They are quantized in another way.
     """
     if settings is None or read_published_form(settings) is not None:
         return None

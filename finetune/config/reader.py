@@ -53,7 +53,7 @@ from finetune.files.json_files import parse_json
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
-    """Returns overrides as `key=value` texts, whichever way they were written.
+    """Returns overrides as `key=value` texts, in whichever way they were written.
 
     Raises `UserError` for a key that is none, but close to one of the command's own `options`
     (num_processes, ...).
@@ -534,18 +534,17 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
 
     Raises `_Unfit` where it does not fit, or names what is not there.
     """
-    if "\\x00" in repr(value):  # wherever it stands in it
+    # wherever it stands in the value; repr writes a backslash of the value's own as two
+    if "\\x00" in repr(value).replace("\\\\", ""):
         raise _Unfit("holds a NUL character, which no text and no name has; remove it")
-    if (
-        key.read_as is not None
-        and value == key.read_as.written
-        and type(value) is type(key.read_as.written)
-    ):
-        value = key.read_as.meant
+    if key.read_as is not None:
+        written = key.read_as.written
+        if value == written and type(value) is type(written):
+            value = key.read_as.meant
     if key.is_python_name and key.is_file_or_name and isinstance(value, tuple):
         value = tuple(_write_reward(each) for each in value)
     try:
-        value = _adapter(entry.key, key.section).validate_python(value, strict=True)
+        value = _type_of(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
         also = None if key.read_as is None else key.read_as.written
         explained = explain_value(entry.key, value)
@@ -571,8 +570,9 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 def _locate_functions(
     value: str | Sequence[str] | Mapping[str, str], folder: Path, served: tuple[str, ...]
 ) -> str | tuple[str, ...] | dict[str, str]:
-    """Returns the functions' names, a file's from here or the recipe's folder; those that begin
-    with one of `served` as they are.
+    """Returns the names of functions with their files found, from here or the recipe's folder.
+
+    Names that begin with one of `served` stay as they are.
     """
 
     def find(name: str) -> str:
@@ -591,7 +591,7 @@ def _locate_functions(
 
 
 def _write_reward(value: Any) -> Any:
-    """Returns an entry of `rewards`, of which a mapping becomes text."""
+    """Returns an entry of `rewards` as a recipe holds it: a judge's mapping becomes text."""
     try:
         if isinstance(value, str) and is_judge(value):
             value = parse_json(value)
@@ -601,8 +601,9 @@ def _write_reward(value: Any) -> Any:
 
 
 def _locate_reward(value: str, folder: Path) -> str:
-    """Returns what a completion is worth by: a function, as it ships or in a file, or the folder or
-    name of a model.
+    """Returns an entry of `rewards` with its file found.
+
+    The entry is a judge, a function that ships or is in a file, or the folder or name of a model.
     """
     if is_judge(value):
         return value
@@ -631,6 +632,7 @@ def _locate_file(value: str, folder: Path) -> str:
 def _check_sources(
     items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
 ) -> tuple[tuple[Any, ...], list[str]]:
+    """Returns (the items of a list of sources as `schema`, what is wrong with the others)."""
     sources = []
     problems = []
     for item in items:
@@ -653,7 +655,8 @@ def _check_sources(
 
 
 @cache
-def _adapter(key: str, section: str) -> TypeAdapter[Any]:
+def _type_of(key: str, section: str) -> TypeAdapter[Any]:
+    """Returns the type of a key of a section of the recipe, or without one of `datasets`."""
     if section:
         known = keys_of(SECTIONS[section], section)
     else:
@@ -675,15 +678,20 @@ def _located(value: str, folder: Path) -> str | None:
 
 
 def _matches(pattern: Path) -> bool:
+    """Whether a glob matches a file or folder."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
 
 
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """Returns (the key that was probably meant, else `key`; a sentence for the user).
+    """Explains a key that is unknown where it stands.
 
-    `known` are the keys at that place of the file: the recipe's, or those of an entry of
-    `datasets`.
+    Args:
+        key: As it was written.
+        known: The keys at that place: the recipe's, or those of an entry of `datasets`.
+
+    Returns:
+        The key that was probably meant, else `key`; and a sentence for the user.
     """
     is_at_top = "path" not in known
     explained = _explain_at_top(key) if is_at_top else None

@@ -51,9 +51,8 @@ class Case:
     @property
     def name(self) -> str:
         """The model, for messages."""
-        keys = self.recipe.method if self.is_teacher else self.recipe.model
-        if keys is self.recipe.method:
-            name = keys.teacher_model_name_or_path
+        if self.is_teacher:
+            name = self.recipe.method.teacher_model_name_or_path
         else:
             name = self.recipe.model.model_name_or_path
         return name or "model_config"
@@ -62,9 +61,11 @@ class Case:
     def quantization(self) -> Quantization:
         """How the model is kept: as its files are quantized, else as the recipe says."""
         stored: Quantization | None = getattr(self.model, "quantization", None)
-        return stored or (
-            quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization
-        )
+        if stored:
+            return stored
+        if self.is_teacher:
+            return quantize_teacher(self.recipe.method)
+        return self.recipe.quantization
 
     @property
     def is_whole(self) -> bool:
@@ -128,9 +129,10 @@ class Rule:
         """Returns the problems of `case` by this rule."""
         if not self.when(case):
             return []
-        messages = (
-            self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
-        )
+        if isinstance(self.message, str):
+            messages: str | list[str] = self.message.format_map(case)
+        else:
+            messages = self.message(case)
         if isinstance(messages, str):
             messages = [messages]
         if isinstance(self.advice, str):
@@ -154,7 +156,8 @@ def _find_place(keys: tuple[str, ...], case: Case) -> str:
     """
     recipe = case.recipe
     layout = case.layout
-    for key in ("teacher_model_name_or_path", *keys) if case.is_teacher else keys:
+    of_teacher = ("teacher_model_name_or_path",) if case.is_teacher else ()
+    for key in (*of_teacher, *keys):
         if key in recipe.places:
             return recipe.places[key]
         if layout is not None and layout.place_of(key) != layout.source:

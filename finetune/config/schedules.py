@@ -55,11 +55,10 @@ def _share_done(step: int, schedule: Schedule) -> float:
 
 
 def _decay_at_the_end(step: int, schedule: Schedule) -> float:
-    """1, then a decay over the last `num_decay_steps`."""
-    decay = count_steps(
-        float(schedule.arguments.get("num_decay_steps", DECAY_SHARE)), schedule.steps
-    )
-    decay = max(1, min(decay or 1, schedule.steps - schedule.warmup_steps))
+    """Returns 1, and over the last `num_decay_steps` what the decay leaves."""
+    asked = float(schedule.arguments.get("num_decay_steps", DECAY_SHARE))
+    decay = count_steps(asked, schedule.steps) or 1
+    decay = max(1, min(decay, schedule.steps - schedule.warmup_steps))
     done = min(1.0, max(0.0, (step - (schedule.steps - decay)) / decay))
     return DECAYS[str(schedule.arguments.get("decay_type", "cosine"))](done)
 

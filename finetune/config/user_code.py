@@ -160,21 +160,31 @@ def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iter
         # torch's, which is explained with the plan
         if not is_isolated and type(error).__name__ == "OutOfMemoryError":
             raise
-        lines = [
-            (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
-        ]
-        frames = [
-            line for line in lines if not line[0].startswith((OURS, "<frozen", contextlib.__file__))
-        ]
-        # not of a library that it calls
-        own = [frame for frame in frames if frame[0] == frames[0][0]]
-        if isinstance(error, SyntaxError) and error.filename:
-            own.append((error.filename, error.lineno))
-        place = f"{own[-1][0]}:{own[-1][1]}: " if own else place_of(code)
-        said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
-        raise UserError(
-            f"{place}{what}: {type(error).__name__}{f': {said}' if said else ''}"
-        ) from error
+        place = _find_own_place(error) or place_of(code)
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        one_line = " ".join(str(message).split())
+        reason = f": {one_line}" if one_line else ""
+        raise UserError(f"{place}{what}: {type(error).__name__}{reason}") from error
+
+
+def _find_own_place(error: BaseException) -> str:
+    """Returns `FILE:LINE: ` of the last line of a user's own file that an error came through.
+
+    The user's file is the first that is not ours. Libraries that it calls do not count. Returns ""
+    where the error came through no such file.
+    """
+    not_own = (OURS, "<frozen", contextlib.__file__)
+    places = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(not_own):
+            places.append((frame.filename, frame.lineno))
+    own = [place for place in places if place[0] == places[0][0]]
+    if isinstance(error, SyntaxError) and error.filename:
+        own.append((error.filename, error.lineno))
+    if not own:
+        return ""
+    file, line = own[-1]
+    return f"{file}:{line}: "
 
 
 _folders: list[str] = []  # of the files that were run, the latest first
@@ -182,6 +192,10 @@ _folders: list[str] = []  # of the files that were run, the latest first
 
 @lru_cache
 def _run_file(path: str, modified_ns: int) -> ModuleType:
+    """Runs a user's file and returns its module; again once its time `modified_ns` has changed.
+
+    The file may import what stands beside it.
+    """
     name = f"{path} of a recipe"  # no import finds it: a file named json.py replaces nothing
     folder = str(Path(path).parent)
     # a module of that name beside another file is another module

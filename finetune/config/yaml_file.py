@@ -104,12 +104,18 @@ for _tag, _pattern in _NUMBERS.items():
 def read_entries(
     path: Path, nested: Iterable[str] = (), is_foreign: bool = False
 ) -> tuple[list[Entry], list[str]]:
-    """Reads the top-level entries of a YAML file with their places, and what is wrong with its form
-    in sentences.
+    """Reads the top-level entries of a YAML file.
 
-    A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's
-    file (`is_foreign`) may have aliases of single values. Raises `UserError` where the file cannot
-    be read, or is not a mapping.
+    Args:
+        path: The file.
+        nested: Keys under which a list of mappings is read as a list of lists of entries.
+        is_foreign: Whether it is another tool's file, which may have aliases of single values.
+
+    Returns:
+        The entries with their places, and a sentence for each mistake in the form of the file.
+
+    Raises:
+        UserError: The file cannot be read, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -246,16 +252,14 @@ def _entry(
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:
         problems.append(f"{where}: {key}: {_problem_of(error)}")
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
+    except (ValueError, TypeError, RecursionError) as error:
+        # `!!int abc`, a number of 5,000 digits, a list as a key
         problems.append(f"{where}: {key}: {error}")
     return Entry(key, UNREADABLE, where, places)
 
 
 def _repeated_keys(node: yaml.Node) -> Iterable[yaml.Node]:
+    """Yields the keys, at any depth, that their mapping has already."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _repeated_keys(item)

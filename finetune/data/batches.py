@@ -93,7 +93,7 @@ class MicroBatch:
         return inputs
 
     def locate_documents(self) -> Iterator[tuple[int, int, slice]]:
-        """Yields (example id, its row, its tokens in the whole row) of each document."""
+        """Yields (example id, row, where its tokens are in the whole row) of each document."""
         start = 0
         row = 0
         for example_id, length in zip(self.example_ids, self.document_lengths, strict=True):
@@ -110,8 +110,12 @@ class MicroBatch:
         return replace(self, trained_documents=_find_trained_documents(self))
 
     def find_labeled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (bool[positions], which of `trained_positions` have a label; int64[positions],
-        which of `example_ids` each belongs to, and its place in that document).
+        """Describes each of `trained_positions`.
+
+        Returns:
+            bool[positions]: whether it has a label.
+            int64[positions]: the place in `example_ids` of its document; 0 without a label.
+            int64[positions]: its place in that document.
         """
         documents = self.with_documents().trained_documents
         assert documents is not None
@@ -128,21 +132,21 @@ class MicroBatch:
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: Any = {
-            name: change(value) for name, value in values.items() if isinstance(value, Tensor)
-        }
-        mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        # images, columns
-        maps = {name: value for name, value in values.items() if isinstance(value, Mapping)}
-        changed |= {
-            name: {key: change(each) for key, each in value.items()} for name, value in maps.items()
-        }
-        return replace(self, **changed, mismatched=mismatched)
+        """The same with every tensor changed, those of `images`, `columns` and `mismatched` too."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changed[field.name] = change(value)
+            elif isinstance(value, Mapping):
+                changed[field.name] = {key: change(tensor) for key, tensor in value.items()}
+            elif isinstance(value, MicroBatch):
+                changed[field.name] = value._map_tensors(change)
+        return replace(self, **changed)
 
 
 def copy_to(on_host: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`, which the host does not wait for."""
+    """Copies a tensor to `device` without making the host wait."""
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)
@@ -175,5 +179,5 @@ class StepBatch:
     squared_tokens: int = 0
     # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
     groups: int = 0
-    # that a script has given, so that their numbers are not those of the run's examples
+    # whether a script gave the rows: their ids are then not those of the run's examples
     has_own_rows: bool = False

@@ -50,7 +50,8 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     value = columns.take(name)
     if data.problem_type == MULTI_LABEL:
         values = value if isinstance(value, list) else [value]
-        label = write_classes({_find_class(each, name, data.labels) for each in values})
+        places = {_find_class(each, name, data.labels) for each in values}
+        label = write_classes(places)
     else:
         label = _find_class(value, name, data.labels)
     others = {column: value for column, value in row.items() if column != name}
@@ -64,7 +65,7 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
 
 
 def write_classes(places: Iterable[int]) -> int:
-    """The label of a row with several classes: a bit for each.
+    """Returns the label of a row with the classes at `places`: a bit for each class.
 
     >>> read_classes(write_classes([0, 2]), 4)
     (True, False, True, False)
@@ -73,12 +74,15 @@ def write_classes(places: Iterable[int]) -> int:
 
 
 def read_classes(label: int, classes: int) -> tuple[bool, ...]:
-    """Whether a row with such a label has each of `classes`."""
+    """Returns for each class whether a row with this label has it; `classes` counts them."""
     return tuple(bool(label >> place & 1) for place in range(classes))
 
 
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
-    """The place of a row's class among `labels`. Raises `BadRow` where it is none of them."""
+    """Returns the place of a class among `labels`, by its name or else by its place.
+
+    Raises `BadRow` where it is none of them.
+    """
     if str(value) in labels:
         return labels.index(str(value))
     is_place = isinstance(value, int) and not isinstance(value, bool)
@@ -90,9 +94,10 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
 
 
 def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
-    """The messages of a row, whoever speaks last."""
-    present = (name for name in CONVERSATION_COLUMNS if columns.row.get(name) is not None)
-    turns = columns.take_messages(source.messages_column or next(present, CONVERSATION_COLUMNS[0]))
+    """Reads the messages of a row, whoever speaks last."""
+    present = [name for name in CONVERSATION_COLUMNS if columns.row.get(name) is not None]
+    usual = present[0] if present else CONVERSATION_COLUMNS[0]
+    turns = columns.take_messages(source.messages_column or usual)
     if not turns:
         raise BadRow("messages: an empty list")
     if role_of(turns[-1]) in ANSWERING:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import ROUND_TOKENS
+from finetune.data.batches import Ids
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.packing import StoredBatches
@@ -35,7 +36,7 @@ COUNTED = (
     "images",
     "image_tokens",
 )
-# a stream's finding is reported when it is first met, and again in so many times more rows
+# a stream's finding is reported when it is first met, and again in so many times as many rows
 REPEATED_FROM = 10
 
 
@@ -67,7 +68,7 @@ class SourceReport:
     image_tokens: int = 0  # that stand for them
 
     def pictures(self) -> list[str]:
-        """A line that counts the images; none where there is none."""
+        """The line that counts the images, in a list; empty where there is none."""
         share = f"{self.image_tokens / max(self.tokens, 1):.1%}"
         line = (
             f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} "
@@ -76,7 +77,7 @@ class SourceReport:
         return [line] if self.images else []
 
     def sample(self) -> list[str]:
-        """A line that says how many of the rows are read; none where all are."""
+        """The line on how many of the rows are read, in a list; empty where all are."""
         if self.rows_in_source is None:
             return []
         return [
@@ -135,14 +136,17 @@ def select_examples(
     examples, cuts = cut(store, data.max_length, data.overlength)
     equal = _find_cut_equal(examples, cuts)
     is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1) | store.is_asked
-    kept = examples.take_groups(
-        np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal))
-    )
+    is_equal = np.isin(np.arange(examples.groups), equal)
+    kept = examples.take_groups(np.flatnonzero(is_trained & ~is_equal))
     stats = SourceStats.from_json(store.facts)
-    groups = np.arange(len(store.hashes[:: store.group_size]))
-    _, first = np.unique(store.hashes[:: store.group_size], return_index=True)
-    # In a block of a stream, a small source that is read again would count as its own duplicate.
-    duplicates = np.delete(groups, groups if stats.stream else first) * store.group_size
+    if stats.stream:
+        # A small source that is read again within a block would count as its own duplicate.
+        duplicates = np.zeros(0, np.int64)
+    else:
+        duplicates = _find_duplicates(store)
+    image_tokens = 0
+    if stats.images:
+        image_tokens = int(np.isin(store.input_ids, stats.image_token_ids).sum())
     tally = stats.tally
     _add_lengths(tally, store, examples, cuts)
     _add_documents(tally, "truncated_equal", store, examples.document[equal * examples.group_size])
@@ -166,33 +170,36 @@ def select_examples(
         duplicates=len(duplicates),
         findings=tuple(tally.list_findings(stats.rows_read, stats.unused_columns)),
         images=stats.images,
-        image_tokens=int(np.isin(store.input_ids, stats.image_token_ids).sum())
-        if stats.images
-        else 0,
+        image_tokens=image_tokens,
     )
     return kept, report
 
 
+def _find_duplicates(store: TokenStore) -> NDArray[np.int64]:
+    """Finds the groups that are the same as an earlier one: the first document of each."""
+    hashes = store.hashes[:: store.group_size]
+    _, first = np.unique(hashes, return_index=True)
+    return np.delete(np.arange(len(hashes)), first) * store.group_size
+
+
 def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
-    """The groups of two documents that differ only in what was cut off, but still hold something to
-    train on.
-    """
+    """Finds the pairs that are trained on and differ only in what was cut off: their groups."""
     if examples.group_size != 2 or examples.is_rated:
         return np.zeros(0, np.int64)
     is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
     is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
     groups = np.flatnonzero(is_cut & is_trained).tolist()
     pairs = ((group, examples[2 * group], examples[2 * group + 1]) for group in groups)
-    equal = [
-        group
-        for group, chosen, rejected in pairs
-        if np.array_equal(chosen.input_ids, rejected.input_ids)
-        and np.array_equal(chosen.labels, rejected.labels)
-    ]
+    equal = []
+    for group, chosen, rejected in pairs:
+        same_ids = np.array_equal(chosen.input_ids, rejected.input_ids)
+        if same_ids and np.array_equal(chosen.labels, rejected.labels):
+            equal.append(group)
     return np.array(equal, np.int64)
 
 
 def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
+    """Counts what was done with documents of more than max_length tokens."""
     for name, documents in (
         ("truncated", cuts.truncated),
         ("dropped", cuts.dropped),
@@ -200,36 +207,32 @@ def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts
     ):
         _add_documents(tally, name, store, documents)
     if len(cuts.truncated):
-        emptied = np.unique(
-            examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)]
-        )
+        was_trained = store.trained[examples.document] > 0
+        emptied = np.unique(examples.document[was_trained & (examples.trained == 0)])
         _add_documents(tally, "truncated_untrained", store, np.intersect1d(emptied, cuts.truncated))
 
 
 def _add_documents(
     tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]
 ) -> None:
-    """Counts a check once for each row, of which several documents may come."""
+    """Counts a finding once for each row, though several documents may come of a row."""
     _, first = np.unique(number_rows(store)[documents], return_index=True)
-    tally.add(
-        name,
-        [store.where(int(document)) for document in documents[first[:MAX_SHOWN_ROWS]]],
-        len(first),
-    )
+    shown = documents[first[:MAX_SHOWN_ROWS]]
+    tally.add(name, [store.where(int(document)) for document in shown], rows=len(first))
 
 
 def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
     """A finding where the text of a held-out example is trained on too."""
-    hashes = [
-        examples.look_up(lambda store: store.hashes)[:: examples.group_size]
-        for examples in (held_out, training)
-    ]
-    leaked = np.flatnonzero(np.isin(hashes[0], np.unique(hashes[1])))
+    leaked = np.flatnonzero(np.isin(_list_hashes(held_out), np.unique(_list_hashes(training))))
+    places = [held_out.where(int(i)) for i in leaked * held_out.group_size]
     tally = Tally()
-    tally.add(
-        "held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size]
-    )
+    tally.add("held_out_in_training", places)
     return tally.list_findings(of=held_out.groups)
+
+
+def _list_hashes(examples: Examples) -> NDArray[np.uint64]:
+    """Returns the hash of each group: uint64[groups]."""
+    return examples.look_up(lambda store: store.hashes)[:: examples.group_size]
 
 
 def find_same_ratings(examples: Examples) -> list[Finding]:
@@ -263,9 +266,7 @@ class DataReport:
     held_out_groups: dict[str, int]  # by what they are: see `count_groups`
     length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
     rows: int  # packed rows, or padded ones
-    # the share of the rows that is not padding: of max_length where packed, of the longest row
-    # where not
-    fill: float
+    fill: float  # the share of the rows that is not padding; see `measure_fill`
     steps_per_epoch: int
     findings: tuple[Finding, ...]
 
@@ -341,8 +342,9 @@ def make_report(
 
 
 def measure_fill(train: StoredBatches, steps: int = 256) -> float:
-    """Returns the share of the first steps' rows that tokens fill: of `row_tokens` if packed, else
-    of each micro-batch's longest row.
+    """Measures the share of the rows that tokens fill, over the first `steps` steps.
+
+    A packed row has `row_tokens`; a padded one is as long as the longest of its micro-batch.
     """
     if train.config.packing and train.config.one_group_a_row:
         return 1.0  # each micro-batch is packed as it comes
@@ -351,17 +353,26 @@ def measure_fill(train: StoredBatches, steps: int = 256) -> float:
     rows = 0
     padded = 0
     for step in range(min(steps, train.steps_per_epoch)):
-        of_step = train.rows_of(step)
-        tokens += int(lengths[np.concatenate(of_step)].sum(dtype=np.int64))
-        rows += len(of_step)
-        for rank in range(0 if train.config.packing else train.world.size):
-            for micro_batch in train.list_micro_batches(of_step, rank):
-                if len(micro_batch):
-                    longest = int(lengths[micro_batch].max())
-                else:
-                    longest = ROUND_TOKENS
-                padded += longest * max(len(micro_batch), 1)
-    return tokens / (rows * train.row_tokens if train.config.packing else padded)
+        step_rows = train.rows_of(step)
+        tokens += int(lengths[np.concatenate(step_rows)].sum(dtype=np.int64))
+        rows += len(step_rows)
+        if not train.config.packing:
+            padded += _count_padded(train, step_rows)
+    if train.config.packing:
+        return tokens / (rows * train.row_tokens)
+    return tokens / padded
+
+
+def _count_padded(train: StoredBatches, step_rows: list[Ids]) -> int:
+    """Counts the tokens of a step's padded rows over all ranks, padding and fillers included."""
+    padded = 0
+    for rank in range(train.world.size):
+        for ids in train.list_micro_batches(step_rows, rank):
+            if len(ids):
+                padded += int(train.examples.lengths[ids].max()) * len(ids)
+            else:
+                padded += ROUND_TOKENS
+    return padded
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 
 RESERVED = ("reset", "get_reward")
 Environments = Mapping[str, "EnvironmentFacts"]
-"""Value of the rows' column `environment` ("": of all rows) -> what it says there."""
+"""Value of the rows' column `environment` -> its environment; "" -> that of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class EnvironmentFacts:
 
 
 def load_environment(name: str) -> Callable[[], Any]:
-    """Returns what makes an object of an environment.
+    """Returns the class or function that makes an object of the environment `name`.
 
     Raises `UserError` where its file cannot be run, or lacks the name, and for a package that is
     missing.
@@ -71,6 +71,7 @@ def describe_environments(environments: Mapping[str, str], tools: tuple[Tool, ..
 
 
 def _describe(name: str, tools: tuple[Tool, ...]) -> EnvironmentFacts:
+    """Returns the facts of one environment; arguments and errors as `describe_environments`."""
     factory = load_environment(name)
     if inspect.isclass(factory):
         probe = object.__new__(factory)
@@ -97,7 +98,7 @@ def _describe(name: str, tools: tuple[Tool, ...]) -> EnvironmentFacts:
 
 
 def choose_environment(environments: Environments, columns: Mapping[str, Any]) -> str:
-    """Returns the key in `environments` of a row with these columns.
+    """Returns the key in `environments` that a row's `columns` name.
 
     Raises `BadRow` for a row that names none of them.
     """

@@ -85,23 +85,28 @@ class Examples:
         return self.look_up(lambda store: store.ratings)[:: self.group_size]
 
     def look_up(self, column: Callable[[TokenStore], NDArray[Any]]) -> NDArray[Any]:
-        """[examples]: what `column`, of the documents of each store, has of theirs."""
+        """Returns for each example the value of its document: [examples].
+
+        Args:
+            column: Store -> the values of its documents, [documents].
+        """
         columns = [column(store) for store in self.stores]
         values = np.zeros(len(self), columns[0].dtype)
-        for number, of_store in enumerate(columns):
-            mine = self.store == number
-            values[mine] = of_store[self.document[mine]]
+        for number, of_documents in enumerate(columns):
+            is_in_store = self.store == number
+            values[is_in_store] = of_documents[self.document[is_in_store]]
         return values
 
     def answers(self) -> "Examples":
-        """Returns the answers that are worth imitating, each alone: every example, the chosen sides
-        of pairs, or answers rated good.
+        """Returns the answers that are worth imitating, each in a group of its own.
+
+        They are the chosen sides of pairs, or the answers that are rated good; where nothing is
+        compared, every example.
         """
         if self.group_size == 1:
             return self
-        return replace(
-            self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1
-        )
+        good_groups = np.flatnonzero(self.find_ratings() >= 0)
+        return replace(self.take(good_groups * self.group_size), group_size=1)
 
     def count_images(self, example_id: int) -> int:
         """The images of an example."""
@@ -127,8 +132,9 @@ class Examples:
         return self.stores[int(self.store[example_id])]
 
     def refuse_typed_images(self, image_token_ids: Sequence[int]) -> None:
-        """Raises `UserError` where a document without an image holds an image's token, which
-        another's would take.
+        """Raises `UserError` where a document without an image holds the token of one.
+
+        The model would put there the pixels of another document's image.
         """
         for store in self.stores:
             places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
@@ -145,7 +151,10 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The documents of more than max_length tokens, by what was done with them."""
+    """The documents of more than max_length tokens, by what was done with them; and what was lost.
+
+    Returned by `cut`.
+    """
 
     truncated: NDArray[np.int64]  # their indexes in the store
     dropped: NDArray[np.int64]
@@ -155,12 +164,19 @@ class Cuts:
 
 
 def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
-    """The store's documents as examples of at most `max_length` tokens.
+    """Cuts the documents of a store into examples of at most `max_length` tokens.
 
-    `overlength` None: plain text is split into several examples, and anything else is truncated.
     Labels are those of the whole document: the last token of a cut example still has its successor
-    as label, so that splitting loses no target. A group with a long document is dropped whole.
-    Raises `UserError` where a document is longer and `overlength` is `error`.
+    as label, so that splitting loses no target.
+
+    Args:
+        store: The documents.
+        max_length: Tokens of an example.
+        overlength: What becomes of longer documents; None: plain text is split, anything else is
+            truncated. A group with a long document is dropped whole.
+
+    Raises:
+        UserError: A document is longer and `overlength` is `error`; or an image would be cut.
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
@@ -168,8 +184,10 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
         raise UserError(_say_overlong(store, lengths, max_length))
     _refuse_torn(store, overlong, max_length, overlength)
     size = store.group_size
-    to_drop = np.repeat(overlong.reshape(-1, size).any(1), size) & (overlength == "drop")
-    to_split = overlong & (store.is_text if overlength is None else overlength == "split")
+    in_long_group = np.repeat(overlong.reshape(-1, size).any(1), size)
+    to_drop = in_long_group & (overlength == "drop")
+    is_split = store.is_text if overlength is None else overlength == "split"
+    to_split = overlong & is_split
     parts = np.where(to_split, (lengths + max_length - 1) // max_length, 1)
     parts[to_drop] = 0
     examples = _cut_into(store, parts, max_length)
@@ -198,18 +216,24 @@ def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int
 
 
 def _cut_into(store: TokenStore, parts: NDArray[np.int64], max_length: int) -> Examples:
-    """The examples of all documents, each cut into so many `parts` of `max_length` tokens; what is
-    left behind the last part is lost.
+    """Cuts each document into its number of parts of `max_length` tokens, an example each.
 
-    parts: int64[documents]
+    What a document has behind its last part is lost.
+
+    Args:
+        store: The documents.
+        parts: int64[documents]: the parts of each; 0: none of it is kept.
+        max_length: Tokens of a part; the last may have fewer.
     """
     document = np.repeat(np.arange(len(parts)), parts)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first_part = np.cumsum(parts) - parts  # of each document, counted over all
+    part = np.arange(len(document)) - np.repeat(first_part, parts)
     start = store.starts[:-1][document] + part * max_length
     left = store.starts[1:][document] - start
     length = np.minimum(left, max_length).astype(np.int32)
     trained = store.trained[document].astype(np.int32)
-    for i in np.flatnonzero((left > max_length) | (part > 0)):
+    is_cut = (left > max_length) | (part > 0)
+    for i in np.flatnonzero(is_cut):
         trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
     stores = np.zeros(len(document), np.int32)
     return Examples((store,), stores, document, start, length, trained, store.group_size)
@@ -248,34 +272,45 @@ def join(parts: Sequence[Examples]) -> Examples:
 
 
 def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
-    """All sources' examples, each as often as its weight: 2 is twice, 0.5 is a half of them, drawn
-    by the seed.
+    """Joins the examples of all sources, each source's as often as its weight says.
+
+    2: each of its groups twice; 0.5: a half of them, drawn by the seed.
     """
     return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
 
 
 def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Examples:
+    """Repeats or draws the groups of source `number`, as `mix_sources`."""
     if weight == 1:
         return examples
     whole, rest = divmod(weight, 1.0)
     count = examples.groups
+    least = 0 if whole else 1  # no source vanishes
     drawn = make_generator(seed, "weights", number).permutation(count)
-    drawn = drawn[: max(round(rest * count), 0 if whole else 1)]  # no source vanishes
-    return examples.take_groups(
-        np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)])
-    )
+    drawn = drawn[: max(round(rest * count), least)]
+    repeated = np.tile(np.arange(count), int(whole))
+    return examples.take_groups(np.concatenate([repeated, np.sort(drawn)]))
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """Returns (examples to train on, held-out ones), of which `size` is a share (below 1) or a
-    count of rows.
+    """Splits examples into those to train on and those held out.
 
-    All that comes of a row (stretches, groups, repetitions) stays on one side. Raises `UserError`
-    if one is empty.
+    All that comes of a row (stretches, groups, repetitions) stays on one side. Of what is held out
+    repetitions are dropped.
+
+    Args:
+        examples: Of all sources.
+        size: The rows to hold out: a share of all below 1, else their number.
+        seed: It decides which.
+
+    Returns:
+        The examples to train on, and the held-out ones.
+
+    Raises:
+        UserError: One of the two is empty.
     """
-    rows, of = np.unique(
-        _number(examples.store, examples.look_up(number_rows)), return_inverse=True
-    )
+    row_keys = _make_keys(examples.store, examples.look_up(number_rows))
+    rows, row_of_example = np.unique(row_keys, return_inverse=True)
     total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
@@ -284,28 +319,29 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
             f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in "
             "eval_datasets"
         )
-    held = np.zeros(total, bool)
-    held[make_generator(seed, "held out").permutation(total)[:count]] = True
-    is_held = held[of]
-    return examples.take(np.flatnonzero(~is_held)), _drop_repeats(
-        examples.take(np.flatnonzero(is_held))
-    )
+    is_row_held = np.zeros(total, bool)
+    is_row_held[make_generator(seed, "held out").permutation(total)[:count]] = True
+    is_held = is_row_held[row_of_example]
+    to_train = examples.take(np.flatnonzero(~is_held))
+    held_out = examples.take(np.flatnonzero(is_held))
+    return to_train, _drop_repeats(held_out)
 
 
 def number_rows(store: TokenStore) -> NDArray[np.int64]:
-    """int64[documents]: the row that each comes of, counted over the store."""
+    """Numbers the rows of a store: int64[documents], the row that each document comes of."""
     is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
     return np.append(0, np.cumsum(is_next))
 
 
 def _drop_repeats(examples: Examples) -> Examples:
     """Drops the repetitions that a weight above 1 made."""
-    _, first = np.unique(_number(examples.store, examples.start), return_index=True)
+    keys = _make_keys(examples.store, examples.start)
+    _, first = np.unique(keys, return_index=True)
     return examples.take(np.sort(first))
 
 
-def _number(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
-    """One number for each (store, place within it); far quicker to sort than pairs."""
+def _make_keys(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Makes one number of each (store, place within it); they sort far quicker than pairs."""
     return (store.astype(np.int64) << 44) | within
 
 
@@ -319,8 +355,8 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` examples (chosen sides of pairs) that ask something, cut where the last
-    answer begins.
+    """Makes prompts of the first `count` examples that ask something, cut where the last answer
+    begins; of a pair its chosen side.
     """
     examples = examples.answers()
     prompts: list[Prompt] = []
@@ -328,8 +364,9 @@ def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
         if len(prompts) == count:
             break
         prompt = _cut_prompt(examples[example_id], tokenizer)
-        images = tuple(examples.read_images(example_id)) if prompt else ()
-        prompts += [replace(prompt, images=images)] if prompt else []
+        if prompt is not None:
+            images = tuple(examples.read_images(example_id))
+            prompts.append(replace(prompt, images=images))
     return prompts
 
 
@@ -341,19 +378,18 @@ def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
     if len(trained) == 0:
         return None
     breaks = np.flatnonzero(np.diff(trained) > 1)
-    first = int(trained[breaks[-1] + 1] if len(breaks) else trained[0])
+    start_of_last = breaks[-1] + 1 if len(breaks) else 0
+    first = int(trained[start_of_last])  # the position before the last answer's first token
     prompt_ids = example.input_ids[: first + 1].tolist()
     if first == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
         return None
-    answer: str = tokenizer.decode(
-        example.labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True
-    )
+    answer_ids = example.labels[first : trained[-1] + 1].tolist()
+    answer: str = tokenizer.decode(answer_ids, skip_special_tokens=True)
     return Prompt(prompt_ids, answer.strip())
 
 
 def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size -
-    1.
+    """Lists the documents of `groups` in that order; group g has those from g x size on.
 
     >>> expand_groups(np.array([3, 0]), 2)
     array([6, 7, 0, 1])

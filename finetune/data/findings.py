@@ -324,8 +324,12 @@ class Tally:
     tokens: dict[str, int] = field(default_factory=dict)  # that it adds to the data
 
     def add(self, name: str, places: Sequence[str], rows: int | None = None) -> None:
-        """Counts check `name` as found at `places`, or in `rows` rows of which `places` are the
-        first.
+        """Counts a finding.
+
+        Args:
+            name: A key of CHECKS.
+            places: The rows that it was found in, or the first of them.
+            rows: How many rows it was found in; None: `places` are all.
         """
         rows = len(places) if rows is None else rows
         if rows:
@@ -335,9 +339,11 @@ class Tally:
             self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]
 
     def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
-        """The findings in `of` rows, the most severe first.
+        """Lists the findings, the most severe first.
 
-        `unused_columns`: that hold a value and were not read.
+        Args:
+            of: The rows that were examined.
+            unused_columns: The columns that hold a value and were not read.
         """
         findings = []
         for name, rows in self.rows.items():

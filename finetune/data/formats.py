@@ -102,22 +102,17 @@ class TokenRow:
     trained: tuple[bool, ...]  # [ids]
 
     def stretches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yields the ids in stretches that are trained on throughout or not at all: (which of both,
-        ids).
-        """
+        """Yields (whether it is trained on, its ids) for each longest stretch of ids."""
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
             yield is_trained, [token for _, token in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt without an answer, which the model in training samples.
-
-    `row`: what rewards read, as JSON.
-    """
+    """A prompt whose answers the model in training samples."""
 
     asked: Conversation | str
-    row: str
+    row: str  # what rewards read, as JSON
 
     @property
     def images(self) -> tuple[Any, ...]:
@@ -147,13 +142,15 @@ Document = Conversation | Completion | Text | TokenRow | Question | Candidate | 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents of one batch: an answer; chosen and rejected; or a rated answer and one of another
-    prompt.
+    """Documents that no batch takes apart.
+
+    For example one answer; chosen and rejected; or a rated answer, and its prompt with the answer
+    to another.
     """
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
-    # of each document, of which the last token is scored, what it should be; None: they are not
+    # [documents]: what the score of each one's last token should be; None: nothing is scored
     labels: tuple[int, ...] | None = None
     # how each document becomes one vector; None: it does not
     pooling: Pooling | None = field(default=None, repr=False)
@@ -215,7 +212,9 @@ class Columns:
         return self.row.get(column)
 
     def take_text(self, column: str, may_be_empty: bool = True) -> str:
-        """Raises `BadRow` if the column holds no text."""
+        """As `take`. Raises `BadRow` if the column holds no text, or an empty one where none may be
+        empty.
+        """
         value = self.take(column)
         if not isinstance(value, str):
             raise BadRow(f"{column}: text is expected, found {self._describe(column, value)}")
@@ -224,7 +223,7 @@ class Columns:
         return value
 
     def take_messages(self, column: str) -> list[Any]:
-        """Raises `BadRow` if the column holds no list."""
+        """As `take`. Raises `BadRow` if the column holds no list."""
         value = self.take(column)
         if not isinstance(value, list):
             raise BadRow(
@@ -259,21 +258,26 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     Completion(prompt='2+2=', completion='4')
     """
     common = find_common_pair(row, source)
-    row_format = source.type or ("messages" if common else recognize_format(row, source))
+    if common is None:
+        row_format = source.type or recognize_format(row, source)
+    else:
+        row_format = "messages"
     columns = Columns(row)
     if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
-    if common:
+    findings: tuple[str, ...] = ()
+    if common is not None:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
+        findings = ("columns_recognized",)
     group = Group((PARSERS[row_format](columns, source),))
-    return ParsedRow(
-        (group,), row_format, columns.unused, ("columns_recognized",) if common else ()
-    )
+    return ParsedRow((group,), row_format, columns.unused, findings)
 
 
 def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
-    """The columns of a question and its answer in a row of no known format, where their names leave
-    no doubt.
+    """Finds the columns of a question and its answer by their names, where these leave no doubt.
+
+    Returns None where the source names columns or a format, and where other columns may be part of
+    the conversation.
 
     >>> find_common_pair({"Prompt": "2+2?", "Response": "4"}, DatasetSource(path="sums.csv"))
     ('Prompt', 'Response')
@@ -293,10 +297,8 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
         return None
     if any(QUESTION_PART.fullmatch(name.lower()) for name in present):
         return None
-    questions, answers = (
-        [name for name in present if name.lower() in names]
-        for names in (QUESTION_COLUMNS, ANSWER_COLUMNS)
-    )
+    questions = [name for name in present if name.lower() in QUESTION_COLUMNS]
+    answers = [name for name in present if name.lower() in ANSWER_COLUMNS]
     if len(questions) != 1 or len(answers) != 1:
         return None
     question = questions[0]
@@ -365,17 +367,15 @@ def _refuse_null_column(row: Row, present: set[str]) -> None:
     """Raises `BadRow` where a row has all columns of a known format, but no value in one of
     them.
     """
-    whole = [
-        (name, c) for name, facts in FORMATS.items() for c in facts.columns if row.keys() >= set(c)
-    ]
-    if whole:
-        name, columns = max(whole, key=lambda each: len(present.intersection(each[1])))
-        if name in ("alpaca", "prompt_completion", "text"):
-            expected = "text"
-        else:
-            expected = "a value"
-        null = next(column for column in columns if column not in present)
-        raise BadRow(f"{null}: {expected} is expected, found nothing")
+    candidates = []  # (a format, columns by which it is recognized, all of which the row has)
+    for name, facts in FORMATS.items():
+        candidates += [(name, columns) for columns in facts.columns if row.keys() >= set(columns)]
+    if not candidates:
+        return
+    name, columns = max(candidates, key=lambda candidate: len(present.intersection(candidate[1])))
+    expected = "text" if name in ("alpaca", "prompt_completion", "text") else "a value"
+    null = next(column for column in columns if column not in present)
+    raise BadRow(f"{null}: {expected} is expected, found nothing")
 
 
 def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:
@@ -507,10 +507,10 @@ def _parse_history(columns: Columns) -> list[Message]:
 
 def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
     row = columns.row
+    has_chosen_alone = row.get("completion") is None and row.get("chosen") is not None
+    usual = "chosen" if has_chosen_alone else "completion"
     prompt_column = source.prompt_column or "prompt"
-    completion_column = source.completion_column or (
-        "completion" if row.get("completion") is not None or row.get("chosen") is None else "chosen"
-    )
+    completion_column = source.completion_column or usual
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
         prompt = columns.take_messages(prompt_column)
         completion = columns.take_messages(completion_column)
@@ -630,7 +630,11 @@ def make_message(role: str, content: str) -> Message:
 
 
 def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
-    """The turns, with the row's `system`, `tools` and `images` columns. Raises `BadRow`."""
+    """Makes a conversation of turns and of the row's own columns beside them.
+
+    These are `system`, `tools`, its images and `chat_template_kwargs`; they count as used. Raises
+    `BadRow`.
+    """
     messages, trained, images = parse_messages(turns, _take_images(columns))
     system = columns.row.get("system")
     if isinstance(system, str):
@@ -641,7 +645,7 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     variables = parse_json(columns.take(VARIABLES)) or {}
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
-    # Parquet fills with nulls
+    # Parquet fills mappings with nulls
     given = {name: value for name, value in variables.items() if value is not None}
     if messages[0]["role"] in ("system", "developer"):
         of_system = messages[0].pop("tools", None)

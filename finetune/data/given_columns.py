@@ -43,35 +43,48 @@ def read_columns(
             "max_length above the longest"
         )
     trained = examples.trained if size == 1 else np.zeros(len(rows), np.int32)
-    return {
-        name: [
+    columns: dict[str, Column] = {}
+    for name in names:
+        columns[name] = [
             _read_value(row, name, int(count), f"{place}, row {number}")
             for number, (row, count) in enumerate(zip(rows, trained, strict=True), 1)
         ]
-        for name in names
-    }
+    return columns
 
 
 def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> NDArray[np.float32]:
-    """Reads a row's number, or its list of them: fp32[1 or trained].
+    """Reads the number in a row's column, or its list of numbers.
 
-    `trained`: how many tokens a list is for; 0: a list is for none. Raises `UserError` for anything
-    else.
+    Args:
+        row: As it was given.
+        name: The column.
+        trained: Numbers that a list must have: one for each trained token. 0: no list may stand
+            here.
+        place: The row, for errors.
+
+    Returns:
+        fp32[1], or of a list fp32[trained].
+
+    Raises:
+        UserError: The column is missing, holds what is no finite number, or a list of another
+            length.
     """
     if name not in row:
         raise UserError(f"{place}: has no column {name}")
     value = row[name]
-    value = value.tolist() if hasattr(value, "tolist") else value
-    numbers = value if isinstance(value, list | tuple) else [value]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    is_list = isinstance(value, list | tuple)
+    numbers = value if is_list else [value]
     for number in numbers:
         if not isinstance(number, int | float) or not math.isfinite(number):
             raise UserError(f"{place}: {name}: {number!r} is no finite number")
-    if isinstance(value, list | tuple) and not trained:
+    if is_list and not trained:
         raise UserError(f"{place}: {name}: a row of several answers has one number, not a list")
-    if isinstance(value, list | tuple) and len(value) != trained:
+    if is_list and len(numbers) != trained:
         raise UserError(
-            f"{place}: {name}: {len(value)} numbers, but {trained} tokens are trained on; give one "
-            "for each, or one for the row"
+            f"{place}: {name}: {len(numbers)} numbers, but {trained} tokens are trained on; give "
+            "one for each, or one for the row"
         )
     return np.asarray(numbers, np.float32)
 
@@ -79,22 +92,20 @@ def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> 
 def attach_columns(
     batch: StepBatch, columns: Mapping[str, Column], examples: Examples
 ) -> StepBatch:
-    """Returns the batch with fp32[positions] for each column in every micro-batch: a row's value at
-    each of its trained tokens, 0 where there is no label.
-    """
-    return replace(
-        batch,
-        micro_batches=tuple(
-            replace(
-                each,
-                columns={name: _spread(each, values, examples) for name, values in columns.items()},
-            )
-            for each in batch.micro_batches
-        ),
-    )
+    """Returns the batch with the columns in its micro-batches, a number for each trained token."""
+    micro_batches = []
+    for micro_batch in batch.micro_batches:
+        spread = {name: _spread(micro_batch, values, examples) for name, values in columns.items()}
+        micro_batches.append(replace(micro_batch, columns=spread))
+    return replace(batch, micro_batches=tuple(micro_batches))
 
 
 def _spread(micro_batch: MicroBatch, values: Column, examples: Examples) -> Tensor:
+    """Puts each row's value at its trained tokens.
+
+    Returns:
+        fp32[positions], in the order of `trained_positions`: 0 where there is no label.
+    """
     has_label, documents, places = micro_batch.find_labeled()
     column = torch.zeros(len(has_label))
     for index, example_id in enumerate(micro_batch.example_ids):

@@ -59,15 +59,15 @@ class GroupReader:
     earlier: Document | None = None  # the last rated answer that was read
 
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
-        """The groups of each of `rows`, or what is wrong with it."""
+        """Reads each of `rows` as groups, or returns what is wrong with it."""
         read = [_read_row(row, source, self.kind, self.data) for row in rows]
         if self.kind == "ratings":
             return self._add_mismatched(read)
         return read
 
     def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
-        """Adds the second document of rated answers: the next answer, in these rows, to another
-        prompt.
+        """Adds to each rated answer its second document: its prompt with the next answer, among
+        these rows, to another prompt.
         """
         documents = [
             group.documents[0] for row in read if isinstance(row, ParsedRow) for group in row.groups
@@ -80,12 +80,18 @@ class GroupReader:
 def render_group(
     group: Group, renderer: Renderer, folder: Path = Path()
 ) -> tuple[tuple[RenderedText, ...], tuple[str, ...]]:
-    """Returns the texts of a group's documents, and its findings; no text of a pair that teaches
-    nothing.
+    """Renders the documents of a group.
 
-    `folder`: where the paths of images begin.
+    Args:
+        group: The group.
+        renderer: The renderer of its source.
+        folder: Where relative paths of images begin.
 
-    Raises `BadRow` where the chat template rejects one of them, or it is not valid Unicode.
+    Returns:
+        The texts, none of a pair that teaches nothing; and the names of the group's findings.
+
+    Raises:
+        BadRow: The chat template rejects a document, or a text is not valid Unicode.
     """
     texts = _render_documents(group, renderer, folder)
     encoded = _encode_texts(texts)
@@ -125,8 +131,9 @@ def _with_labels(texts: tuple[RenderedText, ...], group: Group) -> tuple[Rendere
 
 
 def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
-    """The texts of each document of a group, with its images. The document of a group of one may
-    have several, one for each turn.
+    """Renders each document of a group as a text with its images.
+
+    A document alone in its group may become several texts, one for each turn.
     """
     texts: list[RenderedText] = []
     for document in group.documents:
@@ -160,9 +167,10 @@ def _encode_texts(texts: Sequence[RenderedText]) -> list[bytes]:
 
 
 def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[bytes]) -> int:
-    """A hash of a group by which duplicates are recognized.
+    """Hashes a group, so that its duplicates have the same hash.
 
-    A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
+    The hash of a rated answer leaves out its mismatched document, which depends on the rows around
+    it.
     """
     if group.rating:
         identity = encoded[0] + bytes([group.rating > 0])
@@ -175,46 +183,51 @@ def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[b
 def _begin_alike(
     group: Group, texts: tuple[RenderedText, ...], renderer: Renderer
 ) -> tuple[RenderedText, ...]:
-    """The texts of two answers, trained from the same place on, where one departs from the prompt
-    before its end.
+    """Returns the texts of a pair with the trained parts of both beginning at the same character.
 
-    One without reasoning, say, after a prompt that opens <think>: the rest of the prompt is part of
-    the other answer.
+    An answer may leave its prompt before the prompt's end, as one without reasoning does after a
+    prompt that opens <think>. The rest of the prompt then counts as part of the other answer. Texts
+    whose prompts differ in another way stay as they are.
     """
     if not all(text.spans for text in texts):
         return texts
-    starts = [text.spans[0][0] for text in texts]
-    # what stands before the first trained character
-    prompts = [text.text[:start] for text, start in zip(texts, starts, strict=True)]
-    short, long = sorted(prompts, key=len)
+    shorter, longer = sorted(map(_take_prompt, texts), key=len)
     own = add_variables(renderer, getattr(group.documents[0], "variables", None))
     if (
-        short == long
-        or not long.startswith(short)
-        or not own.generation_prompt.endswith(long[len(short) :])
+        shorter == longer
+        or not longer.startswith(shorter)
+        or not own.generation_prompt.endswith(longer[len(shorter) :])
     ):
         return texts
-    rest_of_prompt = (len(short), len(long))
+    rest_of_prompt = (len(shorter), len(longer))
     alike = []
-    for text, start in zip(texts, starts, strict=True):
-        if start == len(long):
-            spans = (rest_of_prompt, *text.spans)
-        else:
-            spans = text.spans
-        alike.append(replace(text, spans=spans))
+    for text in texts:
+        begins_late = text.spans[0][0] == len(longer)
+        if begins_late:
+            text = replace(text, spans=(rest_of_prompt, *text.spans))
+        alike.append(text)
     return tuple(alike)
 
 
+def _take_prompt(text: RenderedText) -> str:
+    """Returns what stands before the first trained character of a text."""
+    return text.text[: text.spans[0][0]]
+
+
 def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
+    """Adds to each group of a row the mismatched document: its prompt with an answer to another.
+
+    Args:
+        row: Its groups have one rated answer each.
+        others: A document with an answer to another prompt, for each group; None where there is
+            none.
+    """
     groups = []
     for group in row.groups:
+        rated = group.documents[0]
         other = next(others)
         if other is not None:
-            groups.append(
-                replace(
-                    group, documents=(group.documents[0], join_answer(group.documents[0], other))
-                )
-            )
+            groups.append(replace(group, documents=(rated, join_answer(rated, other))))
     if len(groups) == len(row.groups):
         return replace(row, groups=tuple(groups))
     return BadRow(
@@ -225,6 +238,7 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
 def _read_row(
     row: Row | BadRow, source: DatasetSource, kind: RowKind, data: Data
 ) -> ParsedRow | BadRow:
+    """Reads one row by the function of its kind in `READERS`, or returns what is wrong with it."""
     if isinstance(row, BadRow):
         return row
     misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
@@ -253,7 +267,7 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
 
 
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
-    """Names of the checks for what is wrong with a pair."""
+    """Lists what is wrong with a pair, by names of `findings.CHECKS`."""
     names = []
     if any(isinstance(each, Conversation) and not any(each.trained) for each in group.documents):
         names.append("side_untrained")
@@ -261,8 +275,7 @@ def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
         names.append("side_empty")
     if texts[0].text == texts[1].text:
         names.append("sides_equal")
-    # what stands before the first trained character
-    prompts = [text.text[: text.spans[0][0]] for text in texts if text.spans]
-    if len(set(prompts)) > 1:
+    prompts = {_take_prompt(text) for text in texts if text.spans}
+    if len(prompts) > 1:
         names.append("prompts_differ")
     return names

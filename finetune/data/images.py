@@ -22,7 +22,7 @@ from unittest.mock import patch
 import xxhash
 
 from finetune.config.pretrained import is_vision_language, load_config, text_config_of
-from finetune.config.schema import Model
+from finetune.config.schema import DatasetSource, Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
@@ -74,10 +74,25 @@ def load_stored(stored: bytes) -> EncodedImage:
     return _read_file(Path(stored[1:].decode()))
 
 
-def read_image(value: Any, folder: Path) -> EncodedImage:
-    """The image that a row names: a path (of `folder`), bytes, or a mapping of either.
+def find_image_folder(source: DatasetSource, file: str) -> Path:
+    """Returns the folder where the relative paths of a row's images begin.
 
-    Raises `BadRow`.
+    Args:
+        source: The entry of `datasets`; its `image_folder` comes first.
+        file: The row's file, whose own folder is the default.
+    """
+    return Path(source.image_folder or Path(file).parent)
+
+
+def read_image(value: Any, folder: Path) -> EncodedImage:
+    """Reads the image that a row names by a path, by its bytes, or by a mapping with either.
+
+    Args:
+        value: The image as the row has it.
+        folder: Where a relative path begins; see `find_image_folder`.
+
+    Raises:
+        BadRow: There is no such image, or it cannot be read.
     """
     while isinstance(value, Mapping):
         value = next(
@@ -186,7 +201,10 @@ def open_image(image: EncodedImage) -> Any:
 
 
 def _find_excess(picture: Any, content: bytes) -> str | None:
-    """Says what would take far more memory or time than the file's size lets expect."""
+    """Says which of a picture's sizes is out of bounds; None where it may be opened.
+
+    Such a picture would take far more memory or time than the size of its file lets expect.
+    """
     width, height = picture.size
     most = most_unpacked(len(content))
     if picture.format in ("JPEG", "MPO"):
@@ -209,8 +227,9 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
 
 
 def _count_scans(content: bytes) -> int:
-    """The scans of a JPEG, at most one more than MAX_SCANS; what follows its end, as a film does in
-    some, is none.
+    """Counts the scans of a JPEG, up to one more than MAX_SCANS.
+
+    What follows its end, as a film does in some files, is not read.
     """
     scans = 0
     at = 2
@@ -240,9 +259,10 @@ class ImageProcessor:
 
     @cached_property
     def _own(self) -> Any:
-        """Transformers' processor of the family, without the part for videos, which needs
-        torchvision; Pillow resizes the images, whatever else is installed, so that they are the
-        same everywhere.
+        """Transformers' processor of the family, without its part for videos.
+
+        That part needs torchvision. Pillow resizes the images, whatever else is installed, so that
+        they are the same everywhere.
         """
         from transformers import AutoImageProcessor
         from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -266,16 +286,14 @@ class ImageProcessor:
                 None,
             )
             known = _find_processor_class(named or PROCESSOR_MAPPING_NAMES[family])
-            parts = dict.fromkeys(known.get_attributes())
-            parts |= {
-                "image_processor": AutoImageProcessor.from_pretrained(
-                    name, backend="pil", **options
-                )
-            }
-            # a processor may leave its own padding in it
-            parts |= {"tokenizer": deepcopy(self._tokenizer)}
+            parts = dict.fromkeys(known.get_attributes())  # in their order; None for videos
+            parts["image_processor"] = AutoImageProcessor.from_pretrained(
+                name, backend="pil", **options
+            )
+            # a copy, in which a processor may leave its own padding
+            parts["tokenizer"] = deepcopy(self._tokenizer)
             values = known.get_processor_dict(name, **options)[0]
-            # the part for videos is None
+            # the check would refuse None in the place of the part for videos
             checks = {"check_argument_for_proper_class": lambda *_: None}
             unchecked: Any = type(known.__name__, (known,), checks)
             own = unchecked.from_args_and_dict(list(parts.values()), values)
@@ -297,28 +315,27 @@ class ImageProcessor:
         return self._model.model_name_or_path or self._model.tokenizer_name_or_path
 
     def describe(self) -> dict[str, str]:
-        """The processor's files, which decide about tokens and pixels; empty where there are
-        none.
+        """Reads the processor's files, which decide about tokens and pixels: name -> content.
+
+        Files that the model does not have are left out.
         """
         if self._name is None:
             return {}
         from transformers.utils import cached_file
 
+        is_of_model = self._name == self._model.model_name_or_path
         files: dict[str, str] = {}
         for file in PROCESSOR_FILES[:2]:
             path = cached_file(
                 self._name,
                 file,
-                revision=self._model.model_revision
-                if self._name == self._model.model_name_or_path
-                else None,
+                revision=self._model.model_revision if is_of_model else None,
                 _raise_exceptions_for_gated_repo=False,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
             )
-            files |= (
-                {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
-            )
+            if path:
+                files[file] = Path(path).read_text(encoding="utf-8", errors="replace")
         return files
 
     @cached_property
@@ -333,8 +350,10 @@ class ImageProcessor:
 
     @property
     def family(self) -> str:
-        """The model_type of the model's config, and how its images see themselves where that is
-        known of no family.
+        """The name by which rules know the model: the model_type of its config.
+
+        It says as well where the tokens of an image attend to one another in some layers alone, as
+        no family does.
         """
         config = load_config(self._model)
         in_windows = (
@@ -356,7 +375,7 @@ class ImageProcessor:
 
     @cached_property
     def reserved(self) -> tuple[str, ...]:
-        """The texts that no row may hold: an image's tokens."""
+        """The texts of an image's tokens, which no row may hold."""
         return tuple({self.token, *self._tokenizer.convert_ids_to_tokens(list(self.token_ids))})
 
     def _expand(self, size: tuple[int, int]) -> str:
@@ -390,7 +409,7 @@ class ImageProcessor:
         }
 
     def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
-        """All that the processor makes of `images` and of a text that holds nothing else."""
+        """Returns all that the processor makes of a text that holds nothing but `images`."""
         pictures = [open_image(image) for image in images]
         text = [self.token * len(pictures)]
         made: Mapping[str, Any] = self._own(
@@ -434,7 +453,10 @@ class ImageProcessor:
 
 
 def _find_image_ids(processor: Any) -> list[int]:
-    """The ids that a processor writes for an image alone; Llama 4's names that of a part apart."""
+    """Lists the ids that a processor writes for images and nothing else.
+
+    Llama 4's processor has that of a part of an image in a place of its own.
+    """
     ids = list(processor.image_token_ids)
     patch = getattr(processor, "img_patch_token", None)
     if patch is not None:
@@ -467,8 +489,16 @@ def _find_processor_class(name: str) -> Any:
 def place_images(
     text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str
 ) -> Any:
-    """Returns (the text with what the processor has `written` for each `token`; its trained spans,
-    without images).
+    """Replaces each image token of a text by what the processor has written for its image.
+
+    Args:
+        text: With a `token` for each image.
+        spans: What is trained on of it.
+        written: The text of each image.
+        token: What stands for an image.
+
+    Returns:
+        The text with the images, and its trained spans without them.
 
     >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
     ('<a><i><i> b', ((0, 3), (9, 11)))
@@ -502,7 +532,7 @@ def place_images(
 
 
 def hash_images(images: Sequence[EncodedImage]) -> str:
-    """One name for `images`, in their order."""
+    """Names `images` in their order, by what they hold."""
     return json.dumps([image.hash for image in images])
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, groupby, pairwise
+from itertools import compress, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.classes import read_classes
 from finetune.data.data_report import DataReport, SourceReport, count_examples
-from finetune.data.examples import Example, Examples
+from finetune.data.examples import Example, Examples, expand_groups
 from finetune.data.findings import check_longest_example
-from finetune.data.formats import Conversation, Document, number_of_label
+from finetune.data.formats import Conversation, Document, ParsedRow, number_of_label
 from finetune.data.groups import GroupReader, render_group
+from finetune.data.images import find_image_folder
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import preview_data
@@ -178,36 +179,32 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
         raise UserError(
             f"{options.file}: not a data file; for a recipe write --recipe {options.file}"
         )
-    named = "function" if ".py:" in (options.file or "") else "path"
+    overrides = []
     if options.file is not None:
-        overrides = [f"datasets={json.dumps([{named: options.file}])}"]
-    else:
-        overrides = []
+        named = "function" if ".py:" in options.file else "path"
+        overrides.append(f"datasets={json.dumps([{named: options.file}])}")
     if options.model is not None:
         overrides += [
             f"model_name_or_path={json.dumps(options.model)}",
             "model_config=null",
             "tokenizer_name_or_path=null",
         ]
-    elif (
-        options.recipe is None
-    ):  # no model is named; the tokenizer that comes with the project shows the format
+    elif options.recipe is None:
+        # no model is named; the tokenizer that comes with the project shows the format
         overrides += [
             'model_config={"model_type": "llama"}',
             f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}",
         ]
-    if options.file is not None:
-        recipe = options.recipe
-    else:
-        recipe = options.recipe or "quickstart"
+    recipe = options.recipe
+    if options.file is None:
+        recipe = recipe or "quickstart"
     return read_recipe(recipe, [*overrides, *options.overrides])
 
 
 def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
-    """Returns the findings of `launch` about the recipe's model for data with examples of up to
-    `longest` tokens.
+    """Lists what `launch` would find about the recipe's model.
 
-    A line that begins with `fatal:` would stop it.
+    `longest`: tokens of the longest example. A line that begins with `fatal:` would stop a launch.
     """
     try:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
@@ -246,11 +243,9 @@ def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequenc
     beyond = [example_id for example_id in ids if not 0 <= example_id < count]
     if beyond:
         raise UserError(f"--examples {beyond[0]}: there are {count:,} examples, numbered from 0")
-    return [
-        first + i
-        for first in dict.fromkeys(example_id // size * size for example_id in ids)
-        for i in range(size)
-    ]
+    groups = dict.fromkeys(example_id // size for example_id in ids)
+    chosen: list[int] = expand_groups(np.array([*groups], np.int64), size).tolist()
+    return chosen
 
 
 def name_side(examples: Examples, example_id: int) -> str:
@@ -263,10 +258,10 @@ def name_side(examples: Examples, example_id: int) -> str:
         return "document"
     if not examples.is_rated:
         return ("chosen", "rejected")[example_id % 2]
-    (rating,) = examples.take(
-        np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])
-    ).find_ratings()
-    return ("good" if rating > 0 else "bad", "mismatched")[example_id % 2]
+    if example_id % 2:
+        return "mismatched"
+    (rating,) = examples.take_groups(np.array([example_id // 2])).find_ratings()
+    return "good" if rating > 0 else "bad"
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
@@ -319,7 +314,10 @@ def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
 
 
 def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
-    """The text of (text, is trained on), in two shades of each of two colors by turns."""
+    """Colors the texts of tokens, each with whether it is trained on.
+
+    Each of the two colors has two shades by turns.
+    """
     painted = ""
     for place, (text, is_trained) in enumerate(tokens):
         shades = TRAINED if is_trained else UNTRAINED
@@ -328,7 +326,7 @@ def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
 
 
 def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
-    """The text of (text, is trained on), with what is trained on between >> and <<."""
+    """Joins the texts of tokens, with what is trained on between >> and <<."""
     marked = ""
     for is_trained, run in groupby(tokens, key=itemgetter(1)):
         text = "".join(text for text, _ in run)
@@ -377,8 +375,9 @@ def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
 
 
 def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
-    """bool[tokens]: whether each token is trained on, that is, the label of the position before it;
-    or is scored.
+    """bool[tokens]: whether each token is trained on, scored, or read for an embedding.
+
+    A token is trained on where it is the label of the position before it.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
     is_read = bool(_name_scores(examples, example_id)) or _is_pooled(examples, example_id)
@@ -404,7 +403,7 @@ def _label_kind(examples: Examples, example_id: int) -> str:
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
-    """Says how many tokens of an example are trained, or its class."""
+    """Says how many tokens of an example are trained, or what its scores are trained to be."""
     names = _name_scores(examples, example_id)
     if _is_pooled(examples, example_id):
         return "embedded by the states of the marked ones"
@@ -454,6 +453,7 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
 
 
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
+    """Yields the lines of one source's report; `prefix`: before its path."""
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} "
         f"skipped, {source.overlong:,} over max_length, "
@@ -496,9 +496,9 @@ class ShownTurn:
 def read_turns(
     recipe: Recipe, tokenizer: Any, places: Collection[str]
 ) -> dict[str, list[ShownTurn]]:
-    """Place of a row -> its turns, for each of `places`.
+    """Returns the turns of the rows at `places`, by place.
 
-    Reads the sources up to the last of them.
+    Reads the sources up to the last of these rows.
     """
     turns: dict[str, list[ShownTurn]] = {}
     left = set(places)
@@ -509,26 +509,28 @@ def read_turns(
         for batch in read_rows(source, streaming=recipe.data.streaming):
             names = [name_place(batch.file, number) for number in batch.numbers]
             if left & set(names):
+                folder = find_image_folder(source, batch.file)
                 for name, row in zip(names, reader.read(batch.rows, source), strict=True):
                     if name in left and not isinstance(row, BadRow):
-                        turns[name] = list(
-                            chain.from_iterable(_show(group, renderer) for group in row.groups)
-                        )
+                        turns[name] = list(_show_row(row, renderer, folder))
             left -= set(names)
             if not left:
                 return turns
     return turns
 
 
-def _show(group: Any, renderer: Renderer) -> Iterator[ShownTurn]:
-    texts = render_group(group, renderer)[0]
-    for i, text in enumerate(texts):
-        # one document is several texts where it is split
-        document = group.documents[min(i, len(group.documents) - 1)]
-        yield from _show_text(document, text, renderer)
+def _show_row(row: ParsedRow, renderer: Renderer, image_folder: Path) -> Iterator[ShownTurn]:
+    """Yields the turns of a row, group by group."""
+    for group in row.groups:
+        texts, _ = render_group(group, renderer, image_folder)
+        for i, text in enumerate(texts):
+            # one document is several texts where it is split
+            document = group.documents[min(i, len(group.documents) - 1)]
+            yield from _show_text(document, text, renderer)
 
 
 def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> Iterator[ShownTurn]:
+    """Yields the turns of one text; what is no conversation is one turn after its prompt."""
     if not isinstance(document, Conversation) or not text.turns:
         start = text.spans[0][0] if text.spans else len(text.text)
         yield ShownTurn(1, text.text[:start], start, _cut(text, start, len(text.text)))
@@ -542,17 +544,15 @@ def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> It
 
 
 def _cut(text: RenderedText, start: int, end: int) -> Pieces:
-    """The text from `start` to `end`, cut where what is trained on begins and ends."""
-    borders = {
-        start,
-        end,
-        *(border for span in text.spans for border in span if start < border < end),
-    }
-    ordered = sorted(borders)
-    return tuple(
-        (text.text[a:b], any(first <= a and b <= last for first, last in text.spans))
-        for a, b in pairwise(ordered)
-    )
+    """Returns the text from `start` to `end`, cut where what is trained on begins and ends."""
+    borders = {start, end}
+    for span in text.spans:
+        borders.update(border for border in span if start < border < end)
+    pieces = []
+    for begin, stop in pairwise(sorted(borders)):
+        is_trained = any(first <= begin and stop <= last for first, last in text.spans)
+        pieces.append((text.text[begin:stop], is_trained))
+    return tuple(pieces)
 
 
 def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
@@ -568,9 +568,8 @@ def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Itera
             f"{styles.get(style, '')}{printable(text)}{end}" for text, style in prompt if text
         )
         if turn.same < len(turn.prompt):
-            yield "  which is not what stands before it in training" + (
-                ", from the part in red on" if styles else ""
-            )
+            where = ", from the part in red on" if styles else ""
+            yield f"  which is not what stands before it in training{where}"
         yield "  and trained to answer:"
         yield "".join(
             _mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces
@@ -623,6 +622,8 @@ def write_page(
     """
 
     def mark(text: str, style: str) -> str:
+        if not text:
+            return ""
         pieces = []
         position = 0
         for token in special_tokens.finditer(text):
@@ -631,9 +632,7 @@ def write_page(
                 f'<span class="token">{html.escape(token[0])}</span>',
             ]
             position = token.end()
-        if text:
-            return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
-        return ""
+        return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
 
     parts = []
     for place, turns in rows.items():

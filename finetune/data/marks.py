@@ -18,8 +18,8 @@ from finetune.data.tokenizer import Renderer, Tools, apply_template
 # Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its
 # number, and one ends it.
 FIRST = 0xFDD0
-WRITTEN = {ord(str(digit)): FIRST + 1 + digit for digit in range(10)}
-READ = {character: chr(digit) for digit, character in WRITTEN.items()}
+TO_MARK_DIGITS = {ord(str(digit)): FIRST + 1 + digit for digit in range(10)}
+TO_DIGITS = {mark_digit: chr(digit) for digit, mark_digit in TO_MARK_DIGITS.items()}
 MARK = re.compile("\ufdd0([\ufdd1-\ufdda]+)\ufddb")
 WORDS = ("content", *REASONING_KEYS)
 FUNCTION_NAME = ".name"
@@ -71,23 +71,23 @@ class Rendering:
 
     @cached_property
     def marks(self) -> Marks:
-        """The marks in the text; those of `unmarked` messages are unknown.
+        """The marks in the text, found when they are first asked for.
 
-        Because of their marks the template would write something else, as Mistral's does for a
-        result that is a number.
+        A message stays unmarked where its marks make the template write another text, as Mistral's
+        does for a result that is a number. `unmarked` then has its index.
         """
-        marks = self._mark(range(len(self._messages)))
+        marks = self._find_marks(range(len(self._messages)))
         if marks is not None:
             return marks
         kept: list[int] = []
         for index in range(len(self._messages)):
-            if self._mark([*kept, index]) is not None:
+            if self._find_marks([*kept, index]) is not None:
                 kept.append(index)
         self.unmarked = tuple(sorted({*range(len(self._messages))} - {*kept}))
-        return self._mark(kept) or ()
+        return self._find_marks(kept) or ()
 
-    def _mark(self, indexes: Sequence[int]) -> Marks | None:
-        return _mark(
+    def _find_marks(self, indexes: Sequence[int]) -> Marks | None:
+        return _find_marks(
             self.text,
             self._messages,
             indexes,
@@ -98,13 +98,14 @@ class Rendering:
 
 
 def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Renderer) -> Marks:
-    """The marks in the text of a document that ends with the last of `messages`.
+    """Finds the marks in the text of a document that ends with the last of `messages`.
 
-    Raises `BadRow` as rendering does, and where the text is not the template's own: what it writes
-    for `messages`; or what it writes for those before the last, with the generation prompt, and
-    behind that how the first one ends.
+    The text must be the template's own, in one of two forms: what it writes for `messages`; or the
+    prompt that asks for the last message, followed by the end of what it writes for `messages`.
+
+    Raises `BadRow` where it is neither, and where the template rejects the messages.
     """
-    marks = _mark(text, messages, range(len(messages)), tools, renderer)
+    marks = _find_marks(text, messages, range(len(messages)), tools, renderer)
     if marks is not None:
         return marks
     own = Rendering(messages, tools, renderer)
@@ -122,7 +123,7 @@ def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Render
     return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
 
 
-def _mark(
+def _find_marks(
     text: str,
     messages: Sequence[Message],
     indexes: Sequence[int],
@@ -131,8 +132,11 @@ def _mark(
     *,
     add_generation_prompt: bool = False,
 ) -> Marks | None:
-    """The marks of the messages at `indexes`; None where the template does not write `text` beside
-    them.
+    """Renders the conversation with marks in the messages at `indexes`, and finds the marks.
+
+    Returns:
+        Their places in `text`, which has no marks; None where the template rejects the marked
+        messages, or writes another text beside the marks.
     """
     marked = list(messages)
     names: list[Mark] = []
@@ -144,25 +148,32 @@ def _mark(
         )
     except BadRow:
         return None
-    pieces = MARK.split(written)  # words and the numbers of marks, by turns
-    if "".join(pieces[::2]) != text:
+    pieces = MARK.split(written)
+    words_between = pieces[::2]
+    mark_numbers = pieces[1::2]
+    if "".join(words_between) != text:
         return None
     marks: list[Mark] = []
     position = 0
-    for words, character in zip(pieces[::2], pieces[1::2], strict=False):
+    for words, mark_number in zip(words_between, mark_numbers, strict=False):
         position += len(words)
-        mark = names[int(character.translate(READ))]
+        mark = names[int(mark_number.translate(TO_DIGITS))]
         lead = count_common(mark.lead[::-1], text[position - len(mark.lead) : position][::-1])
         mark = replace(mark, position=position, begin=position - lead)
+        # a result may repeat its function's name
         is_repeated = mark.part.endswith(FUNCTION_NAME) and any(
             mark.name == other.name for other in marks
         )
-        marks += [] if is_repeated else [mark]  # a result may repeat its function's name
+        if not is_repeated:
+            marks.append(mark)
     return tuple(marks)
 
 
 def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
-    """A message with marks in its words; what each stands for is added to `names`."""
+    """Returns a message with marks in its words, and adds to `names` what each mark stands for.
+
+    The number of a mark is its place in `names`.
+    """
     is_assistant = message["role"] == "assistant"
 
     def mark(words: str, part: str) -> str:
@@ -178,7 +189,7 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
 
     def write(part: str, *, ends: bool = False, lead: str = "") -> str:
         names.append(Mark(0, index, part, ends, lead))
-        return f"\ufdd0{str(len(names) - 1).translate(WRITTEN)}\ufddb"
+        return f"\ufdd0{str(len(names) - 1).translate(TO_MARK_DIGITS)}\ufddb"
 
     def mark_values(value: Any, part: str) -> Any:
         if isinstance(value, str):
@@ -202,6 +213,7 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
 
 
 def _measure_padding(words: str) -> int:
+    """Counts the characters of white space and images that `words` begins with."""
     padding = PADDING.match(words)
     assert padding is not None, "it matches nothing as well"
     return padding.end()

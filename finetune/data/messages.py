@@ -57,12 +57,18 @@ class BadRow(Exception):
 def parse_messages(
     turns: Sequence[Any], images: Sequence[Any] = ()
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
-    """Returns (the messages as chat templates read them, whether each is trained on, their images).
+    """Brings the turns of a row into the form that chat templates read.
 
-    Raises `BadRow`.
+    Args:
+        turns: As the row has them.
+        images: Of the row's own column, in the order of their places in the contents.
 
-    In a content, IMAGE stands for each image. `images`: of the row's own column, in the order of
-    their places.
+    Returns:
+        The messages, with IMAGE for each image in a content; whether each is trained on; and the
+        images.
+
+    Raises:
+        BadRow: A turn is none, their order is wrong, or the images do not fit their places.
     """
     if not turns:
         raise BadRow("the list of messages is empty")
@@ -80,13 +86,7 @@ def parse_messages(
             ]
             trained[-1] = trained[-1] and is_trained
             continue
-        if (
-            messages
-            and messages[-1].get("channel") == "analysis"
-            and message["role"] == "assistant"
-        ):
-            # gpt-oss has a turn for each channel; a chat template reads the reasoning as part of
-            # what it leads to.
+        if messages and _follows_its_reasoning(message, messages[-1]):
             message = {**message, "reasoning_content": messages.pop()["content"]}
             is_trained = trained.pop() and is_trained
         messages.append(message)
@@ -97,50 +97,71 @@ def parse_messages(
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
 
 
+def _follows_its_reasoning(message: Message, previous: Message) -> bool:
+    """Whether `previous` is the reasoning of `message`.
+
+    gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it
+    leads to. A message with reasoning of its own has no place for another.
+    """
+    if previous.get("channel") != "analysis" or message["role"] != "assistant":
+        return False
+    has_own = message.get("channel") == "analysis" or any(map(message.get, REASONING_KEYS))
+    return not has_own
+
+
 def _find_images(
     messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The image of each IMAGE in the contents: as its part of the content has it, else the next of
-    the row's column.
+    """Finds the image of each IMAGE in the contents, in order.
 
-    Raises `BadRow` where they are not as many.
+    May put IMAGE into the contents: for <image>, and where no content has a place for an image.
+
+    Args:
+        messages: The messages.
+        of_parts: The images of the contents' parts; None for a part that does not name its image.
+        of_row: The images of the row's own column.
+
+    Raises:
+        BadRow: Parts and column both name images, or there are not as many images as places.
     """
-    for message in messages if of_row and not of_parts else ():  # LLaVA's and LLaMA-Factory's
-        message["content"] = message["content"].replace("<image>", IMAGE)
-    places = sum(message["content"].count(IMAGE) for message in messages)
     if not of_parts and not of_row:
-        return ()  # the character is the text's own
+        return ()  # an IMAGE in the contents is the text's own character
+    if of_row and not of_parts:  # LLaVA's and LLaMA-Factory's
+        for message in messages:
+            message["content"] = message["content"].replace("<image>", IMAGE)
+    places = sum(message["content"].count(IMAGE) for message in messages)
     if of_row and not places:  # as TRL reads such a row
         asked = next((message for message in messages if message["role"] == "user"), messages[0])
-        asked["content"], places = IMAGE * len(of_row) + asked["content"], len(of_row)
+        asked["content"] = IMAGE * len(of_row) + asked["content"]
+        places = len(of_row)
     named = [image for image in of_parts if image is not None]
     if named and of_row:
         raise BadRow(
             "images are named both in the messages and in a column of the row; keep one of the two"
         )
-    if places != len(named or of_row):
-        image_count = counted(len(named or of_row), "image")
+    images = tuple(named or of_row)
+    if places != len(images):
         raise BadRow(
             f"its messages have {counted(places, 'place')} for an image, and the row has "
-            f"{image_count}"
+            f"{counted(len(images), 'image')}"
         )
-    return tuple(named or of_row)
+    return images
 
 
 def read_reasoning(message: Message) -> str:
     """Returns the assistant's reasoning: from its own key, or from the tags inside the content."""
-    own = next(
-        (message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), ""
-    ).strip()
-    if not own:
-        inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1]
-    else:
-        inside = ""
-    return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
+    texts = [message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)]
+    own: str = texts[0].strip() if texts else ""
+    if own:
+        return own
+    before_end, *rest = THINKING_END.split(message["content"])
+    if not rest:
+        return ""
+    return THINKING_START.split(before_end)[-1].strip()
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
-    """The tool schemas of a row, from a list or the JSON text of one. Raises `BadRow`.
+    """Reads the tool schemas of a row, from a list or the JSON text of one. Raises `BadRow`.
 
     >>> parse_tools('[{"name": "now", "parameters": {}}]')
     ({'type': 'function', 'function': {'name': 'now', 'parameters': {}}},)
@@ -148,26 +169,28 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     tools = parse_json(value)
     if not tools:
         return ()
-    tools = [parse_json(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]
-    if not all(
-        isinstance(tool, dict) and tool.keys() & {"name", "function", "type"} for tool in tools
-    ):
-        raise BadRow(
-            "tools: a list of JSON schemas, each with its name, is expected, found "
-            f"{describe_value(value)}"
-        )
-    return tuple(
-        {"type": "function", "function": tool}
-        if "name" in tool and "function" not in tool
-        else tool
-        for tool in tools
-    )
+    listed = tools if isinstance(tools, list | tuple) else [tools]
+    schemas = []
+    for tool in map(parse_json, listed):
+        if not isinstance(tool, dict) or not tool.keys() & {"name", "function", "type"}:
+            raise BadRow(
+                "tools: a list of JSON schemas, each with its name, is expected, found "
+                f"{describe_value(value)}"
+            )
+        is_bare = "name" in tool and "function" not in tool
+        schemas.append({"type": "function", "function": tool} if is_bare else tool)
+    return tuple(schemas)
 
 
 def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> Tool:
-    """The JSON schema of the function `FILE.py:NAME`, or of one that is `called` so.
+    """Makes the JSON schema of a tool from the type hints and the docstring of its function.
 
-    Raises `UserError` for one without type hints or a docstring.
+    Args:
+        tool: FILE.py:NAME, or the function.
+        called: The tool's name, where `tool` is the function.
+
+    Raises:
+        UserError: The function has no type hints or no docstring.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -188,8 +211,8 @@ def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> 
 
 
 def parse_json(value: Any) -> Any:
-    """The value of a JSON text; None for an empty value; any other value, and text that is not
-    JSON, unchanged.
+    """Parses a JSON text. Text that is not JSON, and a value that is no text, stay as they are;
+    what is empty becomes None.
     """
     if not isinstance(value, str) or not value.strip():
         return value or None
@@ -213,28 +236,35 @@ def describe_value(value: Any) -> str:
 
 
 def list_columns(columns: Collection[str]) -> str:
-    r"""The names of columns in one line, the first SHOWN_COLUMNS of them; one that would break the
-    line is quoted.
+    r"""Lists the names of columns in one line: the first SHOWN_COLUMNS, long ones shortened.
+
+    A name with a character that cannot be printed, such as a line break, is quoted.
 
     >>> print(list_columns(["text", "a\nb"]))
     text, 'a\nb'
     """
-    names = [
-        name if name.isprintable() else repr(name)
-        for name in map(str, islice(columns, SHOWN_COLUMNS))
-    ]
+    names = []
+    for column in islice(columns, SHOWN_COLUMNS):
+        name = str(column) if str(column).isprintable() else repr(str(column))
+        names.append(name if len(name) <= 200 else f"{name[:200]}...")
     if len(columns) > SHOWN_COLUMNS:
-        more = [f"{len(columns) - SHOWN_COLUMNS:,} more"]
-    else:
-        more = []
-    return ", ".join([*(name if len(name) <= 200 else f"{name[:200]}..." for name in names), *more])
+        names.append(f"{len(columns) - SHOWN_COLUMNS:,} more")
+    return ", ".join(names)
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
-    """Returns (a turn as chat templates read it, whether it is trained on); adds its images to
-    `images`.
+    """Brings one turn into the form that chat templates read, and adds its images to `images`.
 
-    Raises `BadRow`.
+    Args:
+        turn: As the row has it.
+        number: Its place in the row, from 1, for errors.
+        images: Grows.
+
+    Returns:
+        The message, and whether the turn asks to be trained on.
+
+    Raises:
+        BadRow: It is no turn.
     """
     if not isinstance(turn, dict):
         raise BadRow(
@@ -265,11 +295,18 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
-    """Returns (the content of a turn, its calls): of keys of their own, or in place of the content.
+    """Returns (the content of a turn, its calls), wherever the turn has its calls.
 
-    Raises `BadRow`.
+    They have a key of their own, or stand in place of the content: under a role of CALL_ROLES, and
+    where gpt-oss names a function as the recipient.
 
-    `name`: the turn's role, as a key of ROLES.
+    Args:
+        turn: The turn.
+        name: Its role, a key of ROLES.
+        number: Its place in the row, for errors.
+
+    Raises:
+        BadRow: A role of CALL_ROLES without a call.
     """
     content = turn.get("content", turn.get("value"))
     calls = parse_json(turn.get("tool_calls")) or parse_json(turn.get("function_call"))
@@ -294,7 +331,7 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
 
 
 def _read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
-    """A content as text; the images among its parts are added to `images`. Raises `BadRow`."""
+    """Reads a content as text, and adds the images of its parts to `images`. Raises `BadRow`."""
     if isinstance(content, list) and (role != "tool" or _has_parts(content)):
         return "".join(_parse_part(part, number, images) for part in content)
     if role == "tool" and content is not None and not isinstance(content, str):

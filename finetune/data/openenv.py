@@ -16,7 +16,9 @@ LATEST = ("metadata", "reward", "done")  # of an observation, beside what the mo
 
 
 def connect(address: str) -> Callable[[], "OpenEnv"]:
-    """Returns what connects to a server, once for each completion that runs at a time.
+    """Returns a function that opens a session of the server at `address`.
+
+    Each completion that runs at a time has a session of its own.
 
     Raises `UserError` where the package is missing.
     """
@@ -37,8 +39,7 @@ def connect(address: str) -> Callable[[], "OpenEnv"]:
 class OpenEnv:
     """A session of an OpenEnv server, with TRL's methods.
 
-    What the completion is worth is the last reward that the server gave, as in OpenEnv's own
-    rollouts.
+    The reward of a completion is the last that the server gave, as in OpenEnv's own rollouts.
     """
 
     def __init__(self, client: Any, address: str) -> None:
@@ -75,6 +76,7 @@ class OpenEnv:
         self._client.close()
 
     def _list_tools(self) -> list[Tool]:
+        """Lists the server's tools, and notes whether the only one is `step`."""
         self._is_step = False
         try:
             listed = self._client.step({"type": "list_tools"}).observation.get("tools")
@@ -82,7 +84,7 @@ class OpenEnv:
             listed = None
         if listed is not None:
             return [
-                _describe(each["name"], each["description"], each["input_schema"])
+                _make_tool(each["name"], each["description"], each["input_schema"])
                 for each in listed
             ]
         import requests
@@ -92,30 +94,30 @@ class OpenEnv:
         answer.raise_for_status()
         schema = answer.json()["action"]
         fields = {name: value for name, value in schema["properties"].items() if name != "metadata"}
-        says = schema.get("description") or "Acts in the environment."
-        return [_describe("step", says, schema | {"properties": fields})]
+        description = schema.get("description") or "Acts in the environment."
+        return [_make_tool("step", description, schema | {"properties": fields})]
 
     def _read(self, result: Any) -> str:
-        """The text of an observation, whose reward is kept.
+        """Returns the text of an observation; keeps its reward, and whether the episode has ended.
 
-        Raises `ValueError` for what the server says is an error.
+        Raises `ValueError` where the server reports an error of the tool.
         """
         if result.reward is not None:
             self.reward = float(result.reward)
         self.is_done = bool(result.done)
         observation: Mapping[str, Any] = result.observation
         if "tool_name" not in observation:
-            said = {
+            shown = {
                 name: value
                 for name, value in observation.items()
                 if name not in LATEST and value not in (None, "", [], {})
             }
-            return _write(said)
+            return _write_fields(shown)
         if observation.get("error"):
             raise ValueError(observation["error"].get("message", observation["error"]))
         answered = observation.get("result")
         if not isinstance(answered, Mapping) or "content" not in answered:
-            return _write({"result": answered})
+            return _write_fields({"result": answered})
         return "\n".join(part.get("text", "") for part in answered["content"])
 
 
@@ -124,16 +126,17 @@ def call_served(environment: OpenEnv) -> dict[str, Callable[..., Any]]:
     return {name: partial(environment.call, name) for name in environment.served_tools}
 
 
-def _describe(name: str, says: str, schema: Mapping[str, Any]) -> Tool:
-    kept = {
-        key: schema[key] for key in ("type", "properties", "required", "$defs") if key in schema
-    }
-    return {"type": "function", "function": {"name": name, "description": says, "parameters": kept}}
+def _make_tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:
+    """Describes a tool as chat templates read it, by the JSON schema of its arguments."""
+    kept = ("type", "properties", "required", "$defs")
+    parameters = {key: schema[key] for key in kept if key in schema}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
-def _write(said: Mapping[str, Any]) -> str:
-    """Fields as a model reads them: a text alone as it is, others as JSON."""
-    values = list(said.values())
+def _write_fields(fields: Mapping[str, Any]) -> str:
+    """Writes fields for the model: a single text as it is, others as JSON, none as ""."""
+    values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps(said, ensure_ascii=False) if said else ""
+    return json.dumps(fields, ensure_ascii=False) if fields else ""

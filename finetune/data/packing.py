@@ -51,21 +51,26 @@ class Rows:
         return Rows(self.ids[source], starts)
 
     def expand(self, size: int) -> "Rows":
-        """The rows with the documents of each group in place of the group."""
+        """The rows of documents, where `ids` are those of groups of `size` documents."""
         if size == 1:
             return self
         return Rows(expand_groups(self.ids, size), self.starts * size)
 
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
-    """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens,
-    best fit decreasing.
+    """Packs documents into rows of `capacity` tokens, best fit decreasing.
 
-    Longest document first, each into the fullest row that still has room for it, a new row where
-    none has; documents of equal length go in their order in `lengths` (Johnson 1974: at most 11/9
-    of the fewest rows possible, plus one). The result is exactly that of the one-by-one algorithm,
-    but documents of one length and rows of one free space are moved together, so that the loop
-    below runs over distinct lengths: a million documents take a fraction of a second.
+    The longest document comes first. Each goes into the fullest row that still has room for it, or
+    into a new row. Documents of equal length keep their order in `lengths`. It takes at most 11/9
+    of the fewest rows possible, plus one (Johnson 1974).
+
+    The result is that of the one-by-one algorithm. But documents of one length and rows of one free
+    space are moved together, so that the loop runs over distinct lengths: a million documents take
+    a fraction of a second.
+
+    Args:
+        lengths: [documents]: tokens of each, 1 to `capacity`.
+        capacity: Tokens of a row.
 
     >>> pack(np.array([2, 6, 3, 5]), 8)
     Rows(ids=array([1, 0, 3, 2]), starts=array([0, 2, 4]))
@@ -92,12 +97,18 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
 
 
 def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """int64[moves, 3]: (first row, rows, documents put into each of them), for documents from the
-    longest on.
+    """Plans which rows take the documents, from the longest documents on.
 
     Rows with the same free space are kept as ranges of row numbers. The fullest rows with room,
     `free` tokens each, take documents of `length` until less than `length` is left in them: after
     its first document such a row is fuller still, so best fit stays with it.
+
+    Args:
+        count_of_length: [capacity + 1]: documents of each length.
+        capacity: Tokens of a row.
+
+    Returns:
+        int64[moves, 3]: first row, number of rows, and the documents put into each of them.
     """
     moves: list[tuple[int, int, int]] = []
     ranges: dict[int, list[tuple[int, int]]] = {}  # free tokens -> ranges (first row, rows)
@@ -141,7 +152,7 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
     return np.array(moves, dtype=np.int64)
 
 
-GROUP_STEPS = 64  # steps, among the rows of which unpacked rows are sorted by length
+GROUP_STEPS = 64  # unpacked, the rows of so many steps are sorted by length together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,24 +180,30 @@ class BatchConfig:
 def arrange_epoch(
     lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
 ) -> Rows:
-    """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
+    """Arranges the rows of an epoch, which hold every example once.
 
-    With one group in a row, these come as they are drawn; packed then is each micro-batch alone.
-    Else:
+    With one group in a row (`one_group_a_row`), rows come in the order in which they are drawn, and
+    each micro-batch is packed when it is made. Packed, examples of equal length change places from
+    epoch to epoch, so that each epoch composes its rows differently while their number stays.
+    Unpacked, rows of similar length share a step, so that little is padding.
 
-    Packed, examples of equal length change places from epoch to epoch, so that each epoch composes
-    its rows differently while their number stays. Unpacked, rows of similar length share a step, so
-    that little is padding. The last, short step of an epoch holds what remains. The `group_size`
-    examples of a group stay side by side in one row.
+    The last step of an epoch holds what remains, and may be short. The examples of a group stay
+    side by side in one row.
+
+    Args:
+        lengths: [examples]: tokens of each.
+        config: What decides the order.
+        group_size: Examples of a group.
+        epoch: 0-based.
     """
-    return _arrange_groups(
-        lengths.reshape(-1, group_size).sum(1), config, group_size, epoch
-    ).expand(group_size)
+    group_lengths = lengths.reshape(-1, group_size).sum(1)
+    return _arrange_groups(group_lengths, config, group_size, epoch).expand(group_size)
 
 
 def _arrange_groups(
     lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
 ) -> Rows:
+    """Arranges groups of `lengths` tokens, as `arrange_epoch`."""
     random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
     if config.one_group_a_row:
@@ -204,21 +221,30 @@ def _group_by_length(
     step_rows: int,
     random: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """`drawn` with the rows of each step of similar length, longest first within it, and the steps
-    in random order.
+    """Reorders unpacked rows so that those of a step have similar lengths.
+
+    Within a step the longest row comes first; the steps come in random order.
+
+    Args:
+        drawn: [rows]: their ids, in the order in which they were drawn.
+        lengths: [rows]: tokens of each, by id.
+        step_rows: Rows of a step.
+        random: Orders the steps.
     """
-    steps = [
-        group[np.argsort(-lengths[group], kind="stable")][start : start + step_rows]
-        for group in np.split(
-            drawn, range(step_rows * GROUP_STEPS, len(drawn), step_rows * GROUP_STEPS)
-        )
-        for start in range(0, len(group), step_rows)
-    ]
-    whole = [step for step in steps if len(step) == step_rows]
-    short = [step for step in steps if len(step) < step_rows]  # at most one: it ends the epoch
-    if steps:
-        return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
-    return drawn
+    whole = []
+    short = []  # at most one step: it ends the epoch
+    stretch = step_rows * GROUP_STEPS
+    for rows in np.split(drawn, range(stretch, len(drawn), stretch)):
+        longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
+        for start in range(0, len(rows), step_rows):
+            step = longest_first[start : start + step_rows]
+            if len(step) == step_rows:
+                whole.append(step)
+            else:
+                short.append(step)
+    if not whole and not short:
+        return drawn
+    return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +277,7 @@ class StoredBatches:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the training files.
+        """A hash of the files that the examples come from.
 
         The rendered text is left out, because it may contain a date.
         """
@@ -259,8 +285,9 @@ class StoredBatches:
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def rows_of(self, step: int) -> list[Ids]:
-        """The rows of step `step` over all ranks, each the ids of its examples; `iterations` are
-        one step.
+        """The rows of a step over all ranks, each as the ids of its examples.
+
+        step: 0-based; here `iterations` optimizer steps on the same rows count as one step.
         """
         epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
         rows = self.epoch_rows(epoch)
@@ -268,13 +295,14 @@ class StoredBatches:
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of step `step`: its rows rank, rank + size, ..., or its part of their
-        tokens.
+        """Makes this rank's share of step `step`: the rows of `deal_rows`, or where ranks share
+        rows its part of their tokens.
         """
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
+        first_ids = ids[:: self.examples.group_size]  # of each group
         lengths = self.examples.lengths[ids].astype(np.int64)
-        form = partial(
+        make_micro_batch = partial(
             collate,
             self.examples,
             packing=self.config.packing,
@@ -286,25 +314,25 @@ class StoredBatches:
         return StepBatch(
             step=step,
             epoch=(step + 1) / self.steps_per_epoch,
-            micro_batches=tuple(map(form, self.list_micro_batches(rows, self.world.rank))),
+            micro_batches=tuple(
+                map(make_micro_batch, self.list_micro_batches(rows, self.world.rank))
+            ),
             tokens=int(lengths.sum()),
             squared_tokens=int(lengths @ lengths),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
-            chosen_tokens=int(
-                self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)
-            ),
-            groups=len(ids) // self.examples.group_size,
+            chosen_tokens=int(self.examples.trained[first_ids].sum(dtype=np.int64)),
+            groups=len(first_ids),
         )
 
     def list_micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """Deals rows to a rank of this run, as `deal_rows`."""
+        """Lists the example ids of each micro-batch of a rank; see `deal_rows`."""
         return deal_rows(rows, rank, self.world.size, self.per_device_batch_size)
 
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, built in advance by threads, in pinned
-        memory for CUDA.
+        """Yields the step batches from `from_step` to the end.
 
-        `on_report` is never called: all of the data has been read.
+        Threads build them in advance; for CUDA they are in pinned memory. `on_report` is never
+        called: all of the data has been read.
         """
         steps = range(from_step, self.steps)
         if self.threads == 0:
@@ -334,21 +362,24 @@ class StoredBatches:
 
 
 def deal_rows(rows: Sequence[Ids], rank: int, ranks: int, size: int) -> list[Ids]:
-    """The example ids of each micro-batch of a rank; as many on every rank, of which the last may
-    be empty.
+    """Deals the rows of a step to ranks, and lists the micro-batches of one rank.
+
+    Rank r has the rows r, r + ranks, ... Every rank has as many micro-batches; the last may be
+    empty.
 
     Args:
         rows: Of a step, each the ids of its examples.
-        rank: Of `ranks`.
-        ranks: That share the rows: rank r has the rows r, r + ranks, ...
+        rank: Whose micro-batches are listed.
+        ranks: The ranks that share the rows.
         size: Rows in a micro-batch.
+
+    Returns:
+        int64[examples] for each micro-batch: their ids.
     """
     count = ceil(ceil(len(rows) / ranks) / size)
     own = rows[rank::ranks]
-    return [
-        np.concatenate([np.zeros(0, np.int64), *own[i * size : (i + 1) * size]])
-        for i in range(count)
-    ]
+    empty = np.zeros(0, np.int64)
+    return [np.concatenate([empty, *own[i * size : (i + 1) * size]]) for i in range(count)]
 
 
 def make_batches(
@@ -359,13 +390,21 @@ def make_batches(
     tokenizer: Any = None,
     threads: int = 0,
 ) -> StoredBatches:
-    """The batches of one epoch; `replace` its `steps` for more or fewer.
+    """Makes the batches of one epoch for a rank; `replace` their `steps` for more or fewer.
 
-    `tokenizer`: None for tokens without text.
+    Args:
+        examples: What to train on, or to evaluate by.
+        config: What decides their order.
+        world: The rank.
+        per_device_batch_size: Rows in a micro-batch.
+        tokenizer: As `load_tokenizer` gives it; None for tokens without text.
+        threads: They build batches in advance; 0: none.
+
+    Raises:
+        UserError: A row without an image holds the token of one.
     """
-    rows = lru_cache(maxsize=2)(
-        partial(arrange_epoch, examples.lengths, config, examples.group_size)
-    )
+    arrange = partial(arrange_epoch, examples.lengths, config, examples.group_size)
+    rows = lru_cache(maxsize=2)(arrange)
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     images = None
     if examples.has_images:
@@ -387,8 +426,16 @@ def collate(
     parts: int = 1,
     images: ImageProcessor | None = None,
 ) -> MicroBatch:
-    """The examples `ids` as one micro-batch, or one of several `parts` of its tokens; a filler
-    where there are none.
+    """Makes a micro-batch of the examples `ids`; a filler where there are none.
+
+    Args:
+        examples: Of the run.
+        ids: int64[examples]: which of them.
+        packing: Whether all stand in one row.
+        pad_token_id: It fills up rows that are not packed.
+        part: Which part of the tokens this rank has.
+        parts: The ranks that divide the tokens of a row.
+        images: The processor that makes pixels; None: the examples hold no image.
     """
     if not examples.is_rated:
         micro_batch = _collate(examples, ids, packing, pad_token_id, part, parts)
@@ -396,9 +443,8 @@ def collate(
             return micro_batch
         return add_images(micro_batch, micro_batch.example_ids, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
-    rated, mismatched = (
-        _collate(examples, ids[first::2], packing, pad_token_id, part, parts) for first in (0, 1)
-    )
+    rated = _collate(examples, ids[0::2], packing, pad_token_id, part, parts)
+    mismatched = _collate(examples, ids[1::2], packing, pad_token_id, part, parts)
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
@@ -424,10 +470,16 @@ def _collate(
 def add_images(
     micro_batch: MicroBatch, ids: Sequence[int], examples: Examples, images: ImageProcessor
 ) -> MicroBatch:
-    """The micro-batch with the pixels of its documents' images.
+    """Adds the pixels of its documents' images to a micro-batch.
 
-    `ids`: of each document the example whose images it has.
-    Raises `UserError` where one cannot be read.
+    Args:
+        micro_batch: Without images.
+        ids: For each document the example whose images it has.
+        examples: Of the run.
+        images: The processor that makes the pixels.
+
+    Raises:
+        UserError: An image cannot be read.
     """
     read = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
@@ -438,7 +490,7 @@ def add_images(
 
 
 def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
-    """A rank's part of the tokens, whose number `parts` divides."""
+    """Takes a rank's part of the tokens of each row, whose number `parts` divides."""
     tokens = micro_batch.labels.shape[1] // parts
     first = part * tokens
     names = ("input_ids", "labels", "position_ids", "token_mask")
@@ -454,7 +506,7 @@ def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
 
 
 def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
-    """Documents one after another in a single row, whose tokens `parts` divides.
+    """Packs documents one after another into a single row, filled up so that `parts` divides it.
 
     `example_ids` are left empty.
     """
@@ -487,7 +539,7 @@ def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
 
 
 def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 1) -> MicroBatch:
-    """Documents in a row each, all as long as the longest, which `parts` divides.
+    """Puts each document in a row of its own, padded to the longest, whose length `parts` divides.
 
     `example_ids` are left empty.
     """
@@ -512,7 +564,9 @@ def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 
 
 
 def _find_trained_positions(labels: Ids) -> Tensor:
-    """Where the flattened `labels` are, and then places without one, which add nothing to the
+    """Finds the positions of labels in the flattened `labels`.
+
+    Positions without a label follow, up to a multiple of ROUND_TOKENS; they add nothing to the
     loss.
     """
     trained = np.flatnonzero(labels != IGNORE_INDEX)
@@ -521,11 +575,10 @@ def _find_trained_positions(labels: Ids) -> Tensor:
 
 
 def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
-    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the
-    step's collectives and add nothing.
+    """Makes the micro-batch of a rank that has no row: ROUND_TOKENS tokens without a label.
 
-    Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers
-    again.
+    With it the rank takes part in the step's collectives and adds nothing. It is not a single
+    token: torch.compile treats a size of 1 as a constant, and would compile the layers again.
     """
     tokens = ROUND_TOKENS * parts
     return MicroBatch(

@@ -15,7 +15,7 @@ from finetune.data.render import render_scored
 from finetune.data.tokenizer import Renderer, apply_template, load_tokenizer, make_renderer
 from finetune.errors import UserError
 
-Said = str | Sequence[Message]
+Said = str | Sequence[Message]  # a prompt or a completion, as text or as messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,10 @@ class RewardText:
     renderer: Renderer
 
     def render(self, prompt: Said, completion: Said) -> str:
-        """The text of a prompt with its completion, both text or both messages.
+        """Renders a prompt with its completion as the text that the reward model reads.
 
-        Raises `UserError` where the chat template rejects them.
+        Both are text, or both are messages. Raises `UserError` where the chat template rejects
+        them.
         """
         try:
             if isinstance(prompt, str):
@@ -60,26 +61,34 @@ def read_reward_texts(recipe: Recipe) -> list[RewardText]:
 
 
 def keys_of_reward(name: str, recipe: Recipe) -> Model:
-    """The keys of a recipe that would train the reward model `name`."""
+    """Returns the recipe's keys for a model as they are for the reward model `name`."""
     return Model(model_name_or_path=name, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def show_rewarded(
     row: Mapping[str, Any], texts: Sequence[RewardText], recipe: Recipe
 ) -> Iterator[tuple[str, str]]:
-    """Returns for each reward model and judge (its name in metrics, the text that it would read if
-    the completion of this row were its answer). "..." stands for an answer that the row does not
-    have.
+    """Yields (name in metrics, text to read) for each reward model and judge of the recipe.
 
-    `row`: as `Examples.read_row` gives it. Raises `UserError` where a template rejects it.
+    The text shows the row's own answer as the completion, or "..." where the row has no answer.
+
+    Args:
+        row: As `Examples.read_row` gives it.
+        texts: How the reward models read conversations.
+        recipe: With the judges.
+
+    Raises:
+        UserError: A chat template rejects the row.
     """
     prompt = row["prompt"]
-    answer = str(row["columns"].get("answer", "..."))
+    columns = row["columns"]
+    answer = str(columns.get("answer", "..."))
     completion: Said = answer
     if not isinstance(prompt, str):
         completion = [{"role": "assistant", "content": answer}]
     for text in texts:
         yield name_of_reward(text.name), text.render(prompt, completion)
     for judge in recipe.rollout.judges:
-        values = dict.fromkeys(judge.places, "") | {k: str(v) for k, v in row["columns"].items()}
+        values = dict.fromkeys(judge.places, "")
+        values |= {name: str(value) for name, value in columns.items()}
         yield judge.title, fill_prompt(judge, prompt, completion, values)

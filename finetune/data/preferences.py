@@ -88,11 +88,8 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
         is_chat = FORMATS[source.type].is_chat
     else:
         is_chat = prompt_name in OF_CHAT
-    if (
-        not is_chat
-        and not isinstance(prompt, list)
-        and all(isinstance(side, str) for side in sides)
-    ):
+    are_texts = all(isinstance(side, str) for side in sides)
+    if are_texts and not is_chat and not isinstance(prompt, list):
         pair = _read_texts(prompt, *sides)
     else:
         turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
@@ -104,9 +101,9 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
 
 
 def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a preference row, of whose answers a reward model scores the last token.
+    """Reads a preference row for a reward model, which scores the last token of each answer.
 
-    Raises `BadRow`.
+    The label of the chosen answer is the row's margin. Raises `BadRow`.
     """
     parsed = parse_pair(row, source)
     margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
@@ -167,38 +164,39 @@ def is_empty_answer(document: Document) -> bool:
 
 
 def find_end_of_prompt(chosen: str, rejected: str) -> int:
-    """Where the prompt ends that two texts share: at the start of a word, so that no token of an
-    answer is cut in two.
+    """Finds where the prompt ends with which two texts begin.
 
-    A space before the answer belongs to it, as in most tokenizers' words, and as in TRL's
-    `extract_prompt`.
+    It ends at the start of a word, so that no token of an answer is cut in two, and leaves
+    something of both answers. A space before the answer belongs to it, as in most tokenizers'
+    words, and as in TRL's `extract_prompt`.
 
     >>> find_end_of_prompt("Q: 1+1? A: two is right", "Q: 1+1? A: twelve")
     10
     """
     end = count_common(chosen, rejected)
-    while end > 0 and not (
-        chosen[end - 1].isspace() and chosen[end:].strip() and rejected[end:].strip()
-    ):
+    while end > 0:
+        begins_word = chosen[end - 1].isspace()
+        if begins_word and chosen[end:].strip() and rejected[end:].strip():
+            break
         end -= 1
-    return end - 1 if end > 0 and chosen[end - 1] == " " else end
+    has_space_before = end > 0 and chosen[end - 1] == " "
+    return end - 1 if has_space_before else end
 
 
 def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
-    """The columns of the chosen and of the rejected answer; None where the row has none."""
-    chosen, rejected = (
-        next((name for name in names if row.get(name) is not None), None)
-        for names in _sides(source)
-    )
+    """Finds the columns of the chosen and of the rejected answer; None where the row has none."""
+    chosen_names, rejected_names = _name_sides(source)
+    chosen = next((name for name in chosen_names if row.get(name) is not None), None)
+    rejected = next((name for name in rejected_names if row.get(name) is not None), None)
     return chosen, rejected
 
 
-def _sides(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names that the columns of both answers may have."""
-    chosen = source.chosen_column or source.completion_column
-    return (chosen,) if chosen else CHOSEN, (
-        source.rejected_column,
-    ) if source.rejected_column else REJECTED
+def _name_sides(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names that the column of the chosen, and of the rejected answer may have."""
+    named = source.chosen_column or source.completion_column
+    chosen = (named,) if named else CHOSEN
+    rejected = (source.rejected_column,) if source.rejected_column else REJECTED
+    return chosen, rejected
 
 
 def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
@@ -206,7 +204,8 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
 
     Raises `BadRow` where the row has none.
     """
-    named, (chosen, rejected) = _sides(source), find_sides(row, source)
+    chosen_names, rejected_names = _name_sides(source)
+    chosen, rejected = find_sides(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
     rated = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
@@ -214,7 +213,7 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
         hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
     else:
         hint = ""
-    missing = " or ".join(named[0] if chosen is None else named[1])
+    missing = " or ".join(chosen_names if chosen is None else rejected_names)
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "
         "row holds a chosen and a rejected answer (chosen_column and rejected_column name "
@@ -324,7 +323,13 @@ def _train_from(first: int, conversation: Conversation) -> Conversation:
 def _check_prompt(
     columns: Columns, chosen: Side, prompt: str | list[Any] | None
 ) -> tuple[str, ...]:
-    """Names of the checks for what is wrong with `prompt`, the content of its column."""
+    """Lists the findings about a pair's prompt.
+
+    Args:
+        columns: The row.
+        chosen: The chosen answer after its prompt, as it was read.
+        prompt: The content of the prompt's column; None: there is no such column.
+    """
     if isinstance(chosen, Conversation):
         return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
     if prompt is None and _lacks_prompt(columns, chosen.prompt):
@@ -333,8 +338,9 @@ def _check_prompt(
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
-    """Whether an unread column may hold the prompt, rather than `shared`, with which both answers
-    begin.
+    """Whether an unread column may hold the prompt of a pair.
+
+    `shared`: what both answers begin with, which is their prompt otherwise.
     """
     for name in columns.unused:
         value = columns.row[name]
@@ -351,9 +357,7 @@ def _lacks_prompt(columns: Columns, shared: str) -> bool:
 
 
 def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
-    """Whether the column of the prompt, if there is one, was read or repeats what the conversation
-    holds.
-    """
+    """Whether a conversation holds what the prompt's column asks; true without such a text."""
     if not isinstance(prompt, str) or not prompt.strip():
         return True
     asked = [
@@ -365,8 +369,10 @@ def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) ->
 
 
 def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """The messages that both begin with; where one of them ends there, those before the last answer
-    that both have.
+    """Counts the messages of the prompt with which two conversations begin.
+
+    They are all that both share. Where one conversation ends within these, they are those before
+    the last answer that both have.
     """
     shared = count_common(chosen, rejected)
     if shared < min(len(chosen), len(rejected)):
@@ -384,19 +390,21 @@ def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, S
 
 
 def _is_swapped(columns: Columns, is_turned: bool) -> bool:
-    """Whether the row's own numbers rate the rejected answer higher, such as score_chosen below
-    score_rejected.
+    """Whether all of the row's own ratings are higher for its rejected answer, such as
+    score_rejected above score_chosen; false without ratings.
 
-    `is_turned`: the recipe names the columns the other way round.
+    `is_turned`: the recipe names the column `rejected` as that of the chosen answer.
     """
-    rated = list(_read_ratings(columns))
-    return bool(rated) and all((bad < good) if is_turned else (good < bad) for good, bad in rated)
+    ratings = list(_read_ratings(columns))
+    if not ratings:
+        return False
+    if is_turned:
+        return all(of_rejected < of_chosen for of_chosen, of_rejected in ratings)
+    return all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
-    """Yields (the row's rating of its chosen answer, that of its rejected one), for each kind of
-    rating that it has.
-    """
+    """Yields (rating of the column `chosen`, of `rejected`) for each kind of rating in the row."""
     for name in columns.row:
         if name.endswith("_w"):
             other = f"{name[:-2]}_l"
@@ -492,8 +500,10 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 def find_mismatched(
     documents: Sequence[Document], earlier: Document | None
 ) -> list[Document | None]:
-    """Finds for each of `documents` the next, in a circle, with another prompt; else `earlier`,
-    which was read before; None where there is none.
+    """Finds for each document one that answers another prompt.
+
+    It is the next of `documents`, in a circle, whose prompt differs; else `earlier`, which was read
+    before them; else None.
     """
     count = len(documents)
     mismatched: list[Document | None] = []
@@ -507,9 +517,7 @@ def find_mismatched(
 
 
 def _can_mismatch(other: Document, document: Document) -> bool:
-    """Whether `other` has an answer, which `train: false` takes from it, and to another prompt than
-    `document`.
-    """
+    """Whether `other` has a trained answer, and answers another prompt than `document`."""
     has_answer = not isinstance(other, Conversation) or any(other.trained)
     return has_answer and not have_same_prompt(document, other)
 
@@ -524,7 +532,9 @@ def _train_last(conversation: Conversation) -> Conversation:
 
 
 def _split(conversation: Conversation) -> tuple[Turns, Turns]:
-    """Returns (the turns before the first trained one, the others), each with whether it is."""
+    """Returns (the turns before the first trained one, the others), each with whether it is
+    trained on.
+    """
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
     first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]
@@ -552,33 +562,14 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     if ENVIRONMENT in row and not _find_question(row, source):  # which asks itself, as TRL's
         row = {**row, "prompt": [make_message("user", "")]}
     columns = Columns(row)
-    name = _name_prompt(row, source)
+    name = _require_question(row, source)
     is_named = source.completion_column is not None
     kept_row = {key: value for key, value in row.items() if not (is_named and key == ANSWER)}
-    turns: list[Any]
-    if name == "instruction":
-        turns = take_question(columns, source)
-    else:
-        value = columns.take(name)
-        if isinstance(value, str):
-            if source.type:
-                is_chat = FORMATS[source.type].is_chat
-            else:
-                is_chat = name != "prompt"
-            turns = [make_message("user", value)] if is_chat else []
-        elif isinstance(value, list) and value:
-            turns = value
-        else:
-            raise BadRow(
-                f"{name}: text or a list of messages is expected, found {describe_value(value)}"
-            )
+    turns = _take_turns(columns, name, source)
     answer = _find_answer(columns, source)
-    if not turns:
-        return ParsedRow(
-            (Group((Question(row[name], _keep(kept_row, row[name], answer)),)),),
-            "prompt_completion",
-            (),
-        )
+    if turns is None:
+        question = Question(row[name], _keep(kept_row, row[name], answer))
+        return ParsedRow((Group((question,)),), "prompt_completion", ())
     has_answer = role_of(turns[-1]) in ("assistant", "gpt")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
@@ -600,14 +591,34 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
 
 
+def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any] | None:
+    """Takes the turns of a prompt from its column; None where it is text without a template.
+
+    Raises `BadRow` where the column holds neither text nor messages.
+    """
+    if name == "instruction":
+        return take_question(columns, source)
+    value = columns.take(name)
+    if isinstance(value, list) and value:
+        return value
+    if not isinstance(value, str):
+        raise BadRow(
+            f"{name}: text or a list of messages is expected, found {describe_value(value)}"
+        )
+    is_chat = FORMATS[source.type].is_chat if source.type else name != "prompt"
+    return [make_message("user", value)] if is_chat else None
+
+
 def _find_question(row: Row, source: DatasetSource) -> str | None:
+    """Finds the column of the prompt; None where the row has none."""
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
     return _named_prompt(row, source) or next(
         (name for name in usual if row.get(name) is not None), None
     )
 
 
-def _name_prompt(row: Row, source: DatasetSource) -> str:
+def _require_question(row: Row, source: DatasetSource) -> str:
+    """Finds the column of the prompt. Raises `BadRow` where the row has none."""
     name = _find_question(row, source)
     if name is None:
         raise BadRow(
@@ -618,8 +629,8 @@ def _name_prompt(row: Row, source: DatasetSource) -> str:
 
 
 def _find_answer(columns: Columns, source: DatasetSource) -> Any:
-    """Returns the column that the source names; else the row's own answer, where it has one as
-    text.
+    """Returns what the row's answer column holds, for rewards: the column that the source names,
+    else the first of ANSWER_COLUMNS with a text; None without any.
     """
     if source.completion_column is not None:
         return columns.row.get(source.completion_column)
@@ -630,9 +641,13 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
 
 
 def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
-    """Returns the row for the reward functions, as JSON; what JSON lacks, such as dates, as text.
+    """Writes what reward functions read of a row as JSON; values that JSON lacks become text.
 
-    `of_template`: what the chat template reads beside the messages.
+    Args:
+        row: Its columns, but those of OF_COMPLETION.
+        prompt: The text or the messages.
+        answer: The value of a column ANSWER, where the row has no such column.
+        of_template: What the chat template reads beside the messages.
     """
     columns = {name: value for name, value in row.items() if name not in OF_COMPLETION}
     if answer is not None:
@@ -644,7 +659,7 @@ def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
 
 
 def check_prompt(question: Question, text: str, has_template: bool) -> Iterator[str]:
-    """Names of the checks for what the chat template made of a prompt: the `text`."""
+    """Yields the findings about `text`, what the chat template made of a prompt."""
     if isinstance(question.asked, str):
         return
     if not has_template:

@@ -111,10 +111,10 @@ class StreamedBatches:
         return fingerprint_samples(self.data.datasets)
 
     def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end; the next block is made while one is trained
-        on.
+        """Yields the step batches from `from_step` to the end.
 
-        `on_report` is called before the first batch of each block.
+        The next block is made while one is trained on. `on_report` is called before the first batch
+        of each block.
         """
         # local rank 0 would remove a block that the others still look for
         if from_step >= self.steps:
@@ -151,7 +151,7 @@ class StreamedBatches:
     def open_block(
         self, number: int, canceled: Event | None = None
     ) -> tuple[StoredBatches, Note, SourceReport]:
-        """A block's batches, numbered from 0, and the report of its rows.
+        """Opens a block: its batches, numbered from 0; its note; and the report of its rows.
 
         Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
 
@@ -178,7 +178,7 @@ class StreamedBatches:
         return batches, note, report
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
-        """The tokens of a block."""
+        """Opens the tokens of a block; local rank 0 writes them where they are missing."""
         folder = self.folder / f"block-{number:06}"
 
         def write(staging: Path) -> None:
@@ -221,7 +221,7 @@ class StreamedBatches:
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
-        """Returns (the block that step `step` is in, its first step, examples before it)."""
+        """Returns (the block that step `step` is in, its first step, the examples before it)."""
         block = first = examples = 0
         while True:
             note = self._read_note(block)
@@ -366,23 +366,34 @@ def batch_rows(
     step: int = 0,
     columns: Sequence[str] = (),
 ) -> StepBatch:
-    """One rank's share of a step over `rows`, which are read as the rows of a file.
+    """Makes one rank's share of a step over rows that a script gives.
 
-    All ranks give the same. `columns`: those that the loss reads.
+    A tokenizer without a chat template gets the plain one where conversations need it.
 
-    A tokenizer without a chat template gets the plain one where conversations need it. Raises
-    `UserError` for a row that cannot be used, for fatal findings, and where nothing is trained on.
+    Args:
+        rows: Read as the rows of a file; the same on all ranks.
+        recipe: The run's.
+        tokenizer: As `load_tokenizer` gives it.
+        world: The rank.
+        step: The number of the step.
+        columns: The columns of `rows` that the loss reads.
+
+    Raises:
+        UserError: For a row that cannot be used, for fatal findings, and where nothing is trained
+            on.
     """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
     source = DatasetSource(path=GIVEN)
     stats = SourceStats()
-    of_data = [{key: row[key] for key in row if key not in columns} for row in rows]
-    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, of_data)))
+    without_columns = [{key: row[key] for key in row if key not in columns} for row in rows]
+    numbers = tuple(range(1, len(rows) + 1))
+    row_batch = RowBatch(GIVEN, numbers, tuple(map(plain_row, without_columns)))
     tokens = tokenize_rows(
-        [(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows
+        [(source, row_batch)], recipe.data, tokenizer, stats, recipe.method_facts.rows
     )
-    examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
+    store = keep_in_memory(tokens, stats.as_json)
+    examples, report = select_examples(store, source, recipe.data)
     refuse_fatal(report.findings)
     if not len(examples):
         raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
@@ -401,7 +412,8 @@ def batch_rows(
 def preview_data(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, DataReport]:
-    """The training data and its report, whatever was found in it; of a stream, its first block.
+    """Returns the training data and its report, with fatal findings too; of a stream, its first
+    block.
 
     Raises `UserError` for data that cannot be read, or that leaves nothing to train on.
     """
@@ -463,8 +475,9 @@ def _set_plain_template(tokenizer: Any, findings: Iterable[Finding]) -> None:
 
 
 def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport]) -> str:
-    """Says how long the prompts and the descriptions of their tools are, and what room there is;
-    "" where no prompt was too long.
+    """Says how long prompts and the descriptions of their tools are, and how long they may be.
+
+    Returns "" where no prompt was too long.
     """
     if not recipe.method_facts.samples or not any(source.overlong for source in sources):
         return ""
@@ -484,18 +497,15 @@ def _read_sources(
     """Returns (the examples of all sources, a report of each); None where there is no source."""
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
-    stores = (
-        open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
-        for source in sources
-    )
-    selected = [
-        select_examples(store, source, recipe.document_data)
-        for store, source in zip(stores, sources, strict=True)
-    ]
-    parts = [examples for examples, _ in selected]
-    return mix_sources(parts, sources, seed) if parts else None, tuple(
-        report for _, report in selected
-    )
+    parts = []
+    reports = []
+    for source in sources:
+        store = open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
+        examples, report = select_examples(store, source, recipe.document_data)
+        parts.append(examples)
+        reports.append(report)
+    mixed = mix_sources(parts, sources, seed) if parts else None
+    return mixed, tuple(reports)
 
 
 def open_cached_store(
@@ -506,9 +516,9 @@ def open_cached_store(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> TokenStore:
-    """The source as tokens, from the cache.
+    """Opens a source's tokens in the cache.
 
-    If missing or damaged, local rank 0 writes it and the others wait.
+    If they are missing or damaged, local rank 0 writes them and the others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
@@ -533,7 +543,7 @@ def open_cached_store(
 def make_train_batches(
     recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches:
-    """The batches of a run. Raises `UserError` for fewer rows than ranks."""
+    """Makes the batches to train on. Raises `UserError` for fewer rows than ranks."""
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
     train = make_batches(
@@ -553,17 +563,17 @@ def make_train_batches(
             f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give "
             f"more data or fewer ranks{less}"
         )
-    epochs = recipe.optimization.num_train_epochs
     train = replace(train, iterations=recipe.rollout.num_iterations)
-    return replace(
-        train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch)
-    )
+    steps = recipe.optimization.max_steps
+    if not steps:
+        steps = ceil(recipe.optimization.num_train_epochs * train.steps_per_epoch)
+    return replace(train, steps=steps)
 
 
 def make_eval_batches(
     recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches | None:
-    """One pass over the held-out examples.
+    """Makes the batches of one pass over the held-out examples; None where there are none.
 
     Their order does not matter to a loss that weighs every token alike.
     """

@@ -178,8 +178,9 @@ def _refuse_binary(path: str, stream: IO[bytes]) -> None:
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
-    """Lines that are not blank, with their numbers from 1; one that is too long is skipped without
-    being held.
+    """Yields the lines that are not blank, with their numbers from 1.
+
+    A line that is too long is a `BadRow`, and is never held in memory.
     """
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
@@ -212,8 +213,9 @@ def _read_text(path: str) -> Iterator[NumberedRow]:
 
 
 def _read_json(path: str) -> Iterator[NumberedRow]:
-    """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file
-    begins.
+    """Yields the rows of a JSON file: one a line (JSON Lines), an array, or an object with a list.
+
+    How the file begins says which.
     """
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
@@ -290,11 +292,9 @@ def _refuse_other_delimiter(path: str, columns: list[str], delimiter: str) -> No
     """
     if len(columns) != 1:
         return
-    ours, as_ours = (
-        ("tabs", "save it with tabs") if delimiter == "\t" else ("commas", "save it with commas")
-    )
+    ours = "tabs" if delimiter == "\t" else "commas"
     for sign, name, advice in (
-        (";", "semicolons", as_ours),
+        (";", "semicolons", f"save it with {ours}"),
         ("\t", "tabs", "end its name with .tsv"),
     ):
         if sign in columns[0]:
@@ -304,6 +304,7 @@ def _refuse_other_delimiter(path: str, columns: list[str], delimiter: str) -> No
 
 
 def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
+    """Yields the lines as text. Raises `UserError` for one that is too long, or not UTF-8."""
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             raise UserError(
@@ -319,7 +320,7 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
 
 
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
-    """The one row in `line`."""
+    """Parses the one row in `line`, or returns what is wrong with it."""
     try:
         value, end = decoder.raw_decode(line, _skip_space(line, 0))
         if _skip_space(line, end) < len(line):
@@ -338,8 +339,9 @@ def _as_row(value: Any) -> dict[str, Any] | BadRow:
 
 
 def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
-    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one
-    is held.
+    """Yields the rows of `[{...}, {...}]`.
+
+    They are parsed one by one, so that an error names its row, and one row at a time is held.
     """
     text = _Text(path, stream)
     text.at = text.buffer.index("[") + 1
@@ -404,20 +406,24 @@ class _Text:
         self.at += 1
 
     def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
-        """The value that begins at `at`, and moves to its end.
+        """Parses the value that begins at `at`, and moves `at` to its end.
 
-        Raises `ValueError`, `RecursionError`.
+        Args:
+            decoder: Of one value.
+            number: The row that the value is. Then the file is read on as far as a row may be long,
+                since more text could complete it. None: text that is surely no JSON is an error at
+                once.
 
-        Of row `number` all is read that could end it; else what is surely no JSON is an error at
-        once.
+        Raises:
+            ValueError: It is no JSON.
+            RecursionError: It is nested too deeply.
         """
         while True:
             try:
                 value, end = decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as error:
-                is_cut = (
-                    error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
-                )
+                is_near_end = error.pos > len(self.buffer) - 10
+                is_cut = error.msg.startswith("Unterminated string") or is_near_end
                 if (is_cut or number) and self.grow(number or 1):
                     continue
                 raise
@@ -427,7 +433,7 @@ class _Text:
             return value
 
     def grow(self, number: int) -> bool:
-        """Reads more of the row that begins at `at`; False at the end.
+        """Reads more of the row that begins at `at`; returns False at the end of the file.
 
         Raises `UserError` if it is too long.
         """
@@ -439,7 +445,10 @@ class _Text:
         return self._read()
 
     def _read(self) -> bool:
-        """Reads as much as is buffered, so that a long row is not parsed too often."""
+        """Drops what stands before `at`, and reads more; returns False at the end of the file.
+
+        It reads as much as is buffered, so that a long row is not parsed too often.
+        """
         self.buffer = self.buffer[self.at :]
         self.at = 0
         kept = len(self._decoder.getstate()[0])
@@ -455,10 +464,18 @@ class _Text:
 
 
 def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
-    """The one list of rows in `{"data": [{...}, {...}]}`, read a second time; None where the file
-    is no such object.
+    """Returns the rows of the one list of rows in an object, such as `{"data": [{...}, {...}]}`.
+
+    The file is read twice: to find the list, and for its rows.
+
+    Returns:
+        None where the file is no JSON object.
+
+    Raises:
+        UserError: The object has no such list, or several.
     """
-    kinds: dict[str, set[bool]] = {}  # of each key's list: whether its values are rows
+    # key -> for the kinds of values in its list: whether they are rows
+    kinds: dict[str, set[bool]] = {}
     try:
         for key, value in _walk_object(_Text(path, stream)):
             if value is LIST and key in kinds:
@@ -482,13 +499,13 @@ def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] 
     )
 
 
-LIST = object()  # the beginning of a list, or of another value
+LIST = object()  # marks the beginning of a key's list, or of its other value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """Yields (key, LIST) for each key of one object, and (key, value) for its list's values.
+    """Yields (key, LIST) for each key of one object, then (key, value) for each value in its list.
 
-    Raises `ValueError`.
+    A value that is no list is passed over. Raises `ValueError` where the text is no JSON object.
     """
     decoder = RowDecoder()
     text.peek()
@@ -496,7 +513,6 @@ def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
     while True:
         text.peek()
         key = text.parse(decoder)
-        has_list = False
         if not isinstance(key, str):
             raise ValueError("a key is expected")
         text.take(":")

@@ -59,7 +59,6 @@ from finetune.data.tokenizer import (
 )
 
 COMPARED = (
-    "wrong_mask",
     "unlike_inference",
     "prompt_not_continued",
     "not_read_back",
@@ -316,21 +315,25 @@ def _check(
         *_check_turns(conversation, text, rendered.spans, ends, renderer),
         *_find_dropped(conversation, text, extents),
     ]
-    opens = ""
-    if renderer.unthinking is not None and not any(
-        read_reasoning(message)
-        for message, is_trained in zip(messages, conversation.trained, strict=True)
-        if is_trained
-    ):
+    difference = ""
+    if _lacks_reasoning(conversation, renderer):
         findings.append("no_reasoning")
         prompt = renderer.generation_prompt
         after = renderer.unthinking
-        opens = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
+        difference = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
         for i, turn in extents.items():
             rendered = _leave_out(rendered, _find_reasoning(text, messages[i], i, turn, marks))
-    where = {i: span for i, span in extents.items() if i in trained}
-    return replace(rendered, findings=tuple(findings), turns=where, difference=opens)
+    trained_extents = {i: span for i, span in extents.items() if i in trained}
+    return replace(rendered, findings=tuple(findings), turns=trained_extents, difference=difference)
+
+
+def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
+    """Whether no trained answer has reasoning, where the template writes it for the model."""
+    if renderer.unthinking is None:
+        return False
+    turns = zip(conversation.messages, conversation.trained, strict=True)
+    return not any(read_reasoning(message) for message, is_trained in turns if is_trained)
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
@@ -391,7 +394,7 @@ def _compare_with_asked(
             name = "prompt_not_continued"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
-        # this finding includes that one
+        # the new finding says more than no_reasoning
         others = [finding for finding in rendered.findings if finding != "no_reasoning"]
         return replace(rendered, findings=(*others, name), difference=difference)
     if not renderer.response_template:
@@ -460,13 +463,18 @@ def _as_text(value: Any) -> str:
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
     """Returns (the first token of `text` that differs, the token that `expected` has there)."""
-    tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
-    ids = zip_longest(*(each.ids for each in tokens))
-    first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
-    differing = []
-    for each, encoded in zip((text, expected), tokens, strict=True):
-        differing.append(each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else "")
-    return differing[0], differing[1]
+    trained = renderer.backend.encode(text, add_special_tokens=False)
+    seen = renderer.backend.encode(expected, add_special_tokens=False)
+    id_pairs = enumerate(zip_longest(trained.ids, seen.ids))
+    first = next((i for i, (one, other) in id_pairs if one != other), 0)
+    return _cut_token(text, trained, first), _cut_token(expected, seen, first)
+
+
+def _cut_token(text: str, encoded: Any, number: int) -> str:
+    """Returns the part of `text` that a token of its encoding stands for; "" behind its end."""
+    if number >= len(encoded.ids):
+        return ""
+    return text[slice(*encoded.offsets[number])]
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
@@ -635,28 +643,34 @@ def write_images(
     token = find_image_token(renderer)
     messages = conversation.messages
     last = max(text.turns, default=len(messages))
-    counts = [sum(m["content"].count(IMAGE) for m in messages[:end]) for end in (last + 1, None)]
+    counts = []  # of images: up to the last turn of the text, and in all messages
+    for end in (last + 1, None):
+        counts.append(sum(message["content"].count(IMAGE) for message in messages[:end]))
     written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
-    if written_places not in counts or typed:
+    if typed:
+        raise BadRow(f"image: the text holds {typed[0]}, which stands for an image")
+    if written_places not in counts:
         raise BadRow(
             f"image: the chat template writes {token} {written_places} times for {counts[0]} images"
-            if not typed
-            else f"image: the text holds {typed[0]}, which stands for an image"
         )
     images = images[:written_places]
     written = [renderer.images.expand(open_image(image).size) for image in images]
     expanded, spans = place_images(text.text, text.spans, written, token)
-    identity = xxhash.xxh3_64_intdigest(
-        f"{text.group_hash}{hash_images(images)}{text.text}".encode()
-    )
+    identity = f"{text.group_hash}{hash_images(images)}{text.text}"
     # Its turns stand elsewhere now, and only `inspect --turns` shows them.
     return replace(
-        text, text=expanded, spans=spans, turns={}, images=tuple(images), group_hash=identity
+        text,
+        text=expanded,
+        spans=spans,
+        turns={},
+        images=tuple(images),
+        group_hash=xxhash.xxh3_64_intdigest(identity.encode()),
     )
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
+    """Yields the findings about a prompt and its completion."""
     prompt = document.prompt
     completion = document.completion
     if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
@@ -676,6 +690,15 @@ def _check_turns(
     ends: Sequence[int],
     renderer: Renderer,
 ) -> Iterator[str]:
+    """Yields the findings about a conversation's roles and calls, and about how its turns end.
+
+    Args:
+        conversation: What the text was rendered from.
+        text: The text.
+        spans: What is trained on.
+        ends: Where the trained turns end; empty where that is not known.
+        renderer: The renderer.
+    """
     messages = conversation.messages
     if any(renderer.special_tokens.search(message["content"]) for message in messages):
         yield "typed_special_token"
@@ -800,12 +823,14 @@ def _holds_reasoning(answer: str, message: Message) -> bool:
 
 
 def _take_last_line(content: str) -> str:
-    """The part of a content that every template writes as it is: it may trim it, or move its
-    reasoning elsewhere.
+    """Returns the part of a content that every template writes as it is: how its last line ends.
+
+    A template may trim a content, move its reasoning elsewhere, and write its images in its own
+    way.
     """
-    return str(
-        THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip()
-    )
+    answer = THINKING_END.split(content)[-1].strip()
+    last_line = answer.rpartition("\n")[2]
+    return last_line.rpartition(IMAGE)[2].strip()
 
 
 def _holds_calls(answer: str, message: Message) -> bool:

@@ -34,25 +34,22 @@ def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     ['Sum: 2+2?', '4', '5']
     """
     columns = Columns(row)
-    query = _take_text(columns, _find(row, source.prompt_column, QUERY, "query", "prompt_column"))
-    positive = _take_text(
-        columns, _find(row, source.chosen_column, POSITIVE, "document", "chosen_column")
-    )
+    query = _take_query(columns, source)
+    positive = _take_text(columns, _find_document_column(row, source, POSITIVE))
     negatives = list(_take_negatives(columns, source))[: data.num_negatives]
     if len(negatives) < data.num_negatives:
         raise BadRow(
             f"{len(negatives)} negatives, where num_negatives is {data.num_negatives}; lower it, "
             f"or add negatives ({', '.join(NEGATIVE)}, negative_1, ...; rejected_column names them)"
         )
-    documents = (data.document_prompt + text for text in (positive, *negatives))
-    texts = (data.query_prompt + query, *documents)
-    return ParsedRow(
-        (Group(tuple(map(Text, texts)), pooling=data.pooling),), FORMAT, columns.unused
-    )
+    documents = [Text(data.query_prompt + query)]
+    documents += [Text(data.document_prompt + text) for text in (positive, *negatives)]
+    group = Group(tuple(documents), pooling=data.pooling)
+    return ParsedRow((group,), FORMAT, columns.unused)
 
 
 def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a query with one document more than `num_negatives`, each with how well it answers.
+    """Reads a query with `num_negatives` + 1 documents, each with a score of how well it answers.
 
     Raises `BadRow`.
 
@@ -64,13 +61,13 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     ['2+2? - 4', '2+2? - 5']
     """
     columns = Columns(row)
-    query = _take_text(columns, _find(row, source.prompt_column, QUERY, "query", "prompt_column"))
+    query = _take_query(columns, source)
     named = (source.label_column,) if source.label_column else LABELS
     label = next((name for name in named if row.get(name) is not None), None)
     if label is None:
         texts, numbers = _take_by_columns(columns, source)
     else:
-        name = _find(row, source.chosen_column, CANDIDATES, "document", "chosen_column")
+        name = _find_document_column(row, source, CANDIDATES)
         texts = list(_read_texts(_as_list(columns.take(name)), name))
         numbers = list(_read_numbers(_as_list(columns.take(label)), label))
         if len(texts) != len(numbers):
@@ -93,8 +90,8 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
 
 
 def _take_by_columns(columns: Columns, source: DatasetSource) -> tuple[list[str], list[float]]:
-    """Returns (the document that answers and its negatives, 1 and zeros)."""
-    name = _find(columns.row, source.chosen_column, POSITIVE, "document", "chosen_column")
+    """Returns (the document that answers and its negatives; their scores, 1 and zeros)."""
+    name = _find_document_column(columns.row, source, POSITIVE)
     texts = [_take_text(columns, name), *_take_negatives(columns, source)]
     return texts, [1.0] + [0.0] * (len(texts) - 1)
 
@@ -104,7 +101,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
-    """Each of `values` as a number from 0 on. Raises `BadRow`."""
+    """Yields each of `values` as a float from 0 on. Raises `BadRow`."""
     for value in values:
         is_number = isinstance(value, int | float)
         if not is_number or not 0 <= value < float("inf"):
@@ -113,10 +110,14 @@ def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
 
 
 def write_pair_template(data: Data, bos: str, eos: str) -> str:
-    """The chat template by which sentence-transformers writes a query with a document, as
-    `parse_ranked` does.
+    """Writes the chat template by which sentence-transformers puts a query before a document.
 
-    What another role says is such a text already. `bos`, `eos`: what stands around plain text.
+    It writes what `parse_ranked` does. A message of another role is such a text already.
+
+    Args:
+        data: With the prompts of query and document.
+        bos: What the tokenizer writes before plain text.
+        eos: What it writes after it.
     """
     texts = (bos, data.query_prompt, data.document_prompt, eos)
     before, query, document, after = (json.dumps(text, ensure_ascii=False) for text in texts)
@@ -128,8 +129,30 @@ def write_pair_template(data: Data, bos: str, eos: str) -> str:
     )
 
 
-def _find(row: Row, named: str | None, usual: Iterable[str], what: str, key: str) -> str:
-    """The column that holds the query or the document. Raises `BadRow` where there is none."""
+def _take_query(columns: Columns, source: DatasetSource) -> str:
+    """Returns the query's text. Raises `BadRow` where there is none."""
+    name = _find_column(columns.row, source.prompt_column, QUERY, "query", "prompt_column")
+    return _take_text(columns, name)
+
+
+def _find_document_column(row: Row, source: DatasetSource, usual: Iterable[str]) -> str:
+    """Returns the column that holds the document. Raises `BadRow` where there is none."""
+    return _find_column(row, source.chosen_column, usual, "document", "chosen_column")
+
+
+def _find_column(row: Row, named: str | None, usual: Iterable[str], what: str, key: str) -> str:
+    """Returns the column that holds what is asked for.
+
+    Args:
+        row: The row.
+        named: The column that the source names; None: the first of `usual` with a value.
+        usual: The names that the column may have.
+        what: What it holds, for errors.
+        key: The source's key that names it, for errors.
+
+    Raises:
+        BadRow: The source names none, and the row has none of `usual`.
+    """
     if named is not None:
         return named
     present = next((name for name in usual if row.get(name) is not None), None)
@@ -139,7 +162,7 @@ def _find(row: Row, named: str | None, usual: Iterable[str], what: str, key: str
 
 
 def _take_text(columns: Columns, name: str) -> str:
-    """The text of a column, or the first of its list."""
+    """Returns the text of a column, or the first text of its list. Raises `BadRow`."""
     value = columns.take(name)
     if isinstance(value, list):
         texts = list(_read_texts(value, name))
@@ -151,8 +174,9 @@ def _take_text(columns: Columns, name: str) -> str:
 
 
 def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
-    """The texts of the columns of negatives, in their order: negative, negatives, negative_1,
-    negative_2, ...
+    """Yields the texts of the columns of negatives.
+
+    Their order is that of NEGATIVE, then negative_1, negative_2, ... by number.
     """
     numbered = sorted(
         (name for name in columns.row if _is_numbered(name)),
@@ -166,11 +190,11 @@ def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
 
 
 def _is_numbered(name: str) -> bool:
-    return name.startswith("negative_") and name.removeprefix("negative_").isdigit()
+    return name.startswith("negative_") and name.removeprefix("negative_").isdecimal()
 
 
 def _read_texts(values: Iterable[Any], name: str) -> Iterable[str]:
-    """Each of `values` as text, which it is, or holds as a `text`. Raises `BadRow`."""
+    """Yields the text of each value: a text, or a mapping with a `text`. Raises `BadRow`."""
     for value in values:
         text = value.get("text") if isinstance(value, dict) else value
         if not isinstance(text, str) or not text:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
@@ -22,7 +22,7 @@ from finetune.constants import count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import ParsedRow, Row
 from finetune.data.groups import GroupReader, render_group
-from finetune.data.images import ImageProcessor, holds_images
+from finetune.data.images import ImageProcessor, find_image_folder, holds_images
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import COMPARED, RenderedText
@@ -46,7 +46,8 @@ class SourceStats:
     """
 
     files: list[str] = field(default_factory=list)
-    content: list[str] = field(default_factory=list)  # a hash of each file's bytes
+    # a hash of each file's bytes; then of each batch of rows with images one of these
+    content: list[str] = field(default_factory=list)
     rows_in_source: int | None = None  # where only max_samples of them are read
     rows_read: int = 0
     rows_skipped: int = 0
@@ -54,26 +55,26 @@ class SourceStats:
     formats: list[str] = field(default_factory=list)  # of its rows, in the order of their first row
     # column -> rows that hold a value in it
     unused_columns: dict[str, int] = field(default_factory=dict)
-    # indexes of the files with rows that are not plain text
+    # indexes in `files` of those with rows that are not plain text
     structured_files: list[int] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
     is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
-    # their names, where the last token of a document is scored
+    # the names of the scores, where tokens are scored
     scores: list[str] = field(default_factory=list)
     # what the label of that token says, as in `RowFacts`; "classes": which of several classes
     label: str = "margin"
     # the tokens with a label are those whose states are a document's embedding
     is_pooled: bool = False
     images: int = 0
-    # that only images have, where there are some
+    # the tokens that only images have; empty where there is no image
     image_token_ids: list[int] = field(default_factory=list)
     # of a block of a stream: the stream's position after it
     stream: dict[str, int] = field(default_factory=dict)
 
     def describe_rows(self, kind: RowKind, data: Data) -> None:
-        """Says what is read of the rows."""
+        """Sets what rows of this kind are: their groups, and what their labels say."""
         self.group_size = ROWS[kind].count_documents(data.num_negatives)
         self.is_rated = kind == "ratings"
         self.is_asked = kind == "prompts"
@@ -98,11 +99,17 @@ def tokenize_rows(
     stats: SourceStats,
     kind: RowKind = "answers",
 ) -> Iterator[Tokens]:
-    """The tokens of each batch of rows, in order; `stats` grows with them.
+    """Yields the tokens of each batch of rows, in order.
 
-    `kind`: what is read of the rows.
+    Args:
+        batches: Rows, each batch with the source that it comes from.
+        data: The recipe's section.
+        tokenizer: As `load_tokenizer` gives it.
+        stats: Its counts grow while the rows are read.
+        kind: What is read of the rows.
 
-    Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
+    Raises:
+        UserError: At the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
     stats.describe_rows(kind, data)
     renderer = make_renderer_of(data, tokenizer)
@@ -166,9 +173,13 @@ def _render_batch(
     stats: SourceStats,
     reader: GroupReader,
 ) -> tuple[list[RenderedText], Places]:
-    """Returns (documents, their places) of the usable rows.
+    """Renders the rows of a batch that can be used; counts all in `stats`.
 
-    Raises `UserError` for others if `on_bad_row` is error.
+    Returns:
+        The documents as texts, and the place of each.
+
+    Raises:
+        UserError: A row cannot be used, and `on_bad_row` is `error`.
     """
     if batch.file not in stats.files:
         stats.files.append(batch.file)
@@ -193,7 +204,7 @@ def _render_batch(
         for name in findings:
             stats.tally.add(name, [where])
         _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
-        _count_form(row, parsed, file, where, stats)
+        _count_format(row, parsed, file, where, stats)
     stats.rows_read += len(batch.rows)
     _count_problems(problems, len(batch.rows), data, stats)
     return documents, places
@@ -209,7 +220,7 @@ def _render_row(
     if isinstance(parsed, BadRow):
         raise parsed
     renderer = renderer_of_source(renderer, source)
-    folder = Path(source.image_folder or Path(file).parent)
+    folder = find_image_folder(source, file)
     texts: list[RenderedText] = []
     findings = list(parsed.findings)
     for group in parsed.groups:
@@ -232,8 +243,8 @@ def _count_images_unread(
     stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
 
 
-def _count_form(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
-    """Counts a row's unused columns, and notes its format."""
+def _count_format(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
+    """Counts a row's unused columns and repeated keys, and notes its format."""
     count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
     if isinstance(row, RepeatedKeys):
         stats.tally.add("repeated_keys", [where])
@@ -265,8 +276,9 @@ def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: S
 
 
 def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
-    """The first column of images in a row of which the model is shown none; None where there is
-    none.
+    """Finds the first column of images in a row whose documents have no image.
+
+    Returns None where the row has no such column, or its documents have images.
     """
     for group in parsed.groups:
         if any(getattr(document, "images", ()) for document in group.documents):
@@ -294,7 +306,16 @@ def _check_tokens(
     bos: int | None,
     images: ImageProcessor | None,
 ) -> Tokens:
-    """The batch's tokens when they are ready; what is wrong with them is counted in `stats`."""
+    """Waits for the tokens of a batch, and counts in `stats` what is found in them.
+
+    Args:
+        documents: The batch, as it was encoded.
+        places: (file, row) of each document.
+        encoded: Its tokens.
+        stats: The statistics of the source.
+        bos: The id of BOS; None: the tokenizer has none.
+        images: The model's image processor.
+    """
     tokens = encoded.result()
     where = [name_place(stats.files[file], row) for file, row in places]
     _count_findings(documents, where, stats)
@@ -308,12 +329,18 @@ def _check_tokens(
     if not stats.is_asked:
         _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
     if bos is not None:
-        starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
-        doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
-        _add_rows(
-            stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]]
-        )
+        _add_rows(stats, "doubled_bos", [where[i] for i in _find_doubled_bos(tokens, bos)])
     return tokens
+
+
+def _find_doubled_bos(tokens: Tokens, bos: int) -> NDArray[np.int64]:
+    """Finds the documents that begin with two BOS: their indexes in the batch."""
+    starts = np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths
+    candidates = np.flatnonzero(tokens.lengths > 1)
+    first = tokens.input_ids[starts[candidates]]
+    second = tokens.input_ids[starts[candidates] + 1]
+    doubled: NDArray[np.int64] = candidates[(first == bos) & (second == bos)]
+    return doubled
 
 
 def _count_findings(documents: list[RenderedText], places: list[str], stats: SourceStats) -> None:
@@ -343,11 +370,11 @@ def _count_split(
     documents: list[RenderedText], places: list[str], tokens: Tokens, stats: SourceStats
 ) -> None:
     """Counts the extra tokens of rows that became several documents: all but their longest one."""
-    lengths: dict[str, list[int]] = {}  # by row
+    lengths_by_row: dict[str, list[int]] = {}
     for place, document, length in zip(places, documents, tokens.lengths.tolist(), strict=True):
         if "turns_split" in document.findings:
-            lengths.setdefault(place, []).append(length)
-    extra = sum(sum(of_row) - max(of_row) for of_row in lengths.values())
+            lengths_by_row.setdefault(place, []).append(length)
+    extra = sum(sum(lengths) - max(lengths) for lengths in lengths_by_row.values())
     if extra:
         stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + extra
 

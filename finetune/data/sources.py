@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from glob import escape
@@ -41,8 +42,8 @@ from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
-PACKED = (".zst", ".bz2", ".xz", ".zip")  # what hides data that is not read
-# read for it of one source at most, two samples of each file at least
+PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed files, which are not read
+# of one source, read for its fingerprint at most; but two samples of each file at least
 FINGERPRINT_BYTES = 256 * 1024 * 1024
 
 
@@ -58,8 +59,9 @@ class RowBatch:
 def read_rows(
     source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS
 ) -> Iterator[RowBatch]:
-    """The rows of a source in their order, at most `batch_rows` at a time; streamed, the first
-    `max_samples` of them.
+    """Yields the rows of a source in their order, at most `batch_rows` at a time.
+
+    `streaming`: a data set of the hub is streamed, and only the first `max_samples` rows are read.
 
     Raises `UserError` where nothing is at its path, or a file cannot be read.
     """
@@ -74,11 +76,16 @@ def read_rows(
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """Returns (`max_samples` of a source's rows in their order, the number of all its rows); all
-    rows, and None, without it.
+    """Draws `max_samples` of a source's rows: the first of a permutation that the seed decides.
 
-    They are the first of a permutation that the seed decides. All rows are read once to count them,
-    not tokenized. Raises `UserError` where nothing is at its path, or a file cannot be read.
+    All rows are read once to count them, without being tokenized.
+
+    Returns:
+        The drawn rows in the order of the source, and the number of all its rows. Where the source
+        has no `max_samples`: all rows, and None.
+
+    Raises:
+        UserError: Nothing is at its path, or a file cannot be read.
     """
     if source.max_samples is None:
         return read_rows(source), None
@@ -97,29 +104,27 @@ def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowB
 def _open_rows(
     source: DatasetSource, streaming: bool = False
 ) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """Yields (file, its numbered rows) for every stretch that `split` names; the hub's or
-    function's name as file.
+    """Yields (file, its numbered rows) for every stretch that `split` names.
+
+    The name of a function, or of a data set of the hub, stands in the place of a file.
     """
     if source.function is not None:
-        yield (
-            source.function,
-            enumerate(map(remove_none_values, user_code.read_rows(source.function)), 1),
-        )
+        rows = user_code.read_rows(source.function)
+        yield source.function, enumerate(map(remove_none_values, rows), 1)
         return
     splits = find_splits(source.path)
     if splits is None:
-        yield (
-            source.path,
-            enumerate(map(remove_none_values, _keep_encoded(load_hub_rows(source, streaming))), 1),
-        )
+        rows = _keep_encoded(load_hub_rows(source, streaming))
+        yield source.path, enumerate(map(remove_none_values, rows), 1)
         return
     for file, start, stop in _resolve_slices(source, splits):
         yield file, islice(read_file(file), start, stop)
 
 
 def _keep_encoded(rows: Any) -> Any:
-    """Rows of the `datasets` library with images as they are stored, whose size `data/images.py`
-    bounds.
+    """Makes rows of the `datasets` library keep images as they are stored.
+
+    data/images.py opens them, and bounds their size.
     """
     if "Image(" not in str(rows.features):
         return rows
@@ -131,7 +136,7 @@ def _keep_encoded(rows: Any) -> Any:
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
-    """split -> files, for a local file, glob or folder; None for a hub name.
+    """Maps each split of a local file, glob or folder to its files; None for a hub name.
 
     Raises `UserError` if nothing is there.
     """
@@ -189,23 +194,15 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
 
     splits: dict[str, tuple[str, ...]] = {}
     try:
-        patterns = get_data_patterns(escape(path))
+        patterns_by_split = get_data_patterns(escape(path))
     except FileNotFoundError:
-        patterns = {}
-    for split, names in patterns.items():
+        patterns_by_split = {}
+    for split, patterns in patterns_by_split.items():
         files: set[str] = set()
-        for name in names:
-            try:
-                paths = resolve_pattern(name, escape(path))
-            except FileNotFoundError:
-                continue
-            for file in paths:
-                if file_kind(file):
-                    files.add(file)
-                elif Path(file).suffix.lower() in PACKED and file_kind(
-                    str(Path(file).with_suffix(""))
-                ):
-                    raise _unknown_kind(file)
+        for pattern in patterns:
+            with suppress(FileNotFoundError):
+                matching = resolve_pattern(pattern, escape(path))
+                files.update(file for file in matching if _is_data(file))
         # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not
         # data.
         arrow = {
@@ -218,6 +215,15 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
             f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too"
         )
     return splits
+
+
+def _is_data(file: str) -> bool:
+    """Whether a file is of a known kind. Raises `UserError` for data in a format of `PACKED`."""
+    path = Path(file)
+    is_packed = path.suffix.lower() in PACKED and file_kind(str(path.with_suffix("")))
+    if is_packed and not file_kind(file):
+        raise _unknown_kind(file)
+    return file_kind(file) is not None
 
 
 def _is_left_over(file: Path) -> bool:
@@ -270,7 +276,7 @@ def _resolve_slices(
 
 @cache
 def count_rows(file: str, modified_ns: int) -> int:
-    """Rows in a file, bad ones too."""
+    """Counts the rows of a file, bad ones too; again once its time `modified_ns` has changed."""
     return sum(1 for _ in read_file(file))
 
 
@@ -296,8 +302,9 @@ def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[R
 
 
 def hash_content(source: DatasetSource) -> dict[str, str]:
-    """file -> a hash of its bytes; of a data set of the hub, its name -> the fingerprint that
-    `datasets` gives it.
+    """Maps each file of a source to a hash of its bytes.
+
+    Of a data set of the hub, maps its name to the fingerprint that `datasets` gives it.
     """
     files = {file: hash_file(file) for file in list_files(source)}
     return files or {source.path: load_hub_rows(source, streaming=False)._fingerprint}
@@ -310,11 +317,11 @@ def hash_file(file: str) -> str:
 
 
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
-    """A hash of the sources' files: of all up to FINGERPRINT_BYTES, else of samples spread evenly.
+    """Hashes samples of the sources' files; returns None where a source is of the hub.
 
-    Not of every byte, since a stream may be terabytes, which would be read before the first step:
-    rows that change places between two samples are not noticed. None where a source is of the hub.
-    Names and times do not count: a copy on another disk is the same stream.
+    The samples are spread evenly, and are all of a source's bytes up to FINGERPRINT_BYTES. A stream
+    may be terabytes, which would be read before the first step: so a change between two samples is
+    not noticed. Names and times do not count: a copy on another disk is the same stream.
     """
     content = []
     for source in sources:
@@ -379,8 +386,9 @@ def interleave_sources(
 
 
 def describe_source(source: DatasetSource) -> Any:
-    """A source and, where it is local, its files with size and time: their content would take too
-    long to hash.
+    """Describes a source by its keys and, where it is local, by its files with size and time.
+
+    Their content would take too long to hash.
     """
     if source.function:
         splits = {"function": list_files(source)}
@@ -417,8 +425,9 @@ def _unknown_kind(path: str) -> UserError:
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """A few rows at a time: a dictionary's value can stand in every row, and takes its memory each
-    time.
+    """Yields the rows of a Parquet file, read a few at a time.
+
+    A value of a dictionary can stand in every row, and takes its memory each time.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -441,8 +450,9 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _count_repeated_arrow(path: str) -> int:
-    """The bytes of an Arrow file's rows in columns that are dictionaries, whose values may stand in
-    every row.
+    """Counts the bytes that an Arrow file's rows have in columns that are dictionaries.
+
+    A value of a dictionary may stand in every row, and counts each time.
     """
     from pyarrow import ipc, memory_map
 
@@ -463,7 +473,7 @@ def _count_repeated_arrow(path: str) -> int:
 
 
 def _count_repeated(column: Any) -> int:
-    """The bytes of the rows of an Arrow array, as far as they stand in dictionaries."""
+    """Counts the bytes of an Arrow array's rows that come from dictionaries."""
     from pyarrow import compute, types
 
     if types.is_dictionary(column.type):
@@ -484,11 +494,10 @@ def _count_repeated(column: Any) -> int:
 
 
 def _count_unpacked_arrow(path: str) -> int:
-    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at
-    a time.
+    """Counts the bytes that an Arrow file's compressed buffers declare to unpack to.
 
-    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with
-    its unpacked size.
+    pyarrow allocates them a whole batch at a time. Each batch's metadata is a flatbuffer that lists
+    its buffers; a compressed buffer begins with its unpacked size.
     """
     from pyarrow import ipc, memory_map
 
@@ -500,34 +509,39 @@ def _count_unpacked_arrow(path: str) -> int:
                 continue
             metadata = message.metadata.to_pybytes()
             body = memoryview(message.body or b"")
-
-            def follow(table: int, field: int, metadata: bytes = metadata) -> int:
-                fields = table - struct.unpack_from("<i", metadata, table)[0]
-                has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
-                if has_field:
-                    offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0]
-                else:
-                    offset = 0
-                return (
-                    table + offset + struct.unpack_from("<I", metadata, table + offset)[0]
-                    if offset
-                    else 0
-                )
-
-            batch = follow(struct.unpack_from("<I", metadata)[0], 2)
+            batch = _follow_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
             if message.type == "dictionary":
-                batch = follow(batch, 1)
-            buffers = follow(batch, 2)
-            if not buffers or not follow(batch, 3):
+                batch = _follow_field(metadata, batch, 1)
+            buffers = _follow_field(metadata, batch, 2)
+            if not buffers or not _follow_field(metadata, batch, 3):
                 continue  # nothing is compressed
             for i in range(struct.unpack_from("<I", metadata, buffers)[0]):
                 start, size = struct.unpack_from("<qq", metadata, buffers + 4 + 16 * i)
-                total += max(0, struct.unpack_from("<q", body, start)[0]) if size >= 8 else 0
+                if size >= 8:
+                    total += max(0, struct.unpack_from("<q", body, start)[0])
     return total
 
 
+def _follow_field(flatbuffer: bytes, table: int, field: int) -> int:
+    """Returns where the table or vector in field number `field` of a table begins; 0 without it.
+
+    table: Where the table begins.
+    """
+    fields = table - struct.unpack_from("<i", flatbuffer, table)[0]
+    has_field = 4 + 2 * field < struct.unpack_from("<H", flatbuffer, fields)[0]
+    if not has_field:
+        return 0
+    offset = struct.unpack_from("<H", flatbuffer, fields + 4 + 2 * field)[0]
+    if not offset:
+        return 0
+    return int(table + offset + struct.unpack_from("<I", flatbuffer, table + offset)[0])
+
+
 def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
-    """Parquet, and Arrow through the `datasets` library, streamed so that it makes no copy."""
+    """Yields the numbered rows of a Parquet or Arrow file.
+
+    The `datasets` library reads Arrow; streamed, it makes no copy.
+    """
     import datasets
 
     # What it cannot read it would log as well as raise.

@@ -45,11 +45,18 @@ def read_messages(conversation: Conversation, renderer: Renderer) -> list[Messag
 
 
 def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> int:
-    """Where a trained span ends: after the token at which generation stops, or else the end-of-turn
-    token.
+    """Finds where a trained span ends: after the token at which generation stops, or else after
+    the end-of-turn token.
 
     The white space that follows it is left out: a model never has to write the newline that
     templates put there.
+
+    Args:
+        text: The rendered conversation.
+        start: Where the span begins.
+        end: Where its turn ends by the template or its markers; the token may stand before or
+            behind.
+        renderer: It knows the tokens.
     """
     end = _find_end_token(text, start, end, renderer)
     last = max(
@@ -61,6 +68,10 @@ def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> in
 
 
 def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
+    """Finds where the token ends that ends a turn: the last of the span, or the one behind it.
+
+    Returns `end` where there is neither.
+    """
     inside = [match.end() for match in renderer.special_tokens.finditer(text, start, end)]
     if inside and not text[inside[-1] : end].strip():
         return inside[-1]
@@ -93,12 +104,15 @@ class _Layout:
 def match_layout(
     text: str, conversation: Conversation, renderer: Renderer
 ) -> dict[int, Span] | None:
-    """Message index -> span of an assistant's turn in `text`, if the template writes the same
-    around any content and inference sees each turn so; else None, and the turns have to be asked
-    for one by one.
+    """Finds the assistant's turns in `text` by the layout that its template has for these roles.
 
-    The layout is found once for each sequence of roles, and used only if it gives exactly this
-    rendered text when filled with this conversation's contents.
+    The layout is found once for each sequence of roles. It counts only where it gives exactly this
+    text when filled with this conversation's contents.
+
+    Returns:
+        Message index -> span of the turn. None where the template writes something else around
+        some contents, or inference sees a turn otherwise: then turns have to be asked for one by
+        one.
     """
     messages = read_messages(conversation, renderer)
     if conversation.tools or any(len(message) > 2 for message in messages):
@@ -106,10 +120,9 @@ def match_layout(
     layout = _probe_layout(tuple(message["role"] for message in messages), renderer)
     if layout is None:
         return None
-    contents = [
-        m["content"].strip() if trim else m["content"]
-        for m, trim in zip(messages, layout.trims, strict=True)
-    ]
+    contents = []
+    for message, trims in zip(messages, layout.trims, strict=True):
+        contents.append(message["content"].strip() if trims else message["content"])
     pieces = [layout.between[0]]
     for content, after in zip(contents, layout.between[1:], strict=True):
         pieces += (content, after)
@@ -128,8 +141,9 @@ def match_layout(
 
 @lru_cache(maxsize=1024)
 def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
-    """The layout, from contents that cannot be mistaken; None if the template changes them or a
-    turn's text.
+    """Finds a layout by rendering contents that cannot be mistaken for the template's words.
+
+    Returns None if the template changes them, or inference sees a turn otherwise.
     """
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [
@@ -161,9 +175,12 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
 def _probe_turns(
     text: str, messages: list[Message], between: list[str], contents: list[Span], renderer: Renderer
 ) -> tuple[Span, ...] | None:
-    """`_Layout.around`; None if inference sees a turn otherwise than `text`.
+    """Measures what the turns have around their contents: `_Layout.around`.
 
-    First and last of each kind count.
+    Turns between the same roles and the same words are of one kind; the first and the last of each
+    kind are asked for.
+
+    Returns None if inference sees one of them otherwise than `text` has it.
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, message in enumerate(messages):
@@ -223,9 +240,10 @@ class AskedTurn:
 
 
 def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
-    """Message index -> turn, of each turn with a trained part.
+    """Asks for each trained turn as inference does: message index -> turn.
 
-    Raises `BadRow` as rendering does, and where the beginning of a turn is unknown.
+    A turn of which the template's markers enclose nothing is left out. Raises `BadRow` as rendering
+    does, and where the beginning of a turn is unknown.
     """
     messages = read_messages(conversation, renderer)
     asked = {
@@ -239,10 +257,18 @@ def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, Asked
 def find_turns(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
-    """Returns (the text of the whole conversation, message index -> what is trained on of each
-    turn).
+    """Renders the whole conversation, and finds the trained turns in it.
 
-    Raises `BadRow`.
+    Args:
+        conversation: The conversation.
+        asked: Message index -> each trained turn as inference has it.
+        renderer: The renderer.
+
+    Returns:
+        The text, and message index -> the spans of each trained turn.
+
+    Raises:
+        BadRow: The template rejects the conversation, or the place of a turn is unknown.
     """
     messages = read_messages(conversation, renderer)
     tools = conversation.tools
@@ -251,25 +277,7 @@ def find_turns(
     else:
         wanted = []
     if renderer.has_markers:
-        text, marked = apply_marked_template(renderer, messages, tools)
-        # White space that the markers include is trained on, as by transformers.
-        spans = [
-            (start, max(end, min(_find_end_of_turn(text, start, end, renderer), limit)))
-            for (start, end), limit in zip(
-                marked, [*(start for start, _ in marked[1:]), len(text)], strict=True
-            )
-        ]
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) > len(answers):
-            spans = _keep_words(text, spans, renderer)
-        if len(spans) == len(answers):
-            return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
-        if wanted != answers:
-            raise BadRow(
-                f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, "
-                "so `train: false` cannot be applied to one of them"
-            )
-        return text, {wanted[0]: tuple(spans)}
+        return _find_marked_turns(messages, wanted, tools, renderer)
     rendering = Rendering(messages, tools, renderer)
     turns: dict[int, tuple[Span, ...]] = {}
     for i in wanted:
@@ -278,6 +286,36 @@ def find_turns(
         else:
             turns[i] = _find_rewritten(rendering, messages, i, tools, renderer)
     return rendering.text, turns
+
+
+def _find_marked_turns(
+    messages: list[Message], wanted: list[int], tools: Tools, renderer: Renderer
+) -> tuple[str, dict[int, tuple[Span, ...]]]:
+    """Renders a conversation, and finds the turns of `wanted` messages by the template's markers.
+
+    Returns (text, message index -> spans). Where there are not as many spans as turns of the
+    assistant, and all of these are wanted, the first turn has all spans.
+    """
+    text, marked = apply_marked_template(renderer, messages, tools)
+    next_starts = [*(start for start, _ in marked[1:]), len(text)]
+    spans = []
+    for (start, end), next_start in zip(marked, next_starts, strict=True):
+        end_of_turn = min(_find_end_of_turn(text, start, end, renderer), next_start)
+        # White space that the markers include is trained on, as by transformers.
+        spans.append((start, max(end, end_of_turn)))
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(spans) > len(answers):
+        spans = _keep_words(text, spans, renderer)
+    if len(spans) == len(answers):
+        return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
+    if not wanted:
+        return text, {}
+    if wanted != answers:
+        raise BadRow(
+            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, "
+            "so `train: false` cannot be applied to one of them"
+        )
+    return text, {wanted[0]: tuple(spans)}
 
 
 def _find_rewritten(
@@ -329,19 +367,23 @@ def _find_words_behind(rendering: Rendering, i: int, limit: int, renderer: Rende
 
 
 def _end_words(text: str, mark: Mark, renderer: Renderer) -> int:
-    """Where words end of which `mark` is the last: Gemma 4 leaves out what a content has behind
-    <|channel>.
+    """Finds where the words end whose last mark is `mark`.
+
+    Where the template leaves out how they end, as Gemma 4 does with what a content has behind
+    <|channel>, they end at the next special token.
     """
     if mark.ends:
-        special = None
-    else:
-        special = renderer.special_tokens.search(text, mark.position)
+        return mark.position
+    special = renderer.special_tokens.search(text, mark.position)
     return special.start() if special else mark.position
 
 
 def _measure_end(after: str, renderer: Renderer) -> int:
-    """Counts the characters that end a turn, between its last words and the next message's."""
-    ends = [match.end() for match in (renderer.up_to_stop.search(after),) if match]
+    """Counts the characters that end a turn, of those `after` its last words."""
+    ends = []
+    stop = renderer.up_to_stop.search(after)
+    if stop:
+        ends.append(stop.end())
     if renderer.end_of_turn and renderer.end_of_turn in after:
         ends.append(after.index(renderer.end_of_turn) + len(renderer.end_of_turn))
     special = renderer.special_tokens.search(after)
@@ -351,9 +393,9 @@ def _measure_end(after: str, renderer: Renderer) -> int:
 def _ask_turn(
     messages: list[Message], i: int, tools: Tools, renderer: Renderer
 ) -> AskedTurn | None:
-    """Turn `i`, asked for by itself; None where the template's markers enclose nothing of it.
+    """Asks for turn `i` as inference does: after the messages before it.
 
-    Raises as `ask_turns`.
+    Returns None where the template's markers enclose nothing of it. Raises as `ask_turns`.
     """
     asked = _ask(messages[:i], tools, renderer)
     answered = Rendering(messages[: i + 1], tools, renderer)
@@ -384,16 +426,20 @@ def _ask_turn(
 
 
 def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
-    """The marked spans that hold words: Phi-3's ends a conversation with a mark of its own, around
-    its end of text.
+    """Drops marked spans without words; keeps all where none has words.
+
+    Phi-3's template ends a conversation with a mark of its own, around its end of text.
     """
-    return [
-        span for span in spans if renderer.special_tokens.sub("", text[slice(*span)]).strip()
-    ] or spans
+    with_words = []
+    for start, end in spans:
+        words = renderer.special_tokens.sub("", text[start:end])
+        if words.strip():
+            with_words.append((start, end))
+    return with_words or spans
 
 
 def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
-    """Where the turn ends with which a text ends."""
+    """Finds where the last turn of a text ends; `begin`: where it begins."""
     end = _find_end_of_turn(text, begin, len(text), renderer)
     if not renderer.end_of_turn or renderer.end_of_turn not in text[begin:end]:
         return end
@@ -407,7 +453,7 @@ def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
 
 
 def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
-    """The prompt that inference gives after some messages; None where there are none."""
+    """Renders the prompt that inference gives after the messages `before`; None without any."""
     if before:
         return Rendering(before, tools, renderer, add_generation_prompt=True)
     return None
@@ -418,7 +464,7 @@ class _Start:
     """Where a turn begins in a text. Returned by `_find_start`."""
 
     position: int
-    is_continued: bool  # behind the prompt, of which the answer may rewrite all but how it ends
+    is_continued: bool  # behind the end of its prompt, whose earlier part may be rewritten
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,8 +546,9 @@ def _find_generation_prompt(
 
 
 def _find_token_border(text: str, shared: int, renderer: Renderer) -> int:
-    """The last token's beginning among the first `shared` characters: <think> and </think> begin
-    alike.
+    """Finds the last border of tokens within the first `shared` characters of `text`.
+
+    Two texts may share a part of a token: <think> and </think> begin alike.
     """
     encoded = renderer.backend.encode(text[: shared + CONTEXT], add_special_tokens=False)
     borders = [start for start, _ in encoded.offsets if start <= shared]

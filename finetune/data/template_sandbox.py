@@ -47,8 +47,8 @@ def _refuse(what: str) -> None:
 
 
 def _weigh(value: Any) -> int:
-    """The characters of a text; of a list or mapping all that its text would have, as often as they
-    occur in it.
+    """Counts the characters of a value: those of a text, or those that a list or mapping would
+    have as text. A part that occurs twice counts twice.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -71,7 +71,7 @@ def _weigh(value: Any) -> int:
     return weight
 
 
-# What an operation makes, in characters: of the values that it is called with.
+# Each of these bounds the characters that an operation makes of the values it is called with.
 def _size_format(text: Any, *values: Any, **named: Any) -> Any:
     text = str(text)
     given = (*values, *named.values())
@@ -220,6 +220,7 @@ class _Charges(NodeTransformer):
 
 
 def _charge(kind: str, node: Any) -> Any:
+    """Puts the filter `charge_KIND` around an operand; one that is a constant or empty is free."""
     is_short = isinstance(node, nodes.Const) or (
         isinstance(node, nodes.List | nodes.Tuple) and not node.items
     )
@@ -309,7 +310,7 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
                     self.charge(
                         (MADE if isinstance(one, str | bytes) else POINTER) * len(one) * other
                     )
-        if isinstance(left, int) and isinstance(right, int) and operator in "**":
+        if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
             if operator == "**":
                 bits = left.bit_length() * right
             else:
@@ -411,12 +412,8 @@ def compile_template(template: str) -> jinja2.Template:
         raise UserError(
             f"chat_template: line {error.lineno}: not valid Jinja: {error.message}"
         ) from None
-    except (
-        RecursionError,
-        SyntaxError,
-        MemoryError,
-        ValueError,
-    ):  # of the parser, or of the Python that it writes
+    except (RecursionError, SyntaxError, MemoryError, ValueError):
+        # of the parser, or of the Python that it writes
         raise UserError("chat_template: nested too deeply; use another chat template") from None
     root = compiled.root_render_func
     compiled.root_render_func = lambda context: environment.write(root(context))

@@ -87,9 +87,8 @@ class TokenStore:
 
     def read_row(self, document: int) -> Any:
         """Reads the prompt's row for the rewards, as data/preferences.py has kept it."""
-        return json.loads(
-            self.kept_bytes[self.kept_starts[document] : self.kept_starts[document + 1]].tobytes()
-        )
+        kept = slice(self.kept_starts[document], self.kept_starts[document + 1])
+        return json.loads(self.kept_bytes[kept].tobytes())
 
     def count_images(self, document: int) -> int:
         """The number of a document's images."""
@@ -106,12 +105,10 @@ class TokenStore:
         return [self._read_image(number, document) for number in self._number_images(document)]
 
     def _read_image(self, number: int, document: int) -> EncodedImage:
+        """Reads image `number` of the store, which is in `document`."""
+        stored = slice(self.image_starts[number], self.image_starts[number + 1])
         try:
-            image = load_stored(
-                self.image_bytes[
-                    self.image_starts[number] : self.image_starts[number + 1]
-                ].tobytes()
-            )
+            image = load_stored(self.image_bytes[stored].tobytes())
         except BadRow as problem:
             raise DamagedStore(f"{self.where(document)}: {problem}") from None
         if image.hash != self.image_hashes[number]:
@@ -122,12 +119,14 @@ class TokenStore:
 
     def check_images(self) -> None:
         """Raises `DamagedStore` where the file of an image has changed."""
-        if self.first_images is not None:
-            documents = np.repeat(np.arange(len(self.first_images) - 1), np.diff(self.first_images))
-            for number in np.flatnonzero(
-                self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]
-            ).tolist():
-                self._read_image(number, int(documents[number]))
+        if self.first_images is None:
+            return
+        document_of_image = np.repeat(
+            np.arange(len(self.first_images) - 1), np.diff(self.first_images)
+        )
+        is_in_file = self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]
+        for number in np.flatnonzero(is_in_file).tolist():
+            self._read_image(number, int(document_of_image[number]))
 
     @property
     def group_size(self) -> int:
@@ -180,21 +179,28 @@ def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]
 
 
 def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
-    """A store of what `write_store` writes; lengths and counts become the places where each
-    begins.
+    """Makes a store of the columns that `write_store` writes.
+
+    Lengths and counts become the places where each document, kept row and image begins.
     """
-    lengths, kept, sizes, counts = (
-        columns.pop(name) for name in ("lengths", "kept_sizes", "image_sizes", "image_counts")
+    has_images = len(columns["image_sizes"]) > 0
+    starts = _find_starts(columns.pop("lengths"))
+    kept_starts = _find_starts(columns.pop("kept_sizes"))
+    image_starts = _find_starts(columns.pop("image_sizes"))
+    first_images = _find_starts(columns.pop("image_counts"))
+    return TokenStore(
+        **columns,
+        starts=starts,
+        kept_starts=kept_starts,
+        image_starts=image_starts,
+        first_images=first_images if has_images else None,
+        facts=facts,
     )
-    starts, kept_starts, image_starts, first_images = (
-        np.concatenate(([0], np.cumsum(each, dtype=np.int64)))
-        for each in (lengths, kept, sizes, counts)
-    )
-    images: dict[str, Any] = {
-        "image_starts": image_starts,
-        "first_images": first_images if len(sizes) else None,
-    }
-    return TokenStore(**columns, **images, starts=starts, kept_starts=kept_starts, facts=facts)
+
+
+def _find_starts(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Returns where each of several stretches begins, and where the last ends: [sizes + 1]."""
+    return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
 
 def write_store(
@@ -202,10 +208,14 @@ def write_store(
 ) -> None:
     """Writes a store into the existing, empty `folder`.
 
-    `facts` is called after the last batch; kept as JSON.
-
     facts.json lists the size and checksum of every column, and begins with a checksum of its own.
-    When this returns, the files are on disk; their names are once the folder is synced.
+    When this returns, the files' contents are on disk. Their names are on disk once the folder is
+    synced.
+
+    Args:
+        folder: Where to write.
+        batches: The documents.
+        facts: Called after the last batch, for what is kept as JSON beside them.
     """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
     digests = {name: xxhash.xxh3_128() for name in COLUMNS}
@@ -270,7 +280,7 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
 
 
 # of how rows become tokens, and of a store's files; raised when the same rows would give others
-VERSION = 20
+VERSION = 21
 POLL_SECONDS = 0.1
 
 
@@ -289,8 +299,8 @@ def cache_key(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> str:
-    """A name for everything that makes the tokens: rows, tokenizer, template, options, and the seed
-    that draws.
+    """Names a source's tokens by all that decides them: rows, tokenizer, template and options; and
+    by the seed, where it draws the rows.
     """
     described = {
         key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")
@@ -301,23 +311,31 @@ def cache_key(
 
 
 def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
-    """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer
-    and the options.
+    """Names the tokens that rows give under a tokenizer and the recipe's options.
+
+    Args:
+        data: The options.
+        tokenizer: With its template, tools and images.
+        kind: What is read of the rows.
+        rows: Whatever describes them.
     """
     options: dict[str, Any] = {
         "assistant_only_loss": data.assistant_only_loss,
         "on_bad_row": data.on_bad_row,
+        "turns": data.turns,
+        "train_on_reasoning": data.train_on_reasoning,
+        # Findings are stored too, and depend on these two.
+        "response_template": getattr(tokenizer, "response_template", None),
+        "stop_tokens": find_stop_tokens(tokenizer),
     }
-    options |= {"turns": data.turns, "train_on_reasoning": data.train_on_reasoning}
-    # Findings are stored too, and depend on these two.
-    options["response_template"] = getattr(tokenizer, "response_template", None)
-    options["stop_tokens"] = find_stop_tokens(tokenizer)
     if data.chat_template_date is not None and asks_for_date(tokenizer):
         options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN
-    options |= {} if kind == "answers" else {"kind": kind}
+    if kind != "answers":
+        options["kind"] = kind
     options |= {key: getattr(data, key) for key in ROWS[kind].keys}
-    options |= {"tools": tokenizer.tools} if getattr(tokenizer, "tools", ()) else {}
+    if tools := getattr(tokenizer, "tools", ()):
+        options["tools"] = tools
     if environments := getattr(tokenizer, "environments", {}):
         options["environments"] = {name: facts.tools for name, facts in environments.items()}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
@@ -331,13 +349,19 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
 def open_or_write_store(
     folder: Path, local_rank: int, write: Callable[[Path], None], canceled: Event | None = None
 ) -> TokenStore:
-    """Opens the store in `folder`.
+    """Opens the store in `folder`; if it is missing or damaged, local rank 0 writes it first.
 
-    If it is missing or damaged, local rank 0 writes it; others wait, unless `canceled`.
+    The other ranks look at the file system, not at each other, so that no timeout of a process
+    group ends their waiting.
 
-    `write`: writes a store into an empty folder. Ranks that wait look at the file system, not at
-    each other, so that no timeout of a process group ends them. Raises `UserError` on every rank
-    where it cannot be written.
+    Args:
+        folder: Of the store.
+        local_rank: Of this process.
+        write: Writes a store into an empty folder.
+        canceled: Ends the waiting once it is set.
+
+    Raises:
+        UserError: On every rank, where the store cannot be written.
     """
     if local_rank == 0:
         if folder.exists():

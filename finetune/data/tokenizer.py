@@ -56,8 +56,9 @@ PLAIN = TEMPLATES["plain"]
 
 
 def read_template(name: str) -> str:
-    """The Jinja text that `chat_template` means: one of `TEMPLATES` or `ALIASES`, a file, or the
-    text itself.
+    """Returns the Jinja text that the key `chat_template` means.
+
+    `name`: a name of `TEMPLATES` or `ALIASES`, a file, or the text itself.
 
     Raises `UserError` for a file that does not exist or cannot be read.
     """
@@ -97,13 +98,18 @@ def load_tokenizer(
     tools: Sequence[str] = (),
     environments: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """The fast tokenizer of `tokenizer_name_or_path` or the model, with the recipe's tokens and
-    template.
+    """Loads the fast tokenizer of a recipe, with the recipe's tokens and template.
 
-    `tools`: functions that prompts describe; `environments`: those of the rows' column, whose
-    methods they describe. Raises `UserError` if there is no tokenizer, none with a fast (Rust)
-    implementation, if the tokens do not fit it, or for a function without type hints or a
-    docstring.
+    Args:
+        model: `tokenizer_name_or_path`, else the model, names it.
+        data: With the template.
+        tools: Functions that prompts describe.
+        environments: Value of the rows' column `environment` -> an environment, whose methods
+            prompts describe.
+
+    Raises:
+        UserError: There is no tokenizer, or none with a fast (Rust) implementation; the tokens do
+            not fit it; a function has no type hints or no docstring.
     """
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
@@ -273,9 +279,7 @@ def _load_own(model: Model) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except (
-        Exception
-    ) as error:  # transformers raises whatever the hub, the network or a folder's files raise
+    except Exception as error:  # whatever the hub, the network or a folder's files raise
         raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
         raise UserError(
@@ -292,6 +296,7 @@ def _load_own(model: Model) -> Any:
 
 
 def _describe_failure(name: str, revision: str | None, error: Exception) -> UserError:
+    """Explains why transformers could not load the tokenizer of the folder or hub name `name`."""
     if not Path(name).is_dir():
         # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or
         # unknown
@@ -353,10 +358,12 @@ CONTEXT = 64  # characters around a border in which a token that crosses it is l
 
 @lru_cache(maxsize=4096)
 def keeps_border(backend: Any, before: str, after: str) -> bool:
-    """Whether two texts have the same tokens together as apart."""
-    apart, together = (
-        backend.encode(text, add_special_tokens=False) for text in (before, before + after)
-    )
+    """Whether two texts have a border of tokens between them when they are encoded as one.
+
+    As many tokens as `before` has alone must end where it ends.
+    """
+    apart = backend.encode(before, add_special_tokens=False)
+    together = backend.encode(before + after, add_special_tokens=False)
     return bool(apart.offsets[-1:] == together.offsets[: len(apart.ids)][-1:])
 
 
@@ -366,12 +373,12 @@ def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:
-    """The tokens that end generation: end of text, known ends of a turn, and what `load_tokenizer`
-    found.
+    """Lists the tokens that end generation: the end of text, the usual ends of a turn, and those
+    that `load_tokenizer` found; sorted.
     """
-    stops = {tokenizer.eos_token, *USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())} - {
-        None
-    }
+    stops = {*USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
+    if tokenizer.eos_token is not None:
+        stops.add(tokenizer.eos_token)
     return sorted(token for token in stops if find_id(tokenizer, token) is not None)
 
 
@@ -449,7 +456,8 @@ class Renderer:
     generation_prompt: str = ""  # what the template writes before the assistant's content
     # what it writes after that content, up to the token at which generation stops
     end_of_turn: str = ""
-    # before a content without reasoning; None: it writes no reasoning, or closes it
+    # what it writes between prompt and content where an answer has no reasoning; None: it writes
+    # no reasoning, or its prompt closes it
     unthinking: str | None = None
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
@@ -470,8 +478,15 @@ def make_renderer(
 ) -> Renderer:
     """Makes the renderer of a tokenizer and its chat template.
 
-    `date`: the day, as 2026-01-31, for a template that asks for today's; None: today. Raises
-    `UserError` if the chat template is not valid Jinja.
+    Args:
+        tokenizer: As `load_tokenizer` gives it.
+        assistant_only: Whether only what the assistant says is trained on.
+        date: The day, as 2026-01-31, for a template that asks for today's; None: today.
+        turns: How conversations become documents, as the key of the recipe.
+        train_on_reasoning: Whether an answer's reasoning is trained on.
+
+    Raises:
+        UserError: The chat template is not valid Jinja.
     """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name
@@ -507,14 +522,14 @@ def make_renderer(
 
 
 def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
-    """As `make_renderer`, as a recipe asks for its data."""
+    """Makes the renderer that a recipe asks for; see `make_renderer`."""
     date = data.chat_template_date
     turns = data.turns
     return make_renderer(tokenizer, data.assistant_only_loss, date, turns, data.train_on_reasoning)
 
 
 def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
-    """`renderer`, with chat_template_kwargs.
+    """Returns the renderer with `variables` beside its own, as chat_template_kwargs gives them.
 
     Raises `BadRow` for a name that rendering itself sets.
     """
@@ -528,7 +543,7 @@ def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Re
 
 
 def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
-    """`renderer`, as an entry of datasets asks for its rows.
+    """Returns the renderer as an entry of `datasets` asks for its rows.
 
     Raises `BadRow` as `add_variables` does.
     """
@@ -556,12 +571,12 @@ def choose_tools(renderer: Renderer, row: Mapping[str, Any]) -> Tools:
 
 @lru_cache(maxsize=64)
 def read_parts(renderer: Renderer) -> Renderer:
-    """`renderer`, for conversations with an image."""
+    """Returns the renderer for conversations with an image."""
     return _probe_turn(replace(renderer, reads_parts=True))
 
 
 def _match_any(words: set[str]) -> str:
-    """A pattern of any of `words`, the longest first; of nothing where there are none."""
+    """Makes a pattern that matches any of `words`, the longest first; nothing without words."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
 
 
@@ -583,7 +598,10 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 
 def _probe_turn(renderer: Renderer) -> Renderer:
-    """`renderer`, with what the template writes around the assistant's content, from an example."""
+    """Returns the renderer with what its template writes around the assistant's content.
+
+    It is found by an example, and empty where the template rejects that.
+    """
     user = {"role": "user", "content": "QUESTION"}
     answer = {"role": "assistant", "content": "ANSWER"}
     try:
@@ -593,18 +611,19 @@ def _probe_turn(renderer: Renderer) -> Renderer:
         reasoned = apply_template(renderer, [user, {**answer, "reasoning_content": "REASONING"}])
     except BadRow:
         return replace(renderer, generation_prompt="", end_of_turn="", unthinking=None)
-    prompt, (before, _, after) = asked.removeprefix(bare), answered.rpartition("ANSWER")
-    thinks = "REASONING" in reasoned and not THINKING_END.search(prompt)
+    prompt = asked.removeprefix(bare)
+    before, _, after = answered.rpartition("ANSWER")
     special = renderer.special_tokens.search(after)
-    if special:
-        stop = renderer.up_to_stop.match(after, special.start())
+    if special is None:
+        end_of_turn = after.rstrip()
     else:
-        stop = None
+        stop = renderer.up_to_stop.match(after, special.start())
+        end_of_turn = after[: (stop or special).end()]
+    unthinking = None
+    if "REASONING" in reasoned and not THINKING_END.search(prompt):
+        unthinking = before.removeprefix(asked).removeprefix(bare)
     return replace(
-        renderer,
-        generation_prompt=prompt,
-        end_of_turn=after[: (stop or special).end()] if special else after.rstrip(),
-        unthinking=before.removeprefix(asked).removeprefix(bare) if thinks else None,
+        renderer, generation_prompt=prompt, end_of_turn=end_of_turn, unthinking=unthinking
     )
 
 

@@ -81,9 +81,10 @@ ADVICE = (
 
 
 def count_tool_tokens(tokenizer: Any) -> int:
-    """The tokens by which the descriptions of the recipe's tools make a prompt longer, at most."""
+    """Counts the tokens that the descriptions of the recipe's tools add to a prompt, at most."""
     environments = getattr(tokenizer, "environments", {}).values()
-    tools_of_prompts = [getattr(tokenizer, "tools", ()), *(facts.tools for facts in environments)]
+    tools_of_prompts = [getattr(tokenizer, "tools", ())]
+    tools_of_prompts += [facts.tools for facts in environments]
     described = [tools for tools in tools_of_prompts if tools]
     if not described:
         return 0
@@ -110,19 +111,23 @@ class ToolTurns:
     stops: re.Pattern[str]
 
     def read(self, ids: list[int], row: Mapping[str, Any]) -> Message:
-        """A sampled turn as a message; without calls where they are not as the template writes
-        them.
+        """Reads a sampled turn as a message.
 
-        `row`: of the prompt, with what else the template reads.
+        A turn that cannot be parsed becomes a message whose content is all of its text, without
+        calls.
+
+        Args:
+            ids: The sampled tokens.
+            row: The prompt's row, as rewards read it; with its own tools and variables.
         """
-        plain = {
-            "role": "assistant",
-            "content": self.tokenizer.decode(ids, skip_special_tokens=True),
-        }
-        return self.parse(self.tokenizer.decode(ids), row) or plain
+        message = self.parse(self.tokenizer.decode(ids), row)
+        if message is not None:
+            return message
+        words = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"role": "assistant", "content": words}
 
     def parse(self, answer: str, row: Mapping[str, Any]) -> Message | None:
-        """An answer as a message, its special tokens included; None where it cannot be read."""
+        """Parses the text of an answer, special tokens included; None where that fails."""
         own, tools = self._of_row(row)
         try:
             parsed = parse_response(
@@ -138,21 +143,22 @@ class ToolTurns:
         # transformers takes the rest for a thought that ended
         if whole.count("<think>") > whole.count("</think>"):
             return None
-        words = {
+        message = {
             key: value for key, value in parsed.items() if key != "tool_calls" and value is not None
         }
-        return {
-            **words,
-            "content": parsed.get("content") or "",
-            **({"tool_calls": calls} if calls else {}),
-        }
+        message["content"] = parsed.get("content") or ""
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def encode_results(self, results: Sequence[Message], row: Mapping[str, Any]) -> list[int]:
-        """The ids that follow the token at which a turn with calls ended, up to where the assistant
-        writes again.
+        """Encodes the results of tools: what follows the token at which the turn with calls ended,
+        up to where the assistant writes again.
 
-        They are found in a conversation of their own, so that no sampled token is encoded again.
-        Raises `UserError` where the template rejects them, as it may with a row's own tools and
+        The ids come from a conversation made up around the results, so that no sampled token is
+        encoded again.
+
+        Raises `UserError` where the template rejects it, as it may with a row's own tools and
         variables.
         """
         own, tools = self._of_row(row)
@@ -171,8 +177,9 @@ class ToolTurns:
 
 
 def make_tool_turns(recipe: Recipe, tokenizer: Any) -> ToolTurns:
-    """Raises `UserError` where the chat template cannot write tools, or no way to read its calls is
-    known.
+    """Finds how the chat template of a tokenizer writes calls and results of tools.
+
+    Raises `UserError` where it cannot write tools, or no way to read its calls is known.
     """
     renderer = make_renderer_of(recipe.data, tokenizer)
     words = tokenizer.convert_ids_to_tokens(end_of_answer_ids(tokenizer, recipe.model.eot_tokens))
@@ -187,33 +194,46 @@ def make_tool_turns(recipe: Recipe, tokenizer: Any) -> ToolTurns:
                 f"tools: the chat template does not describe them to the model; {ADVICE}"
             )
         # With thoughts, which a generation prompt may begin.
-        answered = apply_template(
-            renderer, [question, _make_call() | {"reasoning_content": "Hm."}], PROBED
-        )
+        thoughtful_call = _make_call() | {"reasoning_content": "Hm."}
+        answered = apply_template(renderer, [question, thoughtful_call], PROBED)
         answer = answered[count_common(asked, answered) :]
-        for response_template in filter(
-            None, (renderer.response_template, *_list_response_templates(stop))
-        ):
-            turns = ToolTurns(
-                renderer, tokenizer, make_encoder(tokenizer), response_template, re.compile(stop)
-            )
-            if (turns.parse(answer, {"tools": PROBED}) or {}).get("tool_calls") == _make_call()[
-                "tool_calls"
-            ]:
-                break
-        else:
-            raise UserError(
-                f"tools: no way is known to read a call of this chat template: {answer!r}; {ADVICE}"
-            )
-        _write_results(
-            renderer, [{"role": "tool", "name": PROBE, "content": RESULT}], PROBED, re.compile(stop)
-        )
+        turns = _choose_response_template(renderer, tokenizer, answer, stop)
+        result = {"role": "tool", "name": PROBE, "content": RESULT}
+        _write_results(renderer, [result], PROBED, re.compile(stop))  # raises where it cannot
     except BadRow as error:
         raise UserError(f"tools: {error}; {ADVICE}") from None
     return turns
 
 
+def _choose_response_template(
+    renderer: Renderer, tokenizer: Any, answer: str, stop: str
+) -> ToolTurns:
+    """Returns turns with the first response template that reads the probe's call from `answer`.
+
+    Args:
+        renderer: The renderer; a response template of its tokenizer comes first.
+        tokenizer: The tokenizer.
+        answer: What the chat template writes for the probe's call.
+        stop: A pattern of the tokens at which generation stops.
+
+    Raises:
+        UserError: None reads it.
+    """
+    encoder = make_encoder(tokenizer)
+    for response_template in (renderer.response_template, *_list_response_templates(stop)):
+        if not response_template:
+            continue
+        turns = ToolTurns(renderer, tokenizer, encoder, response_template, re.compile(stop))
+        message = turns.parse(answer, {"tools": PROBED})
+        if message is not None and message.get("tool_calls") == _make_call()["tool_calls"]:
+            return turns
+    raise UserError(
+        f"tools: no way is known to read a call of this chat template: {answer!r}; {ADVICE}"
+    )
+
+
 def _list_response_templates(stop: str) -> Iterator[Mapping[str, Any]]:
+    """Yields a response template of transformers for each way of CALLS to write a call."""
     for calls in CALLS:
         own = {
             key: value.replace("STOP", stop) if key == "close_pattern" else value
@@ -241,7 +261,7 @@ def _make_call(name: str = PROBE) -> Message:
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and arguments of a call. Raises for what has no name."""
+    """Returns the name and arguments of a call. Raises `KeyError` or `TypeError` without a name."""
     function = call.get("function", call)
     name = function["name"]
     arguments = function.get("arguments")
@@ -253,9 +273,13 @@ def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _write_results(
     renderer: Renderer, results: Sequence[Message], tools: Tools, stops: re.Pattern[str]
 ) -> tuple[str, re.Match[str]]:
-    """Returns (a conversation that ends with `results`, where the turn before them ends in it).
+    """Renders a conversation that ends with a call of a tool and its `results`.
 
-    Raises `BadRow`.
+    Returns:
+        Its text, with the generation prompt; and the token in it at which the call's turn ends.
+
+    Raises:
+        BadRow: The template writes no such token, or leaves the results out.
     """
     messages = [{"role": "user", "content": "?"}, _make_call(results[0]["name"]), *results]
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)

@@ -456,3 +456,8 @@ def test_an_inline_chat_template_is_no_path(
 ) -> None:
     template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" * 5 + ending
     assert len(template) > 255 and problems(GOOD + f"chat_template: {json.dumps(template)}\n") == []
+
+
+def test_text_that_spells_a_nul_is_no_nul() -> None:
+    sampled = read_recipe("quickstart", [r"sample_prompts=['C:\x00']"]).run.sample_prompts
+    assert sampled == (r"C:\x00",)

@@ -1,6 +1,7 @@
 """Chat templates: the text is what transformers renders, and exactly the assistant's turns in it are trained on."""
 
 import cProfile
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -430,3 +431,15 @@ def test_the_work_for_a_conversation_grows_with_its_length_alone() -> None:
 def test_a_template_that_is_not_jinja_is_reported_with_its_line() -> None:
     with pytest.raises(UserError, match="chat_template: line 2: not valid Jinja"):
         make_renderer(tokenizer_with("hello\n{% for %}"), True)
+
+
+def test_markers_of_the_last_answer_alone_do_where_all_is_trained_on() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    document = replace(conversation("Q", "A", "R", "B"), tools=({"type": "function"},))
+    rendered = render(document, make_renderer(tokenizer_with(template), assistant_only=False))
+    assert rendered.text == "user: Qassistant: Auser: Rassistant: B<|end|>"
+    assert rendered.spans == ((0, len(rendered.text)),)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import (
     Completion,
     Conversation,
@@ -17,6 +17,7 @@ from finetune.data.formats import (
     parse_row,
 )
 from finetune.data.messages import BadRow
+from finetune.data.retrieval import parse_retrieval
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SOURCE = DatasetSource(path="rows.jsonl")
@@ -379,3 +380,10 @@ def test_endless_nesting_is_rejected() -> None:
     cyclic["content"] = cyclic
     with pytest.raises(BadRow, match="message 1: content: text is expected"):
         parse_row({"messages": [cyclic]}, SOURCE)
+
+
+def test_negatives_come_in_the_order_of_their_numbers() -> None:
+    row = {"query": "Q", "positive": "A", "negative_10": "C", "negative_2": "B", "negative_²": "D"}
+    parsed = parse_retrieval(row, SOURCE, Data(num_negatives=2))
+    assert [document.text for document in parsed.groups[0].documents[2:]] == ["B", "C"]  # type: ignore[union-attr]
+    assert parsed.unused_columns == ("negative_²",)

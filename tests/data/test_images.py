@@ -386,6 +386,20 @@ def test_inspect_shows_where_images_stand(
     assert "1 image, which take 2 (" in printed
 
 
+@pytest.mark.parametrize("names_folder", [False, True])
+def test_inspect_finds_the_images_of_turns_where_training_does(
+    names_folder: bool, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pictures" if names_folder else tmp_path
+    folder.mkdir(exist_ok=True)
+    draw_image(folder / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    prepare(model, data, **{"image_folder": str(folder)} if names_folder else {})
+    assert main(["inspect", "--recipe", str(tmp_path / "recipe.yaml"), "--turns", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert [turn["answer"][0]["text"] for turn in row["turns"]] == ["A fox.<|end|>"]
+
+
 SAMPLED = {"method": "grpo", "rewards": ["length"], "max_completion_length": 16}
 
 

@@ -484,6 +484,20 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "following",
+    [
+        {"role": "assistant", "channel": "analysis", "content": "So."},
+        {"role": "assistant", "content": "Rain.", "reasoning_content": "So."},
+    ],
+)
+def test_no_thought_before_another_is_lost(following: dict[str, Any]) -> None:
+    thought = {"role": "assistant", "channel": "analysis", "content": "Both."}
+    answer = {"role": "assistant", "channel": "final", "content": "Rain."}
+    with pytest.raises(BadRow, match="message 3: roles out of order: two assistant turns in a row"):
+        document({"messages": [ASKED, thought, following, answer]})
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> None:
     def schema(name: str, **properties: Any) -> dict[str, Any]:

@@ -258,6 +258,16 @@ def test_a_size_that_does_not_fit_is_named_once_with_its_line(write: Write) -> N
     ]
 
 
+def test_a_digit_that_is_no_number_is_named_as_others(write: Write) -> None:
+    assert refusal(write(num_machines="²")).endswith(
+        ":2: num_machines: ² does not fit; a whole number is expected"
+    )
+    path = write(fsdp_config=FSDP2, parallelism_config={"parallelism_config_tp_size": "²"})
+    assert refusal(path).endswith(
+        "tp_size: ² does not fit; a whole number of at least 1 is expected"
+    )
+
+
 @pytest.mark.parametrize(
     ("precision", "section", "named"),
     [
