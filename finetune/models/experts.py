@@ -429,7 +429,11 @@ def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
-    """This rank's weights of a layer of experts, by name. Dequantizes those that are quantized."""
+    """The weights of a layer's experts, by name: of this rank's own where experts are divided over
+    ranks.
+
+    Quantized ones, which `DividedExperts` has cut already, are dequantized to the compute dtype.
+    """
     weights = {
         name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)
     }

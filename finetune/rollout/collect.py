@@ -458,12 +458,17 @@ class RolloutBatches:
         return cast(ServedEngine, self.sampler.engine)  # rules ask for a server
 
     def _sample_generation(self, step: int) -> None:
-        """Holds the rollouts of all steps that train on what is sampled at `step`."""
+        """Replaces the held rollouts by those of the generation that begins at `step`.
+
+        They are sampled now, or taken where the server has begun them at an earlier step, under
+        older weights.
+        """
         self._held.clear()
         taken = self._take_and_submit_next(step) if self._samples_ahead else {}
         for prompts_step, trained_at in self.generations.list_shares(step):
             rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
+                # of the last one: each share's own where it is sampled now
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
             self._held[prompts_step] = rollout
 
@@ -488,9 +493,9 @@ class RolloutBatches:
         return taken
 
     def _submit(self, shares: Iterable[Share]) -> None:
-        """Asks the server for completions of the shares that it has not begun.
+        """Has the server begin completions of those shares that it has not begun.
 
-        Generations ahead are asked for again at each one.
+        A share may be passed several times, once by each earlier generation. All ranks call it.
         """
         sampler = self.sampler
         generations = sampler.recipe.rollout.num_generations

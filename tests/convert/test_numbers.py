@@ -21,6 +21,7 @@ from finetune.convert.numbers import (
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
     ONE_BREAK,
+    ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
@@ -244,3 +245,8 @@ def test_the_loss_that_llama_factory_computes_of_pairs_is_said(
     convert: Convert, keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (ALWAYS_SIGMOID in convert(FACTORY, stage="dpo", **keys)) == is_said
+
+
+def test_muons_iteration_rounds_more_often_there(convert: Convert) -> None:
+    assert ROUNDED_MORE_OFTEN in convert(FACTORY, use_muon=True)
+    assert ROUNDED_MORE_OFTEN not in convert(FACTORY)

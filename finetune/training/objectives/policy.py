@@ -198,8 +198,8 @@ class PolicyObjective(Objective):
             )
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
-            # A teacher's is part of the advantages. RLOO, whose losses are [completions], has no
-            # reference: rules refuse beta.
+            # A teacher's is part of the advantages. The losses are [positions] here, GSPO's
+            # included: only RLOO's are [completions], and rules refuse beta with it.
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return losses, metrics

@@ -17,7 +17,7 @@ from finetune.training.objectives.preference import sum_and_count
 
 
 class Level(Enum):
-    """The unit that has a ratio of its own: a token or a sequence."""
+    """The unit that has a loss of its own: a token or, for RLOO alone, a sequence."""
 
     TOKEN = "token"  # losses, ratios and advantages are [positions]
     SEQUENCE = "sequence"  # they are [completions]
