@@ -51,16 +51,16 @@ class BaseAccount:
     target: TargetModel | None = None  # with a config that promises what is there
 
     def refuse_lost(self, exported: Collection[str], card: str) -> None:
-        """Raises `UserError` where a tensor of the base is in none of the `exported` ones, and the
-        card is silent.
+        """Raises `UserError` where the `exported` tensors lack one that holds a tensor of the base,
+        and the card does not name the latter as left out.
         """
         named = [pattern for pattern in self.left_out if pattern in card]
-        lost = [
-            name
-            for name, holders in self.files_of.items()
-            if not (holders and holders <= set(exported))
-            and not any(fnmatchcase(name, each) for each in named)
-        ]
+        present = set(exported)
+        lost = []
+        for name, holders in self.files_of.items():
+            is_exported = bool(holders) and holders <= present
+            if not is_exported and not any(fnmatchcase(name, pattern) for pattern in named):
+                lost.append(name)
         if lost:
             if len(lost) > LISTED:
                 more = f" and {len(lost) - LISTED} more"
@@ -237,14 +237,15 @@ def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, BoxedTenso
     for name, box in target.files.items():
         parameter = box.parts[0].name
         origin = boxes.get(parameter)
-        is_same = (
-            origin is not None
+        if (
+            parameter in target.beside
+            and origin is not None
             and len(box.parts) == len(origin.parts) == 1
             and box.shape == origin.shape
-        )
-        files[
-            origin.parts[0].name if origin and is_same and parameter in target.beside else name
-        ] = box
+        ):
+            files[origin.parts[0].name] = box
+        else:
+            files[name] = box
     return replace(target, files=files)
 
 

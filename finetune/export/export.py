@@ -4,7 +4,7 @@ verify, publish.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,17 @@ def export_source(
     reload: ReloadProcess | None = None,
     phases: Phases | None = None,
 ) -> Path:
-    """`export` of an open source.
+    """Exports an open source, as `export` does.
 
     The model card's title is the name of `output`, or of the run that it belongs to.
 
-    `reload`: the separate process of the verification, where it has been started already. `phases`:
-    where the seconds of the check go.
+    Args:
+        source: The model, opened by `open_source`.
+        output: The folder to make.
+        options: What to export, and how.
+        log: Takes the lines that say what was made.
+        reload: The separate process of the verification; None starts one.
+        phases: Takes the seconds of the verification.
     """
     phases = phases or Phases()
     output = output.absolute()
@@ -191,9 +196,10 @@ def export_source(
         is_proven = options.verify and bool(weights.model)
         trusted = options.trust_remote_code
         said = list[str]()
-        with (
-            start_logits(source, target, weights, trusted) if is_proven else nullcontext() as logits
-        ):
+        computed_logits: AbstractContextManager[Any] = nullcontext()
+        if is_proven:
+            computed_logits = start_logits(source, target, weights, trusted)
+        with computed_logits as logits:
             if is_folder:
                 make_files(folder, weights)
                 with start_verification(folder, weights, options, logits, reload) as (

@@ -277,11 +277,11 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
             return torch_files.read_dcp_folder(folder), True
     if any(path.glob("*.safetensors")):
         return dequantize_published(read_folder(path), path), False
-    files = [path / name for name in TORCH_FILES if (path / name).exists()][:1] or sorted(
-        path.glob(TORCH_SHARDS)
-    )
-    if files:
-        return torch_files.read_torch_files(files), True
+    for name in TORCH_FILES:
+        if (path / name).exists():
+            return torch_files.read_torch_files([path / name]), True
+    if shards := sorted(path.glob(TORCH_SHARDS)):
+        return torch_files.read_torch_files(shards), True
     refuse_several_runs(path)
     raise UserError(
         f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no "

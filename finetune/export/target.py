@@ -77,11 +77,10 @@ class TargetModel:
     def written_config(self, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
         """The content of config.json, with the dtype and the class of what is written."""
         config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
-        config["dtype"] = name = str(dtype).removeprefix("torch.")
-        for part in (
-            config,
-            *(config[key] for key in SECTIONS if isinstance(config.get(key), dict)),
-        ):
+        name = str(dtype).removeprefix("torch.")
+        config["dtype"] = name
+        sections = [config[key] for key in SECTIONS if isinstance(config.get(key), dict)]
+        for part in (config, *sections):
             if part is not config.get("vision_config"):
                 part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
             if part.get("use_cache") is False:
@@ -194,14 +193,11 @@ def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) ->
 
 
 def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
-    modules = [
-        re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    ]
-    if modules:
-        pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)")
-    else:
-        pattern = None
-    return frozenset(name for name in names if pattern is not None and pattern.search(name))
+    modules = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if not modules:
+        return frozenset()
+    pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, modules))})(\.|$)")
+    return frozenset(filter(pattern.search, names))
 
 
 @dataclass(frozen=True, slots=True)

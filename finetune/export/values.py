@@ -55,8 +55,8 @@ class WeightUpdate:
 
 
 def refuse_idle(adapter: Adapter, where: str) -> None:
-    """Raises `UserError` where an adapter changes nothing: all that it has are factors whose
-    products are zero.
+    """Raises `UserError` where an adapter changes nothing: it has only the factors A and B, and
+    every B is zero.
     """
     ends = (".lora_B.weight", ".lora_embedding_B")
     factors = {
@@ -111,9 +111,10 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     ]
     fits = {name: update.shape for name, update in updates.items()}
     fits |= {name: tensor.shape for name, tensor in find_own_bases(adapter).items()}
-    problems += [
-        p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))
-    ]
+    for name, shape in fits.items():
+        misfit = _find_misfit(name, shape, target, where)
+        if misfit is not None:
+            problems.append(misfit)
     if problems or not updates:
         raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
     return updates
@@ -126,10 +127,10 @@ def _find_update(
     parameters: Mapping[str, AdaptedParameter],
     where: str,
 ) -> dict[str, WeightUpdate]:
-    """Base tensor -> the update to which the adapter's tensor `name` leads; empty for a tensor that
-    belongs to another's update, or to none.
+    """Finds the update that the adapter's tensor `name` begins: base tensor -> update. It is empty
+    for a tensor that another one's update reads, or that belongs to none.
 
-    parameters: By module, those that are adapted as such.
+    `parameters`: the parameters that target_parameters adapts, by module.
     """
     if name.endswith(f"{ROTATION}weight"):
         weight = f"{name.partition(ROTATION)[0]}.weight"
@@ -175,15 +176,21 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
 
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
-    """Returns (scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern
-    included.
+    """Returns (scale, rank) of one adapted module, by rank_pattern and alpha_pattern too.
+
+    Raises `UserError` where one of their patterns is wrong.
     """
-    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    for problem in filter(None, map(find_problem, (*ranks, *alphas))):
-        raise UserError(f"{where}: {problem}")
+    ranks = config.get("rank_pattern") or {}
+    alphas = config.get("alpha_pattern") or {}
+    for pattern in (*ranks, *alphas):
+        problem = find_problem(pattern)
+        if problem:
+            raise UserError(f"{where}: {problem}")
     rank = find_value(module, ranks, config["r"])
     alpha = find_value(module, alphas, config["lora_alpha"])
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
+    if config.get("use_rslora"):
+        return alpha / math.sqrt(rank), rank
+    return alpha / rank, rank
 
 
 def check_mergeable(
@@ -250,10 +257,8 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
         rows = slices[:1]
         columns = slices[1:]
-        weight = (
-            weight
-            + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
-        )
+        product = read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()
+        weight = weight + product * scale
         if magnitude is None:
             return weight
         lengths: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
@@ -296,9 +301,8 @@ def _embedding_update(adapter: Adapter, module: str, where: str) -> WeightUpdate
         )
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
-        return (
-            weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
-        )
+        product = read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()
+        return weight + product.T * scale
 
     return WeightUpdate(
         apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True
@@ -489,11 +493,11 @@ def plan_values(
     *,
     dtype_is_given: bool = False,
 ) -> dict[str, Value]:
-    """Every tensor of the result, written in `dtype`, by name. Reads none of their values.
+    """Plans every tensor of the result, by name, to be written in `dtype`. Reads no values.
 
     Beside a language model each tensor keeps the dtype that the base's files have, unless the user
-    named one (`dtype_is_given`). `read_dequantized`: for values of several calls that are read by
-    one thread.
+    named one (`dtype_is_given`). `read_dequantized` is shared by calls whose values one thread
+    reads; None makes one.
 
     Raises `UserError` if the adapter does not fit the target, or the merged model would be another.
     """

@@ -161,14 +161,20 @@ def start_verification(
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
 
-    `logits`: the checkpoint's.
+    A separate process reads every value back, and computes logits of them, as the values come onto
+    the disk.
 
-    Gives two functions: of (file, end), to be called as its first `end` bytes are on disk, and of
-    the digests of what was written, which returns the verdict for the last line, and raises
-    `UserError` where it is against.
+    Args:
+        folder: The export.
+        weights: What is written to it.
+        options: Whether it is verified, and may run code of its own.
+        logits: The checkpoint's; None where the adapter alone is written, or nothing is verified.
+        reload: The separate process; None starts one.
 
-    The separate process (`reload`, where it runs already) reads
-    every value back, and computes its logits, as the values come onto the disk.
+    Yields:
+        Two functions. The first is called with (file, end) once the first `end` bytes of a file are
+        on disk. The second is called with the digests of what was written: it returns the verdict
+        for the last line, and raises `UserError` where the export is wrong.
     """
     if not options.verify:
         yield ignore, lambda written: ", not verified"

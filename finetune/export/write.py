@@ -300,8 +300,11 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
         groups[-1].append(value)
         filled += value.byte_count
     stem = SINGLE_FILE.removesuffix(".safetensors")
-    names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    names = names if len(groups) > 1 else [SINGLE_FILE]
+    if len(groups) == 1:
+        names = [SINGLE_FILE]
+    else:
+        numbers = range(1, len(groups) + 1)
+        names = [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
     # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and
     # order is kept otherwise.
     return tuple(

@@ -122,7 +122,7 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> d
 
 
 def hash_json(value: Any) -> str:
-    """A hash of what JSON says of `value`; of what it cannot say, `str` says it."""
+    """A hash of `value` as JSON. What JSON has no form for is hashed as `str` writes it."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 

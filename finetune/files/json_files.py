@@ -73,10 +73,12 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
 
 
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Returns (the header of a safetensors file, where its values begin, the file's size), in
-    bytes.
+    """Reads the header of a safetensors file, without checking the entries in it.
 
-    Raises `UserError`.
+    Raises `UserError` where the file is cut or its header is no JSON object.
+
+    Returns:
+        The header, the position in bytes where the values begin, and the file's size in bytes.
     """
     try:
         file = open_plain(path)

@@ -199,8 +199,9 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
     except Exception as error:  # the hub, the network, a token: none of it is the export's fault
         reason = first_line(error)
         is_as_here = all(isinstance(content, Path) for content in contents.values())
-        command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
-        if not is_as_here:
+        if is_as_here:
+            command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
+        else:
             command = "the same command with --overwrite"
         log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
         return False

@@ -197,7 +197,8 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from
     which a run resumes, and returns them.
 
-    What an interrupted run wrote after it is written again; so is all of a run that starts over.
+    The resumed run writes later lines again, and a run that starts over (`step` 0) all of them.
+    Unreadable lines are dropped, and of lines of metrics that repeat each other all but the first.
     The bytes of what is kept stay as they were.
     """
     if not path.exists():
@@ -225,7 +226,7 @@ def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any
 
 
 def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`lines` without those that say again what an earlier one has said."""
+    """`lines` without repetitions: each stands where it first stood."""
     return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
 
 
@@ -246,7 +247,8 @@ def describe_missing(path: Path, last_step: int) -> str:
 
 
 def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
-    """The first and last step of each gap in `steps`, up to `last_step`.
+    """The first and last missing step of each gap in `steps`, up to `last_step`. A gap is larger
+    than those on both sides of it.
 
     >>> (
     ...     find_gaps([2, 4, 6], 7),
@@ -262,8 +264,10 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
     gaps = [after - before for before, after in itertools.pairwise(ends)]
     missing = []
     for number, (end, gap) in enumerate(zip(ends[1:], gaps, strict=True)):
-        usual = max([*gaps[:number][-1:], *gaps[number + 1 :][:1]], default=gap)
-        missing += [(end - gap + 1, end - usual)] if gap > usual else []
+        before_and_after = gaps[max(0, number - 1) : number] + gaps[number + 1 : number + 2]
+        usual = max(before_and_after, default=gap)
+        if gap > usual:
+            missing.append((end - gap + 1, end - usual))
     if gaps and last_step - ends[-1] >= gaps[-1]:
         missing.append((ends[-1] + 1, last_step))
     return missing
@@ -298,7 +302,8 @@ def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True)
     start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
     if start is None:
         return ""
-    (first_step, first_loss), later = losses[start], losses[start + 1 :]
+    first_step, first_loss = losses[start]
+    later = losses[start + 1 :]
     limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
     if at_end:
         wanted = max(2, min(DIVERGED_LINES, len(later) // 2))

@@ -68,11 +68,10 @@ class Mixture:
             "gate_up_proj": (2 * self.intermediate, hidden),
             "down_proj": (hidden, self.intermediate),
         }
+        if self.keys.has_biases:  # such families keep [in, out]
+            shapes = {name: (width_in, width_out) for name, (width_out, width_in) in shapes.items()}
         return tuple(
-            TensorShape(
-                f"{mlp}.experts.{name}",
-                (self.experts, *(shape[::-1] if self.keys.has_biases else shape)),
-            )
+            TensorShape(f"{mlp}.experts.{name}", (self.experts, *shape))
             for name, shape in shapes.items()
         )
 
@@ -96,12 +95,10 @@ class Mixture:
         """The linear layers of the expert that every token passes."""
         if not self.shared:
             return {}
-        expert = f"{mlp}.shared_expert{'s' if self.keys.shared is None else ''}"
-        if self.keys.shared is None:
-            gate = {}
-        else:
-            gate = {f"{expert}_gate": (1, hidden)}
-        return gated_linears(expert, self.shared, hidden) | gate
+        if self.keys.shared is None:  # several, without a gate
+            return gated_linears(f"{mlp}.shared_experts", self.shared, hidden)
+        gate = {f"{mlp}.shared_expert_gate": (1, hidden)}
+        return gated_linears(f"{mlp}.shared_expert", self.shared, hidden) | gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +276,7 @@ class Architecture:
 
     @property
     def mean_head_size(self) -> float:
-        """The mean of a head's key and value."""
+        """The mean size of a head's key and value."""
         if self.latent is not None:
             return (self.latent.query_key_size + self.latent.value) / 2
         return self.head_size
@@ -373,8 +370,8 @@ class Architecture:
         return self.mixture.expert_weights(f"{self.prefix}.layers.{layer}.mlp", self.hidden)
 
     def quantizable(self, layer: int) -> tuple[TensorShape, ...]:
-        """The weights of decoder layer `layer` that are kept in few bits: of linear layers and
-        experts, which are dequantized where the files hold them quantized.
+        """The weights of decoder layer `layer` that a quantized base keeps in few bits: those of
+        linear layers and experts. Experts that the files hold quantized are dequantized instead.
         """
         experts = self.experts(layer) if self.facts.quantization is None else ()
         return (*self.linears(layer), *experts)
@@ -441,12 +438,10 @@ class Architecture:
         if not self.query_key_norm:
             return
         per_head = self.family.query_key_norm == "head"
-        if per_head:
-            widths = (self.head_size,) * 2
-        else:
-            widths = (self.query_width, self.key_value_width)
-        for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
-            yield TensorShape(f"{attention}.{name}.weight", (width,))
+        query = self.head_size if per_head else self.query_width
+        key = self.head_size if per_head else self.key_value_width
+        yield TensorShape(f"{attention}.q_norm.weight", (query,))
+        yield TensorShape(f"{attention}.k_norm.weight", (key,))
 
     @property
     def parameters(self) -> int:
@@ -455,9 +450,10 @@ class Architecture:
 
     @property
     def carried_parameters(self) -> int:
-        """Numbers that an export carries over from the base: of each layer for multi-token
-        prediction a decoder layer, its norms, its projection of two hidden states, and the copies
-        of embedding and head that DeepSeek and GLM have.
+        """Numbers that an export carries over from the base.
+
+        A layer for multi-token prediction has a decoder layer, norms, a projection of two hidden
+        states, and the copies of embedding and head of DeepSeek and GLM.
         """
         layer = sum(tensor.numel for tensor in self.layer(self.widest_layer))
         projection = 2 * self.hidden**2
@@ -467,8 +463,8 @@ class Architecture:
 
     @property
     def idle_parameters(self) -> int:
-        """Numbers that do not work on a given token: of routed experts, and of what text does not
-        reach.
+        """Numbers that do not work on a given token: the routed experts that it does not choose,
+        and what text does not reach.
         """
         beside = sum(tensor.numel for part in self.beside for tensor in part)
         if self.mixture is None:
@@ -478,7 +474,7 @@ class Architecture:
 
     @property
     def mlp_width(self) -> int:
-        """Intermediate sizes that a token passes in one layer, of all its experts together."""
+        """The intermediate size of one layer; of a mixture the sum over the experts of a token."""
         if self.mixture is None:
             return self.intermediate
         return self.mixture.chosen * self.mixture.intermediate + self.mixture.shared
@@ -525,8 +521,8 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
 
 
 def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, Any]:
-    """The `config` of a model whose head computes `scores`, by which transformers' class is built
-    where no table is.
+    """The `config` of a model whose head computes `scores`; transformers builds its class by it
+    where the family is in no table.
     """
     if not scores:
         return {**config}
@@ -546,9 +542,9 @@ def read_scores(config: Mapping[str, Any]) -> int:
 
 
 def read_reward_model(name: str) -> Architecture:
-    """The architecture of a model that pays completions.
+    """The architecture of a reward model.
 
-    Raises `UserError` where it is none, or gives no one score.
+    Raises `UserError` where it scores no text, or gives more than one score.
     """
     try:
         config, where = find_config(Model(model_name_or_path=name))
@@ -614,8 +610,8 @@ def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
-    Of a family in the table without torch; of others, and beside the language model of a
-    vision-language one, by the class of transformers.
+    A family in the table is read without torch. Another family, and the parts of a vision-language
+    model beside its language model, are built by transformers.
 
     Raises `UserError` where a size is missing, or transformers cannot build the model.
 

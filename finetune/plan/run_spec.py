@@ -98,14 +98,18 @@ class RunSpec:
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter as it is trained, adapters included."""
+        return self._list_tensors(self.architecture)
+
+    def _list_tensors(self, architecture: Architecture) -> tuple[StateTensor, ...]:
         recipe = self.recipe
-        keys = recipe.lora, self.sharding, recipe.quantization
-        return list_state_tensors(self.architecture, self.model_keys, *keys)
+        return list_state_tensors(
+            architecture, self.model_keys, recipe.lora, self.sharding, recipe.quantization
+        )
 
     @property
     def model_keys(self) -> Model:
-        """The recipe's on the model; an output head that nothing asks is frozen, unless it is the
-        embedding.
+        """The recipe's keys of the model. Where the method embeds, no loss reads the output head,
+        which is frozen then unless it is the embedding.
         """
         model = self.recipe.model
         if not self.recipe.method_facts.embeds or self.architecture.tied:
@@ -115,8 +119,8 @@ class RunSpec:
 
     @property
     def scored_outputs(self) -> int:
-        """The layers whose output the head reads in a step, at most: the last one, and those of
-        `exit_layers`.
+        """The number of layers whose output the head reads in a step, at most: the last one, and
+        those of `exit_layers`.
         """
         if not self.recipe.method_facts.exits:
             return 1
@@ -125,7 +129,7 @@ class RunSpec:
 
     @property
     def stages(self) -> int:
-        """The groups of ranks that have the layers one after another."""
+        """The number of a pipeline's stages; 1 without a pipeline."""
         return self.sharding.pipeline_parallel_size
 
     @property
@@ -135,8 +139,8 @@ class RunSpec:
 
     @cached_property
     def layer_costs(self) -> list[int]:
-        """The numbers of each layer in matrix products, by which a pipeline is cut; the last with
-        the output head.
+        """For each layer how many numbers its matrix products read, by which a pipeline is cut. The
+        last one includes the output head.
         """
         architecture = self.architecture
         costs = [
@@ -211,9 +215,7 @@ class RunSpec:
     @cached_property
     def part_tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter of `part`."""
-        recipe = self.recipe
-        keys = recipe.lora, self.sharding, recipe.quantization
-        tensors = list_state_tensors(self.divided, self.model_keys, *keys)
+        tensors = self._list_tensors(self.divided)
         if self.stages == 1:
             return tensors
         units = {f"layer {layer}": f"layer {index}" for index, layer in enumerate(self.own_layers)}
@@ -238,7 +240,7 @@ class RunSpec:
 
     @cached_property
     def fp8_weights(self) -> Mapping[str, int]:
-        """The weights that are multiplied in FP8 (models/fp8.py), by name, with their numbers."""
+        """How many numbers each weight has that is multiplied in FP8 (models/fp8.py), by name."""
         if self.sharding.fp8 is None:
             return {}
         linears = [
@@ -264,7 +266,7 @@ class RunSpec:
 
     @property
     def reward_bytes(self) -> int:
-        """Bytes of the parameters of reward models, all of which every rank holds on its device."""
+        """Bytes of the parameters of reward models. Every rank holds all of them on its device."""
         return ITEMSIZE[self.compute_dtype] * sum(
             architecture.parameters for architecture in self.reward_models
         )
@@ -458,8 +460,8 @@ class RunSpec:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows in an optimizer step over all ranks: of sampled completions, as many as there are at
-        most.
+        """Rows in an optimizer step over all ranks. Where completions are sampled, each counts as a
+        row of its own, which is the most there can be.
         """
         if self.recipe.method_facts.samples:
             sampled = self.recipe.rollout.num_generations
@@ -479,7 +481,9 @@ class RunSpec:
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """Counts the micro-batches whose activations a rank keeps at once."""
+        """The micro-batches whose activations a rank keeps at once; a share of one counts where a
+        stage has several groups of layers.
+        """
         behind = self.stages - self.stage
         if self.pipeline_order == "1f1b":  # one for each stage from its own to the last
             return behind
@@ -502,7 +506,7 @@ class RunSpec:
 
     @property
     def imbalance(self) -> float:
-        """The operations of the stage with the most, over the mean of all."""
+        """The operations of the stage that computes the most, divided by the mean of all stages."""
         costs = self.layer_costs
         parts = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
         sums = [0] * self.stages
@@ -520,11 +524,10 @@ def count_multiplied(architecture: Architecture) -> int:
     """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input
     embedding.
     """
-    return (
-        architecture.parameters
-        - architecture.idle_parameters
-        - (0 if architecture.tied else architecture.embedding.numel)
-    )
+    active = architecture.parameters - architecture.idle_parameters
+    if architecture.tied:
+        return active
+    return active - architecture.embedding.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -533,7 +536,7 @@ class Disk:
 
     checkpoint: int  # one of them
     checkpoints_kept: int | None  # save_total_limit; None: all
-    checkpoints: int  # those kept, and the one being written
+    checkpoints: int  # those kept (one of them where all are), and the one being written
     export: int = 0
     adapter: int = 0
     offload: int = 0  # of one node, in offload_dir while it trains
@@ -568,8 +571,10 @@ class Host:
 
 
 def plan_disk(spec: RunSpec) -> Disk:
-    """Disk for the kept checkpoints and the export, in the recipe's `export_dtype` or else that of
-    the base's files.
+    """Counts what a run writes: kept checkpoints, exports, an adapter, state in files, and weights
+    for a server.
+
+    An export has the recipe's `export_dtype`, or else the dtype of the base's files.
     """
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     has_adapters = spec.recipe.lora.use_peft
@@ -603,7 +608,7 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """Returns the bytes of all `export_formats`. GGUF has nothing of the base beside the model."""
+    """Bytes of the exports in all `export_formats`. GGUF carries nothing over from the base."""
     architecture = replace(spec.architecture, has_critic=False)
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware
@@ -672,8 +677,11 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
 
 
 def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:
-    """The bytes of `trained` parameters and their optimizer's state, as a checkpoint has them in
-    memory; of those in files the copies for the computation alone.
+    """Bytes of the copy in memory that a checkpoint takes of `trained` parameters and their
+    optimizer's state.
+
+    Where the state is in files, they are the parameters in the compute dtype and the counters of
+    steps.
     """
     if spec.files() is not None:
         return sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)

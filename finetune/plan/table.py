@@ -54,7 +54,9 @@ def name_layout(spec: RunSpec) -> str:
 
 
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
-    """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
+    """The lines on model, layout, precision, method and batch; and one on the number of ranks where
+    that is assumed.
+    """
     architecture = spec.architecture
     recipe = spec.recipe
     sharding = spec.sharding
@@ -64,22 +66,11 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
     else:
         active = ""
-    checkpointing = "off"
-    if sharding.activation_checkpointing:
-        every = recipe.model.activation_checkpointing_every
-        if every == 1:
-            checkpointing = "every layer"
-        else:
-            checkpointing = f"one layer in {every}"
-        kept = recipe.model.activation_checkpointing_keeps
-        checkpointing += ", offloaded" if recipe.model.activation_offload else ""
-        checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
     group = sharding.ranks_per_batch
     if group == 1:
         data_ranks = counted(spec.ranks, "rank")
     else:
         data_ranks = f"{counted(spec.data_ranks, 'group')} of {group} ranks"
-    in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
     if recipe.lora.use_peft:
         frozen = f"{_name_frozen(spec)} (frozen), adapters "
@@ -92,40 +83,52 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
     if scheme := recipe.quantization_aware.quantization_aware_training:
         computed += f" of what {scheme} rounds"
-    assumed = (
-        f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows "
-        "others"
+    lora = " (LoRA)" if recipe.lora.use_peft else ""
+    lines = [
+        f"model      {model}: {architecture.model_type}, {count(architecture.parameters)} "
+        f"parameters, {active}{count(trained)} trained{lora}, {architecture.layer_names}",
+        *_describe_teacher(spec),
+        *_describe_reward_models(spec),
+        f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+    ]
+    for line in (sharding.describe_sequences(spec.ranks), *sharding.translated):
+        if line:
+            lines.append(f"           {line}")
+    lines.append(
+        f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
+        f"{spec.reduced_dtype}; activation checkpointing {_describe_checkpointing(spec)}"
     )
-    return "\n".join(
-        [
-            f"model      {model}: {architecture.model_type}, "
-            f"{count(architecture.parameters)} parameters, {active}{count(trained)} trained"
-            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {architecture.layer_names}",
-            *_describe_teacher(spec),
-            *_describe_reward_models(spec),
-            f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
-            *(
-                f"           {line}"
-                for line in (sharding.describe_sequences(spec.ranks), *sharding.translated)
-                if line
-            ),
-            f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
-            f"{spec.reduced_dtype}; activation checkpointing {checkpointing}",
-            *(
-                ["update     each parameter in the backward, its gradient freed at once"]
-                * in_backward
-            ),
-            *_describe_method(spec),
-            f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = "
-            f"{tokens:,} tokens: {data_ranks} x {counted(spec.accumulation, 'micro-batch')} x "
-            f"{counted(spec.rows, 'row')}",
-            *([assumed] if ranks_assumed else []),
-        ]
+    if recipe.optimization.optim_in_backward:
+        lines.append("update     each parameter in the backward, its gradient freed at once")
+    lines += _describe_method(spec)
+    lines.append(
+        f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = "
+        f"{tokens:,} tokens: {data_ranks} x {counted(spec.accumulation, 'micro-batch')} x "
+        f"{counted(spec.rows, 'row')}"
     )
+    if ranks_assumed:
+        lines.append(
+            f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table "
+            "shows others"
+        )
+    return "\n".join(lines)
+
+
+def _describe_checkpointing(spec: RunSpec) -> str:
+    if not spec.sharding.activation_checkpointing:
+        return "off"
+    keys = spec.recipe.model
+    every = keys.activation_checkpointing_every
+    text = "every layer" if every == 1 else f"one layer in {every}"
+    if keys.activation_offload:
+        text += ", offloaded"
+    if keys.activation_checkpointing_keeps != "nothing":
+        text += f", {keys.activation_checkpointing_keeps.replace('_', ' ')} kept"
+    return text
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
-    """Describes a row of a method that looks at whole documents; empty for another."""
+    """The lines on a method whose loss is not the sum over trained tokens; empty for others."""
     if not spec.weighs_documents:
         return []
     facts = spec.recipe.method_facts
@@ -282,18 +285,16 @@ def format_speed(speed: Speed, ranks: int) -> str:
     """The time, and the formula behind it."""
     steps = ""
     if speed.steps is not None:
-        by_size = " by the files' size" if speed.steps_are_guessed else ""
-        steps = f"; {'about ' if by_size else ''}{counted(speed.steps, 'step')}{by_size}"
+        steps = f"; {counted(speed.steps, 'step')}"
+        if speed.steps_are_guessed:
+            steps = f"; about {counted(speed.steps, 'step')} by the files' size"
     if not speed.is_meaningful:
         return (
             "time       no estimate: launching the kernels of so small a micro-batch takes longer "
             f"than computing them{steps}"
         )
-    steps += (
-        f": {format_duration(speed.steps * speed.seconds_per_step)}"
-        if speed.steps is not None
-        else ""
-    )
+    if speed.steps is not None:
+        steps += f": {format_duration(speed.steps * speed.seconds_per_step)}"
     epoch = "the length of an epoch is known once the data has been read"
     if speed.seconds_per_epoch is not None and speed.epoch_tokens is not None:
         epoch = (
@@ -356,10 +357,8 @@ def _describe_communication(speed: Speed) -> list[str]:
     awaited = ""
     if speed.awaited_seconds:
         awaited = f", of which layers wait for {format_duration(speed.awaited_seconds)}"
-    within, between = (
-        f"{disk_size(round(rate))}/s"
-        for rate in (speed.links.within_node, speed.links.between_nodes)
-    )
+    within = f"{disk_size(round(speed.links.within_node))}/s"
+    between = f"{disk_size(round(speed.links.between_nodes))}/s"
     lines = [
         f"not counted in: {seconds} a step of communication if nothing hides it{awaited}",
         f"a rank's {listed};",
@@ -376,32 +375,32 @@ def _describe_communication(speed: Speed) -> list[str]:
     return lines
 
 
-def format_storage(room: Disk, node: Host) -> str:
-    """Disk, and the memory of a node."""
-    if room.checkpoints_kept is None:
+def format_storage(disk: Disk, host: Host) -> str:
+    """The lines on a run's disk, its state in files, and the memory of a host."""
+    if disk.checkpoints_kept is None:
         kept = "all are kept"
     else:
-        kept = f"{room.checkpoints_kept} kept, 1 being written"
-    adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
-    adapter += f", weights for the server {gib(room.rollouts)}" if room.rollouts else ""
+        kept = f"{disk.checkpoints_kept} kept, 1 being written"
+    adapter = f", adapter {gib(disk.adapter)}" if disk.adapter else ""
+    adapter += f", weights for the server {gib(disk.rollouts)}" if disk.rollouts else ""
     lines = [
-        f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), "
-        f"export {gib(room.export)}{adapter}"
+        f"disk       {gib(disk.total)} GiB: checkpoints {gib(disk.checkpoint)} each ({kept}), "
+        f"export {gib(disk.export)}{adapter}"
     ]
-    if room.offload:
+    if disk.offload:
         lines.append(
-            f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every "
+            f"offload    {gib(disk.offload)} GiB a node in offload_dir, read and written in every "
             "step"
         )
     parts = {
-        "offloaded state": node.offloaded,
-        "buffers": node.buffers,
-        "offloaded activations": node.activations,
+        "offloaded state": host.offloaded,
+        "buffers": host.buffers,
+        "offloaded activations": host.activations,
     }
     shown = "".join(f", {name} {gib(size)}" for name, size in parts.items() if size)
     lines.append(
-        f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}{shown}, while "
-        f"saving {gib(node.saving)}, while exporting {gib(node.export)}"
+        f"host       {gib(host.total)} GiB a node: processes {gib(host.processes)}{shown}, while "
+        f"saving {gib(host.saving)}, while exporting {gib(host.export)}"
     )
     return "\n".join(lines)
 
@@ -409,10 +408,10 @@ def format_storage(room: Disk, node: Host) -> str:
 def format_advice(
     advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False
 ) -> str:
-    """Whether it fits, and if not, what to change; `source` and `has_config` as in
-    `describe_changes`.
+    """Says whether a run fits, and if not, what to change.
 
-    Where something is not known of the room, or not counted, it says what is required instead.
+    Where a part of the room is unknown, or activations are not counted, it says what is required
+    instead. `source` and `has_config` are those of `describe_changes`.
     """
     if advice.fits:
         if room.is_known and not uncounted:
@@ -469,7 +468,7 @@ def compare_need(need: Need, room: Room) -> str:
 
 
 def name_unknown(room: Room) -> str:
-    """The flags that would say what is not known."""
+    """Names the flags that give the parts of `room` that are unknown; empty where all are known."""
     flags = {"--gpu-memory": room.device, "--host-memory": room.host, "--disk": room.disk}
     missing = [flag for flag, has in flags.items() if has is None]
     if missing:
