@@ -54,6 +54,14 @@ BOS_BY_KEY = (
 ROUNDED_MORE_OFTEN = (
     "the bfloat16 iteration rounds more often there: an update differs by some 3% from the one here"
 )
+# xformers_attention_forward of Axolotl, and the kernel's own description
+OTHER_ATTENTION = {
+    "xformers": (
+        "leaves out a scale or a cap of the scores that a family has, as Gemma 2, and in packed "
+        "rows its sliding window; here they are computed"
+    ),
+    "kernels-community/sage-attention": "multiplies in 8 bits there; exact here",
+}
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
@@ -72,9 +80,21 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
     if settings.get("use_muon"):
         conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
+    _report_attention(settings, conversion)
     _report_copies(conversion)
     _report_factory_texts(settings, conversion)
     _report_prompts(settings, conversion)
+
+
+def _report_attention(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the kernels of Axolotl that compute another attention than ours."""
+    if conversion.tool != "Axolotl":
+        return
+    name = settings.get("attn_implementation")
+    if name in OTHER_ATTENTION:
+        conversion.add_difference("attn_implementation", name, OTHER_ATTENTION[name])
+    elif settings.get("xformers_attention"):
+        conversion.add_difference("xformers_attention", True, OTHER_ATTENTION["xformers"])
 
 
 def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:

@@ -178,7 +178,7 @@ def _convert_attention(value: Any) -> Any:
     if isinstance(value, bool):
         return "sdpa" if value else LEAVE
     if value == "xformers" or "/" in str(value):  # a kernel of the hub
-        return LEAVE  # exact attention, as every one here
+        return LEAVE  # `OTHER_ATTENTION` has those that are not exact, as every one here is
     name = ATTENTION.get(str(value), str(value))
     if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]):
         return name

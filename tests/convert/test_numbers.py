@@ -21,6 +21,7 @@ from finetune.convert.numbers import (
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
     ONE_BREAK,
+    OTHER_ATTENTION,
     ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
     WARMED_EARLIER,
@@ -250,3 +251,24 @@ def test_the_loss_that_llama_factory_computes_of_pairs_is_said(
 def test_muons_iteration_rounds_more_often_there(convert: Convert) -> None:
     assert ROUNDED_MORE_OFTEN in convert(FACTORY, use_muon=True)
     assert ROUNDED_MORE_OFTEN not in convert(FACTORY)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernel"),
+    [
+        ({"attn_implementation": "xformers"}, "xformers"),
+        ({"xformers_attention": True}, "xformers"),
+        (
+            {"attn_implementation": "kernels-community/sage-attention"},
+            "kernels-community/sage-attention",
+        ),
+        ({"attn_implementation": "flash_attention_2"}, None),
+    ],
+)
+def test_a_kernel_that_computes_another_attention_is_a_difference(
+    convert: Convert, keys: dict[str, Any], kernel: str | None
+) -> None:
+    said = convert(AXOLOTL, **keys)
+    assert [name for name, note in OTHER_ATTENTION.items() if note in said] == [kernel] * bool(
+        kernel
+    )
