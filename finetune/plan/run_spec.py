@@ -535,13 +535,14 @@ class Disk:
     """Bytes on the run's disk; `offload` is elsewhere."""
 
     checkpoint: int  # one of them
-    checkpoints_kept: int | None  # save_total_limit; None: all
+    checkpoints_kept: int | None  # None: all
     checkpoints: int  # those kept (one of them where all are), and the one being written
     export: int = 0
     adapter: int = 0
     offload: int = 0  # of one node, in offload_dir while it trains
     # weights for a server that samples: the ranks' shards, what is made of them, and those before
     rollouts: int = 0
+    keeps_more: bool = False  # checkpoints, which grow with the unknown number of steps
 
     @property
     def total(self) -> int:
@@ -588,10 +589,17 @@ def plan_disk(spec: RunSpec) -> Disk:
     stored = trained if has_adapters else spec.tensors
     weights = sum(t.numel * t.itemsize for t in stored)
     checkpoint = weights + moments
+    steps = spec.recipe.optimization.max_steps
+    kept = keys.save_total_limit
+    if kept is not None:
+        kept += keys.keep_best_checkpoint
+        if keys.keep_every_steps is not None and steps is not None:
+            kept += steps // keys.keep_every_steps
     disk = Disk(
         checkpoint=checkpoint,
-        checkpoints_kept=keys.save_total_limit,
-        checkpoints=checkpoint * ((keys.save_total_limit or 1) + 1),
+        checkpoints_kept=kept,
+        checkpoints=checkpoint * ((kept or 1) + 1),
+        keeps_more=keys.keep_every_steps is not None and steps is None,
     )
     if keys.export_at_end:
         itemsize = ITEMSIZE[keys.export_dtype or spec.base_dtype]

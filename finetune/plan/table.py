@@ -380,7 +380,8 @@ def format_storage(disk: Disk, host: Host) -> str:
     if disk.checkpoints_kept is None:
         kept = "all are kept"
     else:
-        kept = f"{disk.checkpoints_kept} kept, 1 being written"
+        at_least = "at least " if disk.keeps_more else ""
+        kept = f"{at_least}{disk.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(disk.adapter)}" if disk.adapter else ""
     adapter += f", weights for the server {gib(disk.rollouts)}" if disk.rollouts else ""
     lines = [

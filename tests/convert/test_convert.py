@@ -1384,9 +1384,9 @@ def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(
     roles = "roles: {user: [user, human], assistant: [gpt]}"
     _, said, _ = converted(
         _datasets(f"[{{path: a/b, type: chat_template, {roles}}}]")
-        + "attn_implementation: xformers\n"
+        + "attn_implementation: kernels-community/flash-attn3\n"
     )
-    assert "roles" not in said and "xformers" not in said
+    assert "roles" not in said and "flash-attn3" not in said
     _, said, _ = converted(_datasets("[{path: a/b, type: chat_template, roles: {user: [client]}}]"))
     assert "datasets[0].roles.user" in said
     automodel = AUTOMODEL + "dataloader: {shuffle: false}\n"

@@ -230,7 +230,7 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(
     assert [backend.decode(part).strip() for part in spans if part] == words[1::2]
 
 
-@pytest.mark.parametrize("name", [*ENCODERS, "llama3"])
+@pytest.mark.parametrize("name", [*ENCODERS, pytest.param("llama3", marks=pytest.mark.slow)])
 def test_a_long_text_is_encoded_in_parts_as_in_one(
     name: str, request: pytest.FixtureRequest
 ) -> None:

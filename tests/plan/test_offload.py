@@ -57,6 +57,31 @@ def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "steps", "kept", "line"),
+    [
+        ({}, None, 2, "(2 kept, 1 being written)"),
+        ({"keep_best_checkpoint": True}, None, 3, "(3 kept, 1 being written)"),
+        ({"keep_every_steps": 100}, 1000, 12, "(12 kept, 1 being written)"),
+        ({"keep_every_steps": 100}, None, 2, "(at least 2 kept, 1 being written)"),
+        ({"keep_best_checkpoint": True, "save_total_limit": None}, 9, None, "(all are kept)"),
+    ],
+)
+def test_the_disk_has_room_for_the_best_checkpoint_and_for_milestones(
+    keys: dict[str, Any], steps: int | None, kept: int | None, line: str
+) -> None:
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    recipe = replace(
+        spec.recipe,
+        checkpoint=replace(spec.recipe.checkpoint, **keys),
+        optimization=replace(spec.recipe.optimization, max_steps=steps),
+    )
+    disk = plan_disk(replace(spec, recipe=recipe))
+    assert disk.checkpoints_kept == kept
+    assert disk.checkpoints == ((kept or 1) + 1) * disk.checkpoint
+    assert line in format_storage(disk, plan_host(spec, 0))
+
+
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
     one, two = (
         in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).files() for layers in (32, 64)

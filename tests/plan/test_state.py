@@ -309,7 +309,10 @@ NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
         pytest.param(2, QUICK, id="2 ranks"),
         pytest.param(2, MORE, id="2 ranks, more", marks=pytest.mark.slow),
         pytest.param(
-            2, [("fsdp2", "8-bit"), ("ddp", "8-bit")], id="8-bit, 2 ranks", marks=NEEDS_TORCHAO
+            2,
+            [("fsdp2", "8-bit"), ("ddp", "8-bit")],
+            id="8-bit, 2 ranks",
+            marks=[NEEDS_TORCHAO, pytest.mark.slow],
         ),
         pytest.param(
             1,

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, str, str, list[str]]] = {
     "one rank": (1, "full_shard", "bf16", ["optim=adamw_torch_fused", "weight_decay=0.1"]),
     "two ranks": (2, "full_shard", "no", ["optim=adamw_torch", "attention_dropout=0.1"]),
 }
-QUICK = ("single", "two ranks")
+QUICK = ("two ranks",)
 PRETENDED = "first of two"  # in one process, which allocates nothing for the exchange itself
 
 
