@@ -335,9 +335,8 @@ def _norm(
 ) -> int:
     """Bytes per token that an RMSNorm of `width` features saves. It works in fp32.
 
-    It saves its input in fp32 (the residual itself where that is fp32) and the reciprocal root.
-    Where the weight is trained it saves the normalized input too: in fp32 if the weight is
-    multiplied in fp32, as in Gemma.
+    It saves the reciprocal root and its input, both in fp32. Where the weight is trained, it saves
+    the normalized input too: in fp32 if the weight is multiplied in fp32, as in Gemma.
     """
     if computation.remakes:  # its input as it came
         return (itemsize or computation.residual_itemsize) * width + FP32 * heads
