@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from finetune.convert.by_tool import V1_ALPACA
@@ -30,6 +31,7 @@ from finetune.convert.numbers import (
 from finetune.convert.objectives import ALWAYS_SIGMOID, COMPLETION_ALONE, SMOOTHED_BEFORE
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.value_conversion import Conversion
+from finetune.optim.optimizers import orthogonalize
 
 Convert = Callable[..., str]
 TRL = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "dataset_name": "a/rows", "bf16": True}
@@ -251,6 +253,26 @@ def test_the_loss_that_llama_factory_computes_of_pairs_is_said(
 def test_muons_iteration_rounds_more_often_there(convert: Convert) -> None:
     assert ROUNDED_MORE_OFTEN in convert(FACTORY, use_muon=True)
     assert ROUNDED_MORE_OFTEN not in convert(FACTORY)
+
+
+def test_muons_updates_are_some_hundredths_apart() -> None:
+    """Newton and Schulz's iteration in bfloat16 with every product rounded, as LLaMA-Factory's, and in float64."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(172, 64, generator=generator)
+
+    def iterate(dtype: torch.dtype) -> torch.Tensor:
+        x = gradient.to(dtype).T
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x.T.double()
+
+    exact = iterate(torch.float64)
+    theirs, ours = iterate(torch.bfloat16), orthogonalize(gradient.bfloat16()).double()
+    from_exact = [float((each - exact).norm() / exact.norm()) for each in (theirs, ours)]
+    assert 0.02 < from_exact[0] < 0.04 and 0.005 < from_exact[1] < 0.02
+    assert 0.02 < float((theirs - ours).norm() / exact.norm()) < 0.05
 
 
 @pytest.mark.parametrize(
