@@ -5,12 +5,14 @@ files.
 import re
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeGuard
 
 from finetune.errors import UserError
 
 GIB = 1 << 30
 MIB = 1 << 20
 LARGEST_SIZE = 1 << 60
+FP32_MAX = (2 - 2**-23) * 2.0**127
 UNITS = {
     "": 1,
     "m": 1 << 20,
@@ -47,6 +49,15 @@ def read_size(text: str) -> int:
             f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB"
         )
     return int(size)
+
+
+def is_fp32_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a number that fp32 holds as a finite one.
+
+    >>> is_fp32_number(3), is_fp32_number(1e39), is_fp32_number(10**400), is_fp32_number("3")
+    (True, False, False, False)
+    """
+    return isinstance(value, int | float) and abs(value) <= FP32_MAX
 
 
 def read_gpu_memory(text: str) -> str:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.units import is_fp32_number
 
 
 class WrongValue(UserError):
@@ -51,7 +52,7 @@ def read_number(key: str, value: Any, example: str, least: float = -math.inf) ->
     (500.0, 0)
     """
     number = convert_number(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not is_fp32_number(number):
         raise WrongValue.of_key(key, value, "a number", example)
     if number < least:
         raise WrongValue.of_key(key, value, f"a number of at least {least:g}", example)

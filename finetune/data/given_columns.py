@@ -2,7 +2,6 @@
 tokens.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Examples
 from finetune.errors import UserError
+from finetune.units import is_fp32_number
 
 Column = list[NDArray[np.float32]]  # of each row: [1], or [trained tokens]
 
@@ -77,7 +77,7 @@ def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> 
     is_list = isinstance(value, list | tuple)
     numbers = value if is_list else [value]
     for number in numbers:
-        if not isinstance(number, int | float) or not math.isfinite(number):
+        if not is_fp32_number(number):
             raise UserError(f"{place}: {name}: {number!r} is no finite number")
     if is_list and not trained:
         raise UserError(f"{place}: {name}: a row of several answers has one number, not a list")

@@ -93,7 +93,7 @@ def parse_messages(
         trained.append(is_trained and message["role"] == "assistant")
     _check_order([message["role"] for message in messages])
     for message in messages:
-        message.pop("channel", None)
+        _remove_channel(message)
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
 
 
@@ -107,6 +107,18 @@ def _follows_its_reasoning(message: Message, previous: Message) -> bool:
         return False
     has_own = message.get("channel") == "analysis" or any(map(message.get, REASONING_KEYS))
     return not has_own
+
+
+def _remove_channel(message: Message) -> None:
+    """Takes gpt-oss's channel off a message. Raises `BadRow` for reasoning that is still a message
+    of its own, which would be trained as an answer.
+    """
+    channel = message.pop("channel", None)
+    if channel == "analysis" and message["role"] == "assistant":
+        raise BadRow(
+            f"an analysis turn is followed by no answer or call: {message['content'][:60]!r}; add "
+            "what it leads to, or leave it out"
+        )
 
 
 def _find_images(

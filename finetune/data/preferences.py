@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import isfinite
 from typing import Any
 
 from finetune.config.methods import RATED
@@ -48,6 +47,7 @@ from finetune.data.messages import (
     list_columns,
     role_of,
 )
+from finetune.units import is_fp32_number
 
 CHOSEN = ("chosen", "response_w")
 MARGIN = "margin"  # by how much the chosen answer's score should be larger
@@ -107,7 +107,7 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     """
     parsed = parse_pair(row, source)
     margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+    if isinstance(margin, bool) or not is_fp32_number(margin):
         raise BadRow(f"{MARGIN}: a number is expected, found {describe_value(margin)}")
     labels = (label_of_number(margin), label_of_number(0.0))
     return replace(

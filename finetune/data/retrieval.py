@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import Candidate, Columns, Group, ParsedRow, Row, Text, label_of_number
 from finetune.data.messages import BadRow, list_columns
+from finetune.units import is_fp32_number
 
 # As sentence-transformers' rows name them, and NeMo Automodel's.
 QUERY = ("query", "anchor", "question")
@@ -103,8 +104,7 @@ def _as_list(value: Any) -> list[Any]:
 def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
     """Yields each of `values` as a float from 0 on. Raises `BadRow`."""
     for value in values:
-        is_number = isinstance(value, int | float)
-        if not is_number or not 0 <= value < float("inf"):
+        if not is_fp32_number(value) or value < 0:
             raise BadRow(f"{name}: a number from 0 on is expected, found {value!r:.100}")
         yield float(value)
 

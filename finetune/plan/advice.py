@@ -1,6 +1,6 @@
 """Whether a run fits the device, and if not, the cheapest changes that make it fit."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -215,6 +215,7 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
         if sharding.is_fsdp:
             yield Change("fsdp_activation_checkpointing: true", cost, checkpoint, is_in_file=True)
         elif sharding.layout == "ddp":
+            checkpoint = _set_sharding(activation_checkpointing=True, **SHIPPED_PRECISION)
             yield Change("accelerate_config=ddp_checkpointing", cost, checkpoint)
         else:
             yield Change("accelerate_config=fsdp_full_shard", cost, _shard_fully)
@@ -338,9 +339,14 @@ def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
     return apply
 
 
+# that of every file in accelerate_configs/
+SHIPPED_PRECISION: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None}
+
+
 def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
     """The layout of the shipped fsdp_full_shard.yaml, with these `keys`."""
     shipped: dict[str, Any] = {
+        **SHIPPED_PRECISION,
         "layout": "fsdp2",
         "strategy": "FULL_SHARD",
         "wrapping": "TRANSFORMER_BASED_WRAP",

@@ -24,6 +24,7 @@ from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.plan.state import StateTensor, split_into_units
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+COMPRESSED = (".gz", ".parquet")  # files whose size says little of their text
 FIRST_BUCKET = 1 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
 BUCKET = 25 << 20  # bytes of its others
 
@@ -578,13 +579,15 @@ def files_seconds(spec: RunSpec) -> float:
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
-    """Tokens of an epoch, from the size of the local files; None where some are not local or not
-    read whole.
+    """Tokens of an epoch, from the size of the local files; None where some are not local, not read
+    whole, or compressed.
     """
     total = 0.0
     for source in data.datasets:
         path = Path(source.path)
-        if not path.is_file() or source.split != "train" or source.max_samples is not None:
+        if not path.is_file() or path.suffix.lower() in COMPRESSED:
+            return None
+        if source.split != "train" or source.max_samples is not None:
             return None
         total += path.stat().st_size * source.weight * _text_share(path, rows)
     return int(total) // BYTES_PER_TOKEN if data.datasets else None

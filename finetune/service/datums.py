@@ -1,6 +1,5 @@
 """Checks a client's datums, deals them to the ranks, and groups results by datum."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,6 +18,7 @@ from finetune.data.packing import deal_rows, make_filler, pack, pack_documents, 
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.service.losses import LOSSES
+from finetune.units import FP32_MAX, is_fp32_number
 
 
 class Limits(NamedTuple):
@@ -43,7 +43,7 @@ def check_datums(
     if known is None:
         raise UserError(f"loss_fn: {loss!r} is not served; one of {', '.join(LOSSES)} is")
     for name, value in options.items():
-        if name not in known.options or not _is_finite(value):
+        if name not in known.options or not is_fp32_number(value):
             names = ", ".join(known.options) or "none"
             raise UserError(f"loss_fn_config: {name}: {loss} takes numbers by these names: {names}")
     missing = [
@@ -102,8 +102,8 @@ def _check_shapes(
             )
         if not values.size:
             raise UserError(f"{place}: {name} is a table without columns")
-        if not np.isfinite(values).all():
-            raise UserError(f"{place}: {name} holds a value that is no number")
+        if not (np.abs(values) <= FP32_MAX).all():
+            raise UserError(f"{place}: {name} holds a value that is no finite number in fp32")
 
 
 def check_tokens(tokens: Sequence[Any], place: str, limits: Limits) -> None:
@@ -116,7 +116,7 @@ def check_tokens(tokens: Sequence[Any], place: str, limits: Limits) -> None:
 def _read_numbers(values: Sequence[Any], place: str) -> NDArray[np.float64]:
     try:
         return np.array(values, np.float64, ndmin=1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{place} holds a value that is no number") from None
 
 
@@ -130,10 +130,6 @@ def width_of(datum: Mapping[str, Any]) -> int | None:
     """Returns the number of targets of a token where they are lists; None for single numbers."""
     first = datum["inputs"]["target_tokens"][0]
     return len(first) if isinstance(first, list) else None
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) -> StepBatch:

@@ -498,6 +498,13 @@ def test_no_thought_before_another_is_lost(following: dict[str, Any]) -> None:
         document({"messages": [ASKED, thought, following, answer]})
 
 
+@pytest.mark.parametrize("following", [[], [ASKED, {"role": "assistant", "content": "Rain."}]])
+def test_no_thought_is_trained_as_an_answer(following: list[dict[str, Any]]) -> None:
+    thought = {"role": "assistant", "channel": "analysis", "content": "Both."}
+    with pytest.raises(BadRow, match="an analysis turn is followed by no answer or call: 'Both.'"):
+        document({"messages": [ASKED, thought, *following]})
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> None:
     def schema(name: str, **properties: Any) -> dict[str, Any]:

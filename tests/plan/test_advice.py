@@ -289,9 +289,9 @@ def test_a_change_says_where_it_is_made() -> None:
 
 def test_a_shipped_file_is_planned_as_it_reads() -> None:
     """Its layout included, which under DDP is that of a file of its own."""
-    for layout, ranks in (("ddp", 8), ("single", 1)):
+    for layout, ranks, precision in (("ddp", 8, "bf16"), ("ddp", 8, "no"), ("single", 1, "fp16")):
         planned = make_spec(
-            LLAMA_31_8B, ranks=ranks, sharding=Sharding(layout=layout, mixed_precision="bf16")
+            LLAMA_31_8B, ranks=ranks, sharding=Sharding(layout=layout, mixed_precision=precision)
         )
         changes = [each for each in list_changes(planned) if each.accelerate_config is not None]
         assert len({each.text for each in changes}) == len(changes) >= 2

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
@@ -133,6 +135,13 @@ def test_a_file_of_one_endless_line_is_not_read_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
     path.write_text('{"text": "ninety-nine"}')
     assert estimate_epoch_tokens(Data(datasets=(DatasetSource(path=str(path)),))) == 11 // 4
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
+def test_a_compressed_file_says_nothing_of_its_tokens(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(bytes(4096))
+    assert estimate_epoch_tokens(Data(datasets=(DatasetSource(path=str(path)),))) is None
 
 
 def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) -> None:

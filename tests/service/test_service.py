@@ -549,6 +549,14 @@ REFUSED = {
     ),
     "not finite": (
         {"inputs": {"target_tokens": [1, 2], "weights": [1.0, float("nan")]}},
+        "weights holds a value that is no finite number in fp32",
+    ),
+    "too large for fp32": (
+        {"inputs": {"target_tokens": [1, 2], "weights": [1.0, 1e39]}},
+        "weights holds a value that is no finite number in fp32",
+    ),
+    "too large for any float": (
+        {"inputs": {"target_tokens": [1, 2], "weights": [1.0, 10**400]}},
         "weights holds a value that is no number",
     ),
     "no id": (

@@ -397,6 +397,7 @@ def test_a_run_resumes(
 
 ROWS_REFUSED = {
     '{"query": "a", "document": "b", "label": -1}': "label: a number from 0 on is expected, found -1",
+    '{"query": "a", "document": "b", "label": 1e39}': "label: a number from 0 on is expected, found",
     '{"query": "a", "document": "b", "label": "yes"}': "label: a number from 0 on is expected, found 'yes'",
     '{"query": "a", "docs": ["b", "c"], "labels": [1]}': "labels: 1 numbers for 2 documents in docs",
     '{"query": "a", "document": "b", "label": 1}': "1 documents, where num_negatives: 1 asks for 2",
