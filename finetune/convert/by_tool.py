@@ -327,6 +327,7 @@ DOWN_UNDROPPED = (
 )
 # of MLPs that are not the kernel's, down_proj(activation(gate_proj(x)) * up_proj(x))
 MLPS_OTHERWISE = {
+    "dory": "an MLP has no learned scales and no norm before down_proj there, as it has here",
     "gemma3n_text": "the first layers' MLPs have no sparse activations there, as they have here",
     "seed_oss": "an MLP's output is not dropped in part there; here by its config's share",
 }

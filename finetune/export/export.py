@@ -25,9 +25,10 @@ from finetune.constants import ADAPTER, CONFIG_FILE, EXPORT
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
-from finetune.export.card import CARD_FILE, has_chat_template, has_tokenizer, write_metadata
+from finetune.export.card import CARD_FILE
 from finetune.export.formats import load_planners
 from finetune.export.merge_choice import choose_merge
+from finetune.export.metadata import has_chat_template, has_tokenizer, write_metadata
 from finetune.export.publish import (
     ExportOptions,
     check_disk_space,

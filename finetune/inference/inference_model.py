@@ -24,8 +24,8 @@ from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, read_template
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, on_one_line
-from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.export import export_source
+from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Source, find_base, open_source
 from finetune.export.target import Value, cast_rows, describe_target, row_blocks

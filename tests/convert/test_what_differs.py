@@ -250,7 +250,8 @@ def test_the_mlps_that_axolotls_kernel_computes_otherwise_are_those_of_transform
     mlps = read_mlps()
     assert len(mlps) > 30
     others = {family for family, is_plain in mlps.items() if not is_plain}
-    assert others & {family for _, family in FAMILIES} == set(MLPS_OTHERWISE)
+    assert others & {family for _, family in FAMILIES} == MLPS_OTHERWISE.keys() & mlps.keys()
+    assert {"gemma3n_text", "seed_oss"} <= mlps.keys()  # of every version
     by_tanh = set()
     for family in mlps:
         config = transformers.CONFIG_MAPPING[family]()

@@ -592,39 +592,41 @@ def test_a_real_vllm_server_has_the_ratio_of_one(keys: list[str], tmp_path: Path
     assert_ratio_is_one(tmp_path / "run")
 
 
+AHEAD = {
+    "0": (5, ["max_staleness=0", "num_generations=6"]),
+    "1": (5, ["max_staleness=1", "num_generations=6"]),
+    "2": (5, ["max_staleness=2", "num_generations=6"]),
+    # so much that the server still samples when a step ends
+    "keep": (8, ["max_staleness=3", "num_generations=24"]),
+    "restart": (8, ["max_staleness=3", "num_generations=24", "in_flight=restart"]),
+}
+
+
 @pytest.mark.slow
-def test_a_real_vllm_server_samples_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", AHEAD)
+def test_a_real_vllm_server_samples_ahead(case: str, tmp_path: Path) -> None:
     """Weights that hardly move: the ratio is one all the same, also of completions that a hand-over has cut, at each staleness."""
     model = make_model(tmp_path / "model", head_dim=32, initializer_range=0.3)
     recipe = write_recipe(tmp_path, model)
+    steps, keys = AHEAD[case]
+    run = tmp_path / "run"
     with serving_by_vllm(model, 512, at_once=2) as url:
-        for case, steps, keys in (
-            ("0", 5, ["max_staleness=0", "num_generations=6"]),
-            ("1", 5, ["max_staleness=1", "num_generations=6"]),
-            ("2", 5, ["max_staleness=2", "num_generations=6"]),
-            # so much that the server still samples when a step ends
-            ("keep", 8, ["max_staleness=3", "num_generations=24"]),
-            ("restart", 8, ["max_staleness=3", "num_generations=24", "in_flight=restart"]),
-        ):
-            run = tmp_path / case
-            given = [f"vllm_server_base_url={url}", f"output_dir={run}", f"max_steps={steps}"]
-            given += ["max_completion_length=150", "max_length=300", "learning_rate=1e-8", *keys]
-            train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
-            lines = steps_of(run)
-            assert len(lines) == steps
-            for line in lines:
-                assert 0 < line["log_ratio/mean"] < 1e-5 and line["log_ratio/max"] < 1e-4, line
-                assert line["hand_over_seconds"] > 0
-            if case == "0":
-                continue
-            most = int(keys[0][-1])
-            oldest = [min(step, most) for step in range(steps)]
-            ages = [line["staleness/max"] for line in lines]
-            dropped = sum(line["in_flight/dropped_tokens"] for line in lines)
-            if case in ("1", "2"):
-                assert ages == oldest
-                assert dropped == 0
-            else:
-                assert all(age <= bound for age, bound in zip(ages, oldest, strict=True))
-                assert sum(line["in_flight/cuts"] for line in lines) > 0
-                assert (dropped > 0) is (case == "restart")
+        given = [f"vllm_server_base_url={url}", f"output_dir={run}", f"max_steps={steps}"]
+        given += ["max_completion_length=150", "max_length=300", "learning_rate=1e-8", *keys]
+        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
+    lines = steps_of(run)
+    assert len(lines) == steps
+    for line in lines:
+        assert 0 < line["log_ratio/mean"] < 1e-5 and line["log_ratio/max"] < 1e-4, line
+        assert line["hand_over_seconds"] > 0
+    most = int(keys[0][-1])
+    oldest = [min(step, most) for step in range(steps)]
+    ages = [line["staleness/max"] for line in lines]
+    dropped = sum(line["in_flight/dropped_tokens"] for line in lines)
+    if case in ("1", "2"):
+        assert ages == oldest
+        assert dropped == 0
+    elif case in ("keep", "restart"):
+        assert all(age <= bound for age, bound in zip(ages, oldest, strict=True))
+        assert sum(line["in_flight/cuts"] for line in lines) > 0
+        assert (dropped > 0) is (case == "restart")

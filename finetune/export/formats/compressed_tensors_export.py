@@ -27,7 +27,7 @@ from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.distributed.model_parts import expert_modules
 from finetune.errors import UserError
-from finetune.export.card import CARD_FILE, insert_section, write_metadata
+from finetune.export.card import CARD_FILE, insert_section
 from finetune.export.merge_choice import (
     ComparisonRows,
     MergedScore,
@@ -35,6 +35,7 @@ from finetune.export.merge_choice import (
     read_comparison_rows,
     rows_of,
 )
+from finetune.export.metadata import write_metadata
 from finetune.export.publish import ExportOptions, is_alone
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value
