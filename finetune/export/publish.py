@@ -93,6 +93,19 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
     if source.is_file():
         raise UserError(f"{source}: a file; give the folder that holds it")
+    _check_options(options)
+    if options.merge_onto is not None and not _was_quantized(source):
+        raise UserError(
+            f"{source}: --merge-onto: not known to be trained on a quantized base; omit it"
+        )
+    if source.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"{output}: holds what is exported; choose another --output")
+    _check_replaceable(output, options.overwrite)
+    _check_writable(output)
+
+
+def _check_options(options: ExportOptions) -> None:
+    """Raises `UserError` for options of which one is wrong by itself or beside another."""
     if options.dtype not in (None, *DTYPES):
         raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
     check_formats(options.formats, options.all_keys(), is_model=options.model)
@@ -102,26 +115,21 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
-    if options.adapter_names not in get_args(AdapterNames):
+    names = options.adapter_names
+    if names not in get_args(AdapterNames):
         raise UserError(
-            f"--adapter-names: {options.adapter_names}: one of {', '.join(get_args(AdapterNames))} "
-            "is expected"
+            f"--adapter-names: {names}: one of {', '.join(get_args(AdapterNames))} is expected"
         )
-    if options.adapter_names != "peft" and (options.model or SAFETENSORS not in options.formats):
+    if names != "peft" and (options.model or SAFETENSORS not in options.formats):
         raise UserError(
-            f"--adapter-names: {options.adapter_names}: vLLM loads an adapter from a PEFT folder; "
-            "add --adapter-only, and leave --format out"
+            f"--adapter-names: {names}: vLLM loads an adapter from a PEFT folder; add "
+            "--adapter-only, and leave --format out"
         )
-    if options.merge_onto is not None and not _was_quantized(source):
-        raise UserError(
-            f"{source}: --merge-onto: not known to be trained on a quantized base; omit it"
-        )
-    if source.resolve().is_relative_to(output.resolve()):
-        raise UserError(f"{output}: holds what is exported; choose another --output")
-    _check_replaceable(output, options.overwrite)
-    above = output.absolute().parent
-    while not above.exists() and above != above.parent:
-        above = above.parent
+
+
+def _check_writable(output: Path) -> None:
+    """Raises `UserError` where nothing can be written to the folder in which `output` will be."""
+    above = next(folder for folder in output.absolute().parents if folder.exists())
     try:
         with TemporaryDirectory(prefix=".finetune-", dir=above):
             pass
@@ -131,7 +139,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
 
 @contextmanager
 def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """An empty folder beside `output` that is renamed to it when the block ends.
+    """Makes an empty folder beside `output`, and renames it to that when the block ends.
 
     Where the block raises, the folder is removed, with the folders above it that were made for it.
 
@@ -171,19 +179,19 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
         raise UserError(
             f"{output}: exists; choose another --output, or replace it with --overwrite"
         )
-    is_export = output.is_dir() and not output.is_symlink()
-    names = [
-        CONFIG_FILE,
-        ADAPTER_CONFIG,
-        *(f"*{row.suffix}" for row in EXPORT_FORMATS.values() if row.suffix),
-    ]
-    if not is_export or (
-        any(output.iterdir()) and not any(any(output.glob(name)) for name in names)
-    ):
+    is_folder = output.is_dir() and not output.is_symlink()
+    if not is_folder or not _holds_export(output):
         raise UserError(
             f"{output}: not an exported model, so --overwrite does not replace it; choose another "
             "--output"
         )
+
+
+def _holds_export(folder: Path) -> bool:
+    """Whether a folder is an export, or empty."""
+    suffixes = [row.suffix for row in EXPORT_FORMATS.values() if row.suffix]
+    names = [CONFIG_FILE, ADAPTER_CONFIG, *(f"*{suffix}" for suffix in suffixes)]
+    return not any(folder.iterdir()) or any(any(folder.glob(name)) for name in names)
 
 
 def check_disk_space(folder: Path, needed_bytes: int) -> None:

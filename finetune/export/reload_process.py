@@ -45,23 +45,30 @@ class ReloadProcess:
         """Starts its work: all of `folder` is there but the values in its `files`, which it reads
         in this order.
         """
-        self._send(
-            {"folder": str(folder), "files": list(files), "trust_remote_code": trust_remote_code}
-        )
+        message = {
+            "folder": str(folder),
+            "files": list(files),
+            "trust_remote_code": trust_remote_code,
+        }
+        self._send(message)
 
     def on_disk(self, file: str, end: int) -> None:
         """The first `end` bytes of `file` may be read."""
         self._send({"file": file, "end": end})
 
     def read_results(self) -> "tuple[torch.Tensor, dict[str, str]]":
-        """Waits for the logits of the folder's model, and every tensor's digest, by name, in
-        hexadecimal.
+        """Waits for the process to end.
 
-        Raises `UserError` where the folder could not be used.
+        Returns:
+            The logits of the folder's model; and each tensor's digest, in hexadecimal, by name.
+
+        Raises:
+            UserError: The folder could not be used.
         """
         _, stderr = self.process.communicate()
         if self.process.returncode:
-            reason = (stderr.strip().splitlines() or [f"exit code {self.process.returncode}"])[-1]
+            lines = stderr.strip().splitlines()
+            reason = lines[-1] if lines else f"exit code {self.process.returncode}"
             raise UserError(f"not exported: a separate process could not use the result: {reason}")
         from safetensors import safe_open
 
@@ -77,9 +84,8 @@ class ReloadProcess:
 
 @contextmanager
 def start_reload() -> Iterator[ReloadProcess]:
-    """A process that imports, and waits for a folder to open.
-
-    It is killed at the end of the block.
+    """Starts a process that imports, and waits for a folder to open. It is killed at the end of the
+    block.
     """
     with TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.safetensors"
