@@ -91,82 +91,84 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
     )
     train, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
-    names_model = options.recipe or options.model or not options.file
-    if recipe.data.streaming:
-        longest = recipe.data.max_length
-    else:
-        longest = int(examples.lengths.max())
-    if names_model:
+    warnings: list[str] = []
+    if options.recipe or options.model or not options.file:  # a model is named
+        streams = recipe.data.streaming
+        longest = recipe.data.max_length if streams else int(examples.lengths.max())
         warnings = check_model(recipe, tokenizer, longest)
-    else:
-        warnings = []
-    example_ids = _select_examples(options, examples)
-    places = [examples.where(example_id) for example_id in example_ids]
-    if options.turns or options.html:
-        turns = read_turns(recipe, tokenizer, places)
-    else:
-        turns = {}
-    rewarded = _read_rewarded(recipe, examples, example_ids)
+    chosen = _choose_examples(recipe, options, examples, tokenizer)
     if options.json:
-        rows = _examples_as_json(examples, tokenizer, example_ids, turns)
-        for row, texts in zip(rows, rewarded, strict=True):
-            row |= {"rewards_read": dict(texts)} if texts else {}
-        content = {"report": report.as_json(), "warnings": warnings, "rows": rows}
+        content = {
+            "report": report.as_json(),
+            "warnings": warnings,
+            "rows": _examples_as_json(chosen, tokenizer),
+        }
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         stream = unfiltered(sys.stdout)  # the lines are printable except for their colors
-        shown = _format_examples(examples, tokenizer, example_ids, turns, color)
-        for lines, texts in zip(shown, rewarded, strict=True):
-            for name, text in texts:
-                lines += [f"  {name} would read of a completion like the answer:", printable(text)]
+        for lines in _format_examples(chosen, tokenizer, color):
             print("\n".join(lines), end="\n\n", file=stream)
         print("\n".join(format_report(report, warnings, color)), file=stream)
     if options.html:
-        write_page(Path(options.html), turns, make_renderer(tokenizer, True).special_tokens)
+        special_tokens = make_renderer(tokenizer, True).special_tokens
+        write_page(Path(options.html), chosen.turns, special_tokens)
         print(options.html, file=sys.stderr)
     is_fatal = any(finding.is_fatal for finding in report.findings)
     is_refused = any(line.startswith("fatal:") for line in warnings)
     return EXIT_USER_ERROR if is_fatal or is_refused else 0
 
 
-Turns = Mapping[str, Sequence["ShownTurn"]]
-"""Place of a row -> its turns."""
+@dataclass(frozen=True, slots=True)
+class ChosenExamples:
+    """The examples that are shown."""
+
+    examples: Examples
+    ids: Sequence[int]
+    turns: Mapping[str, Sequence["ShownTurn"]]  # place of a row -> its turns, where they are shown
+    # [ids]: (name of a reward model or judge, what it would read)
+    rewarded: Sequence[Sequence[tuple[str, str]]]
 
 
-def _read_rewarded(
-    recipe: Recipe, examples: Examples, example_ids: Sequence[int]
-) -> list[list[tuple[str, str]]]:
-    """[examples]: what each reward model and judge of the recipe would read, by its name."""
-    if not recipe.method_facts.samples:
-        return [[] for _ in example_ids]
-    texts = read_reward_texts(recipe)
-    return [list(show_rewarded(examples.read_row(i), texts, recipe)) for i in example_ids]
+def _choose_examples(
+    recipe: Recipe, options: argparse.Namespace, examples: Examples, tokenizer: Any
+) -> ChosenExamples:
+    """Chooses the examples that the options name, and reads what is shown beside them."""
+    ids = _select_examples(options, examples)
+    turns = {}
+    if options.turns or options.html:
+        turns = read_turns(recipe, tokenizer, [examples.where(number) for number in ids])
+    rewarded: list[list[tuple[str, str]]] = [[] for _ in ids]
+    if recipe.method_facts.samples:
+        texts = read_reward_texts(recipe)
+        rewarded = [list(show_rewarded(examples.read_row(i), texts, recipe)) for i in ids]
+    return ChosenExamples(examples, ids, turns, rewarded)
 
 
-def _examples_as_json(
-    examples: Examples, tokenizer: Any, example_ids: Sequence[int], turns: Turns
-) -> list[dict[str, Any]]:
-    """Each example with the turns of its row, where they are known."""
+def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, Any]]:
+    """Each example with the turns of its row, and what rewards would read."""
     rows = []
-    for example_id in example_ids:
-        row = example_as_json(examples, tokenizer, example_id)
-        own_turns = turns.get(examples.where(example_id))
-        if own_turns is not None:
-            row["turns"] = [turn.as_json() for turn in own_turns]
+    for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
+        row = example_as_json(chosen.examples, tokenizer, example_id)
+        turns = chosen.turns.get(chosen.examples.where(example_id))
+        if turns is not None:
+            row["turns"] = [turn.as_json() for turn in turns]
+        if texts:
+            row["rewards_read"] = dict(texts)
         rows.append(row)
     return rows
 
 
-def _format_examples(
-    examples: Examples, tokenizer: Any, example_ids: Sequence[int], turns: Turns, color: bool
-) -> Iterator[list[str]]:
-    """The lines of each example; a row that became several examples shows its turns once."""
-    left = dict(turns)
-    for example_id in example_ids:
-        lines = list(format_example(examples, tokenizer, example_id, color))
-        own_turns = left.pop(examples.where(example_id), ())
-        yield [*lines, *format_turns(own_turns, STYLES if color else {})]
+def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Iterator[list[str]]:
+    """Yields the lines of each example; a row that became several examples shows its turns once."""
+    left = dict(chosen.turns)
+    for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
+        lines = list(format_example(chosen.examples, tokenizer, example_id, color))
+        turns = left.pop(chosen.examples.where(example_id), ())
+        lines += format_turns(turns, STYLES if color else {})
+        for name, text in texts:
+            lines += [f"  {name} would read of a completion like the answer:", printable(text)]
+        yield lines
 
 
 def _build_recipe(options: argparse.Namespace) -> Recipe:

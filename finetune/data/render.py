@@ -104,25 +104,39 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     if renderer.answers_apart and isinstance(document, Completion | Conversation):
         return _render_answers_apart(document, renderer)
     if isinstance(document, Completion) and document.are_turns and renderer.has_template:
-        messages = (
-            make_message("user", document.prompt),
-            make_message("assistant", document.completion),
-        )
-        document = Conversation(messages, (False, True))
+        document = _converse(document)
     if isinstance(document, Conversation) and document.images:
         renderer = read_parts(renderer)
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
+    return _render_trained_turns(document, renderer)
+
+
+def _converse(document: Completion) -> Conversation:
+    """The conversation of a prompt and its trained answer."""
+    messages = (
+        make_message("user", document.prompt),
+        make_message("assistant", document.completion),
+    )
+    return Conversation(messages, (False, True))
+
+
+def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[RenderedText, ...]:
+    """Renders a conversation of which the assistant's turns are trained, as `renderer.turns`
+    says.
+
+    Raises `BadRow`.
+    """
     renderer = add_variables(renderer, document.variables)
     document = replace(document, variables={})
     if renderer.turns == "last":
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
-    whole = None
     if renderer.turns != "split":
         whole = _render_by_layout(document, renderer)
-    if whole is not None and (renderer.turns == "whole" or not _cuts_earlier(whole, renderer)):
-        return (whole,)
+        is_whole = renderer.turns == "whole"
+        if whole is not None and (is_whole or not _cuts_earlier(whole, renderer)):
+            return (whole,)
     turns = ask_turns(document, renderer)
     all_asked = turns and len(turns) == sum(document.trained)  # markers may enclose no turn
     if renderer.turns == "whole" or not all_asked:

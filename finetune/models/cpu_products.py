@@ -106,26 +106,23 @@ def _multiply_add(
     out: Tensor | None = None,
 ) -> Any:
     """beta * bias + alpha * left @ right, of matrices or of batches of them."""
-    dtype, rows, inner, columns = left.dtype, *left.shape[-2:], right.shape[-1]
-    if inner != right.shape[-2] or any(
-        tensor is not None and tensor.dtype is not dtype for tensor in (bias, right, out)
-    ):
-        return NotImplemented  # torch's own kernel has the message
-    if left.dim() == 2 and rows <= NATIVE_ROWS and right.stride(0) == 1:
+    if _is_left_to_torch(bias, left, right, out):
         return NotImplemented
-    shape = (*left.shape[:-1], columns)
+    shape = (*left.shape[:-1], right.shape[-1])
     if bias is not None:
         bias = bias.expand(shape)
     if out is None and 4 * max(left.numel(), right.numel()) <= CHUNK_BYTES:
-        return _add_product(shape, bias, left.float(), right.float(), beta, alpha).to(dtype)
+        result = _add_product(shape, bias, left.float(), right.float(), beta, alpha)
+        return result.to(left.dtype)
     if out is None:
         out = left.new_empty(shape)
     elif out.shape != shape:
         out.resize_(shape)
-    # chunks of what is summed over, added in fp32
-    if left.dim() == 2 and inner > max(rows, columns):
+    inner = left.shape[-1]
+    if left.dim() == 2 and inner > max(shape):
+        # chunks of what is summed over, added in fp32
         sums = torch.zeros(shape) if bias is None else bias.float() * beta
-        for part in _split(inner, max(rows, columns)):
+        for part in _split(inner, max(shape)):
             sums.addmm_(left[:, part].float(), right[part].float(), alpha=alpha)
         return out.copy_(sums)
     for place, left_part, right_part in _convert(left, right):
@@ -133,6 +130,18 @@ def _multiply_add(
         own_bias = None if bias is None else bias[place]
         into.copy_(_add_product(into.shape, own_bias, left_part, right_part, beta, alpha))
     return out
+
+
+def _is_left_to_torch(bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor | None) -> bool:
+    """Whether torch's own kernel multiplies: what cannot be multiplied, for it has the message; and
+    few rows by a transposed matrix, where it is faster.
+    """
+    others = [tensor for tensor in (bias, right, out) if tensor is not None]
+    is_wrong = left.shape[-1] != right.shape[-2] or any(
+        tensor.dtype is not left.dtype for tensor in others
+    )
+    has_few_rows = left.dim() == 2 and left.shape[0] <= NATIVE_ROWS
+    return is_wrong or (has_few_rows and right.stride(0) == 1)
 
 
 def _add_product(
@@ -150,8 +159,12 @@ def _add_product(
 
 
 def _convert(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Both operands in fp32, in chunks of the larger one, each with its place in the result."""
-    rows, inner, columns = *left.shape[-2:], right.shape[-1]
+    """Yields (place in the result, left operand, right operand) in fp32, in chunks of the larger
+    one.
+    """
+    rows = left.shape[-2]
+    inner = left.shape[-1]
+    columns = right.shape[-1]
     if left.dim() == 3:
         for part in _split(len(left), max(rows * inner, inner * columns, rows * columns)):
             yield part, left[part].float(), right[part].float()

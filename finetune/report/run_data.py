@@ -237,26 +237,32 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
     Returns None where `value` itself is of another kind.
     """
     if isinstance(kind, dict):
-        if not isinstance(value, dict):
-            return None
-        kept = {
-            key: _keep_kinds(inner, kind[key]) if key in kind else inner
-            for key, inner in value.items()
-        }
-        return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
+        return _keep_keys(value, kind) if isinstance(value, dict) else None
     if isinstance(kind, list):
-        if isinstance(value, list):
-            inner_values = [_keep_kinds(inner, kind[0]) for inner in value]
-        else:
-            inner_values = []
-        return [inner for inner in inner_values if inner is not None]
-    wanted = int | float if kind is NUMBER else kind
-    if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
-        return math.copysign(math.inf, value)  # results computed with it would be infinite
-    is_right = isinstance(value, wanted) and not isinstance(value, bool)
-    if is_right and (kind is not int or abs(value) < 2**63):
-        return value
-    return None
+        listed = value if isinstance(value, list) else []
+        kept = [_keep_kinds(inner, kind[0]) for inner in listed]
+        return [inner for inner in kept if inner is not None]
+    if isinstance(value, bool):
+        return None
+    if kind is NUMBER:
+        if isinstance(value, float) and abs(value) > 1e300:
+            return math.copysign(math.inf, value)  # results computed with it would be infinite
+        return value if isinstance(value, int | float) else None
+    if kind is int and isinstance(value, int) and abs(value) >= 2**63:
+        return None
+    return value if isinstance(value, kind) else None
+
+
+def _keep_keys(value: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+    """Returns a mapping whose keys in `kinds` are of these kinds; other keys stay."""
+    kept = {}
+    for key, inner in value.items():
+        if key in kinds:
+            inner = _keep_kinds(inner, kinds[key])
+            if inner is None:
+                continue
+        kept[key] = inner
+    return kept
 
 
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
