@@ -66,6 +66,11 @@ class Key:
     read_as: ReadAs | None
 
     @property
+    def is_rewards(self) -> bool:
+        """Whether each value is a Python function, a model or a judge."""
+        return self.is_python_name and self.is_file_or_name
+
+    @property
     def is_required(self) -> bool:
         return self.default is MISSING
 

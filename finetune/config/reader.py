@@ -188,27 +188,36 @@ def _expected(kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _hint(details: Any, value: Any) -> str:
+    """What to write instead of a value that does not fit, after a semicolon; empty if unknown.
+
+    Args:
+        details: Of pydantic's error.
+        value: As it was written.
+    """
     kinds = {detail["type"] for detail in details}
     if isinstance(value, float) and "int_type" in kinds and value.is_integer():
         return f"; write {int(value)}"
-    if isinstance(value, str) and "bool_type" in kinds and value.lower() in YES | NO:
-        return f"; in quotes it is text: write {str(value.lower() in YES).lower()}"
-    if isinstance(value, str) and kinds & {"int_type", "float_type"}:
-        try:
-            plain = parse_json(value.lower())
-        except ValueError:
-            return ""
-        if isinstance(plain, (int, float)):
-            return f"; in quotes it is text: write {value}"
+    if not isinstance(value, str):
         return ""
-    if isinstance(value, str) and "literal_error" in kinds:
+    if "bool_type" in kinds and value.lower() in YES | NO:
+        return f"; in quotes it is text: write {str(value.lower() in YES).lower()}"
+    if kinds & {"int_type", "float_type"}:
+        return f"; in quotes it is text: write {value}" if _is_quoted_number(value) else ""
+    if "literal_error" in kinds:
         stated = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
         close = difflib.get_close_matches(value.lower(), re.findall("'([^']*)'", stated), n=1)
         if close:
             return f"; did you mean {close[0]}?"
-    if isinstance(value, str) and "tuple_type" in kinds:
+    if "tuple_type" in kinds:
         return f"; write [{', '.join(part.strip() for part in value.split(','))}]"
     return ""
+
+
+def _is_quoted_number(value: str) -> bool:
+    try:
+        return isinstance(parse_json(value.lower()), int | float)
+    except ValueError:
+        return False
 
 
 def _shown(value: Any) -> str:
@@ -250,10 +259,8 @@ def find_file(name: str, folder: Path, what: str) -> Path:
         raise UserError(
             f"the name of {article} {what} is empty; give a path, or a name of those in {folder}"
         )
-    if folder.is_relative_to(Path.cwd()):
-        shown = folder.relative_to(Path.cwd())
-    else:
-        shown = folder
+    is_within = folder.is_relative_to(Path.cwd())
+    shown = folder.relative_to(Path.cwd()) if is_within else folder
     for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
@@ -266,12 +273,11 @@ def find_file(name: str, folder: Path, what: str) -> Path:
         raise UserError(f"{name}: a folder, not {article} {what}; {hint}")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    if (
-        not close
-        and folder != RECIPES
-        and any((RECIPES / file).is_file() for file in (name, f"{name}.yaml"))
-    ):
+    is_recipe = any((RECIPES / file).is_file() for file in (name, f"{name}.yaml"))
+    hint = ""
+    if close:
+        hint = f"did you mean {close[0]}? "
+    elif folder != RECIPES and is_recipe:
         hint = "it is a recipe, which --recipe takes; "
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
@@ -514,10 +520,7 @@ class _Unfit(ValueError):
 
 def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
-    if isinstance(entry.value, list):
-        value = tuple(entry.value)
-    else:
-        value = entry.value
+    value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
     if entry.key in NESTED and isinstance(value, tuple):
         value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
         if problems:
@@ -534,37 +537,48 @@ def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
 
     Raises `_Unfit` where it does not fit, or names what is not there.
     """
-    # wherever it stands in the value; repr writes a backslash of the value's own as two
-    if "\\x00" in repr(value).replace("\\\\", ""):
+    if _holds_nul(value):
         raise _Unfit("holds a NUL character, which no text and no name has; remove it")
-    if key.read_as is not None:
-        written = key.read_as.written
-        if value == written and type(value) is type(written):
-            value = key.read_as.meant
-    if key.is_python_name and key.is_file_or_name and isinstance(value, tuple):
-        value = tuple(_write_reward(each) for each in value)
+    also = key.read_as.written if key.read_as is not None else None
+    if key.read_as is not None and value == also and type(value) is type(also):
+        value = key.read_as.meant
+    if key.is_rewards and isinstance(value, tuple):
+        value = tuple(map(_write_reward, value))
     try:
         value = _type_of(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
-        also = None if key.read_as is None else key.read_as.written
         explained = explain_value(entry.key, value)
         raise _Unfit(explained or what_is_wrong(error, entry.value, also)) from None
     if key.is_patterns:
-        _check_patterns(value or ())
-    if key.is_python_name and value is not None:
-        if key.is_file_or_name:
-            return tuple(_locate_reward(name, folder) for name in value)
+        for problem in filter(None, map(find_problem, value or ())):
+            raise _Unfit(problem)
+    return _locate(value, key, folder)
+
+
+def _holds_nul(value: Any) -> bool:
+    """Whether a NUL character stands anywhere in a value."""
+    if isinstance(value, Mapping):
+        return any(_holds_nul(part) for pair in value.items() for part in pair)
+    if isinstance(value, list | tuple):
+        return any(map(_holds_nul, value))
+    return isinstance(value, str) and "\0" in value
+
+
+def _locate(value: Any, key: Key, folder: Path) -> Any:
+    """Finds the files that a key's value names, from here or the recipe's folder.
+
+    Raises `_Unfit` where one is not there.
+    """
+    if value is None:
+        return None
+    if key.is_rewards:
+        return tuple(_locate_reward(name, folder) for name in value)
+    if key.is_python_name:
         served = SERVED_ENVIRONMENTS if key.name == "environment" else ()
         return _locate_functions(value, folder, served)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
     return value
-
-
-def _check_patterns(patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if problem := find_problem(pattern):
-            raise _Unfit(problem)
 
 
 def _locate_functions(
