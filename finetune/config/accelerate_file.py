@@ -136,6 +136,13 @@ class Settings:
         return self.distributed_type == "MULTI_GPU" and bool(self.mesh) and not self.translated
 
 
+SECTION_KEYS = (  # (section, what its keys begin with, its keys)
+    ("fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}),
+    ("parallelism_config", "parallelism_config_", {*MESH_KEYS, *OTHER_MESH_KEYS}),
+    ("fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}),
+)
+
+
 def read_file(path: Path) -> Settings:
     """Reads the settings of a file; raises one `UserError` for all mistakes in its keys."""
     if path.suffix == ".json":
@@ -157,15 +164,9 @@ def read_file(path: Path) -> Settings:
     problems += [
         f"{where[key]}: {key}: {text}" for key, text in OTHER_SECTIONS.items() if values.get(key)
     ]
-    fsdp = _read_section(
-        values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems
-    )
-    mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
-    mesh = _read_section(
-        values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems
-    )
-    fp8 = _read_section(
-        values, "fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}, where, problems
+    fsdp, mesh, fp8 = (
+        _read_section(values, section, prefix, keys, where, problems)
+        for section, prefix, keys in SECTION_KEYS
     )
     if fp8 and values.get("mixed_precision") != "fp8":
         problems.append(
@@ -175,9 +176,8 @@ def read_file(path: Path) -> Settings:
     # YAML 1.1 reads a bare NO as false
     distributed_type = str(values.get("distributed_type") or "NO").upper()
     if distributed_type not in DISTRIBUTED_TYPES:
-        reason = OTHER_TYPES.get(
-            distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
-        )
+        known = f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
+        reason = OTHER_TYPES.get(distributed_type, known)
         problems.append(
             f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}"
         )
@@ -516,12 +516,7 @@ def _read_plain_launch(environ: Mapping[str, str]) -> Settings:
 def _interpret(settings: Settings) -> Sharding:
     """Returns the settings as a `Sharding`; raises `UserError` for values that do not fit."""
     read = _SettingsReader(settings)
-    layout = LAYOUTS[settings.distributed_type]
-    version = str(settings.fsdp.get("version", 1))
-    if layout == "fsdp2":
-        if version not in ("1", "2"):
-            read.refuse("version", f"fsdp_version: {version} is not a version; 1 or 2")
-        layout = "fsdp1" if version == "1" else "fsdp2"
+    layout = _find_layout(read)
     is_fp8 = settings.mixed_precision == "fp8"
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
@@ -531,10 +526,7 @@ def _interpret(settings: Settings) -> Sharding:
         )
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     _refuse_impossible_mesh(read, layout, sizes)
-    classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
-    if isinstance(classes, str):
-        classes = classes.split(",")
-    class_names = [str(name).strip() for name in classes]
+    policy = read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
@@ -544,10 +536,8 @@ def _interpret(settings: Settings) -> Sharding:
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
         tensor_parallel_size=sizes["tp_size"] or 1,
-        wrapping=cast(
-            Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
-        ),
-        wrap_classes=tuple(name for name in class_names if name),
+        wrapping=cast(Wrapping, policy),
+        wrap_classes=_list_wrapped(settings),
         min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
         activation_checkpointing=read.boolean("activation_checkpointing"),
         cpu_offload=read.boolean("offload_params"),
@@ -562,15 +552,31 @@ def _interpret(settings: Settings) -> Sharding:
     if layout == "fsdp2" and sharding.forward_prefetch:
         text = "fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
         read.refuse("forward_prefetch", text)
-    if (
-        layout == "fsdp1"
-        and "use_orig_params" in settings.fsdp
-        and not read.boolean("use_orig_params")
-    ):
+    has_orig_params = "use_orig_params" in settings.fsdp
+    if layout == "fsdp1" and has_orig_params and not read.boolean("use_orig_params"):
         read.refuse("use_orig_params", "fsdp_use_orig_params: always true here; remove the key")
     if read.problems:
         raise UserError.of(read.problems)
     return sharding
+
+
+def _find_layout(read: "_SettingsReader") -> Layout:
+    """Returns the layout, of FSDP by its version."""
+    layout = LAYOUTS[read.settings.distributed_type]
+    if layout != "fsdp2":
+        return layout
+    version = str(read.settings.fsdp.get("version", 1))
+    if version not in ("1", "2"):
+        read.refuse("version", f"fsdp_version: {version} is not a version; 1 or 2")
+    return "fsdp1" if version == "1" else "fsdp2"
+
+
+def _list_wrapped(settings: Settings) -> tuple[str, ...]:
+    """Lists the classes of layers that are units, from a list or a text with commas."""
+    classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
+    listed = classes.split(",") if isinstance(classes, str) else classes
+    names = (str(name).strip() for name in listed)
+    return tuple(filter(None, names))
 
 
 def _refuse_impossible_mesh(

@@ -101,27 +101,33 @@ def find_trained(
         for pattern in model.trainable_modules
         if not any(is_within(name, [pattern]) for name in of_text)
     ]
-    trained = set()
-    for names in tensors:
-        if not names[0].startswith(text) and not is_within(names[0], of_vision):
-            continue
-        if model.trainable_modules:
-            chosen = [name for name in names if is_within(name, model.trainable_modules)]
-        else:
-            chosen = list(names)
-        frozen = [name for name in names if is_within(name, model.frozen_modules)]
-        if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
-            raise UserError(
-                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules "
-                "names: they are one tensor; remove one of the two"
-            )
-        if chosen and not frozen:
-            trained.add(names[0])
+    trained = {
+        names[0]
+        for names in tensors
+        if (names[0].startswith(text) or is_within(names[0], of_vision))
+        and _is_trained(names, model)
+    }
     if not trained:
         raise UserError(
             "trainable_modules, frozen_modules: no parameter is left to train; freeze fewer modules"
         )
     return trained
+
+
+def _is_trained(names: Sequence[str], model: Model) -> bool:
+    """Whether a parameter with these names is trained. Raises `UserError` where tied names differ
+    in that.
+    """
+    chosen = list(names)
+    if model.trainable_modules:
+        chosen = [name for name in names if is_within(name, model.trainable_modules)]
+    frozen = [name for name in names if is_within(name, model.frozen_modules)]
+    if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
+        raise UserError(
+            f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: "
+            "they are one tensor; remove one of the two"
+        )
+    return bool(chosen) and not frozen
 
 
 def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:

@@ -6,7 +6,7 @@ run calls them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -290,23 +290,28 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
             "supported kinds"
         )
     for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or not config[key] > 0:
+        if not _is_positive(config.get(key)):
             raise UserError(
                 f"{where}: {key}: a positive number is expected, not {config.get(key)!r}"
             )
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(key) or {}
-        if not isinstance(pattern, dict) or not all(
-            isinstance(n, int | float) and n > 0 for n in pattern.values()
-        ):
+        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
             raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
+    _check_ranks([config["r"], *(config.get("rank_pattern") or {}).values()], where)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _check_ranks(ranks: Iterable[float], where: str) -> None:
+    """Raises `UserError` for a rank that the weights beside an adapter's config cannot have, before
+    anything of that size is made.
+    """
     weights = Path(where).with_name(ADAPTER_WEIGHTS)
-    if weights.is_file():
-        largest = _find_largest_rank(weights)
-    else:
-        largest = None
-    # before anything of that size is made
-    for rank in (config["r"], *(config.get("rank_pattern") or {}).values()):
+    largest = _find_largest_rank(weights) if weights.is_file() else None
+    for rank in ranks:
         if largest is not None and rank > RANK_TIMES * largest:
             raise UserError(
                 f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy "
@@ -334,9 +339,8 @@ def _find_largest_rank(weights: Path) -> int | None:
     rows = []
     for name, entry in read_tensor_header(weights)[0].items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        if name.rpartition(".lora_")[2].startswith(("A", "embedding_A")) and isinstance(
-            shape, list
-        ):
+        is_first_factor = name.rpartition(".lora_")[2].startswith(("A", "embedding_A"))
+        if is_first_factor and isinstance(shape, list):
             rows += [size for size in shape[:1] if isinstance(size, int)]
     return max(rows, default=None)
 
@@ -413,18 +417,22 @@ def complete_lora(recipe: Recipe) -> Recipe:
             advice = "name the folder of an adapter"
         raise UserError(f"{folder}: has no {ADAPTER_WEIGHTS}; {advice}")
     keys = _read_keys(config, folder)
-    problems = []
-    for key in [key for key in keys if key in COMPARED and key in recipe.places]:
-        asked = getattr(recipe.lora, key) or None
-        if asked != (keys[key] or None):
-            has = f"the adapter {name} has {json.dumps(keys[key])}"
-            problems.append(
-                f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out"
-            )
+    problems = list(_find_contradictions(recipe, name, keys))
     if problems:
         raise UserError.of(problems)
     taken = {key: value for key, value in keys.items() if key not in recipe.places}
     return replace(recipe, lora=replace(recipe.lora, **taken))
+
+
+def _find_contradictions(recipe: Recipe, name: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each key that the recipe sets otherwise than the adapter `name`."""
+    for key, of_adapter in keys.items():
+        if key not in COMPARED or key not in recipe.places:
+            continue
+        asked = getattr(recipe.lora, key) or None
+        if asked != (of_adapter or None):
+            has = f"the adapter {name} has {json.dumps(of_adapter)}"
+            yield f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out"
 
 
 def _train_scores(recipe: Recipe) -> Recipe:
@@ -439,30 +447,18 @@ def _train_scores(recipe: Recipe) -> Recipe:
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the keys of `Lora` as adapter_config.json has them."""
-    is_rotation = config["peft_type"] == "OFT"
-    parameters = list(config.get("target_parameters") or ())
-    targets = config.get("target_modules") or ()
     saved = config.get("modules_to_save") or ()
-    excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
-    if targets != ALL_LINEAR and (
-        isinstance(targets, str) or excluded or config.get("layers_to_transform")
-    ):
-        targets = _list_modules(folder, ROTATION if is_rotation else ".lora_A.")
     # a name in peft's list is any end of a module's name
     if saved and (folder / ADAPTER_WEIGHTS).is_file():
         saved = _list_modules(folder, ".weight") or saved
-    if targets != ALL_LINEAR:
-        # config_for_peft (models/lora.py) names some layers by their weights.
-        targets = (
-            *targets,
-            *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")),
-        )
-    if is_rotation:
+    targets = _read_targets(config, folder)
+    if config["peft_type"] == "OFT":
         return {
             "oft_block_size": config["oft_block_size"],
             "lora_target_modules": targets,
             "modules_to_save": tuple(saved),
         }
+    parameters = config.get("target_parameters") or ()
     return {
         "lora_r": int(config["r"]),
         "lora_alpha": int(config["lora_alpha"]),
@@ -477,6 +473,25 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
     }
+
+
+def _read_targets(config: Mapping[str, Any], folder: Path) -> str | tuple[str, ...]:
+    """Returns `lora_target_modules` as adapter_config.json has them.
+
+    Of a pattern, of excluded modules and of chosen layers they are the modules in the adapter's
+    file.
+    """
+    targets = config.get("target_modules") or ()
+    if targets == ALL_LINEAR:
+        return ALL_LINEAR
+    saved = config.get("modules_to_save") or ()
+    excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
+    if isinstance(targets, str) or excluded or config.get("layers_to_transform"):
+        targets = _list_modules(folder, ROTATION if config["peft_type"] == "OFT" else ".lora_A.")
+    # config_for_peft (models/lora.py) names some layers by their weights.
+    parameters = config.get("target_parameters") or ()
+    layers = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
+    return (*targets, *layers)
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
