@@ -4,10 +4,13 @@ verify, publish.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
@@ -26,7 +29,7 @@ from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE
-from finetune.export.formats import load_planners
+from finetune.export.formats import PlannedFormat, load_planners
 from finetune.export.merge_choice import choose_merge
 from finetune.export.metadata import has_chat_template, has_tokenizer, write_metadata
 from finetune.export.publish import (
@@ -130,11 +133,7 @@ def _export_run(
     if source.adapter is not None:
         export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
     formats = tuple(source.recipe.get("export_formats") or options.formats)
-    keys = {
-        key.name: source.recipe.get(key.recipe_key)
-        for key in list_keys()
-        if key.recipe_key is not None
-    }
+    keys = {key.name: source.recipe.get(key.recipe_key) for key in list_keys() if key.recipe_key}
     options = replace(options, adapter=False, formats=formats, keys=keys)
     return export_source(source, run / EXPORT, options, log, phases=phases)
 
@@ -162,10 +161,7 @@ def export_source(
     phases = phases or Phases()
     output = output.absolute()
     _check_output_is_apart(source, output)
-    if output.parent == source.run:
-        title = output.parent.name
-    else:
-        title = output.name
+    title = output.parent.name if output.parent == source.run else output.name
     target = describe_target(
         source.description,
         trust_remote_code=options.trust_remote_code,
@@ -179,51 +175,99 @@ def export_source(
     # An export works in several threads and a process: torch's own for each of them would outnumber
     # the cores and wait for each other, and on busy cores a cast takes eight times its CPU time.
     with one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
+        account = NOTHING_CARRIED
         if options.model:
             account = account_for_base(source, target, options.formats)
-        else:
-            account = NOTHING_CARRIED
         target = account.target or target
         weights = plan_weights(source, target, options, merge, account)
-        plans = [
+        others = [
             plan(source, target, weights, options, title, log)
             for plan in load_planners(options.formats)
         ]
-        is_folder = SAFETENSORS in options.formats
-        check_disk_space(
-            folder, weights.byte_count * is_folder + sum(plan.byte_count for plan in plans)
-        )
+        planned = PlannedFiles(source, target, weights, options, others)
+        check_disk_space(folder, planned.byte_count)
         write_metadata(folder, source, target, weights, title, options)
-        is_proven = options.verify and bool(weights.model)
-        trusted = options.trust_remote_code
-        said = list[str]()
-        computed_logits: AbstractContextManager[Any] = nullcontext()
-        if is_proven:
-            computed_logits = start_logits(source, target, weights, trusted)
-        with computed_logits as logits:
-            if is_folder:
-                make_files(folder, weights)
-                with start_verification(folder, weights, options, logits, reload) as (
-                    on_disk,
-                    verify,
-                ):
-                    written = write_weights(folder, weights, on_disk)
-                    with phases.timed("check"):
-                        verdict = verify(written)
-                if is_proven:
-                    exported = read_files(folder / shard.name for shard in weights.model)
-                    account.refuse_lost(
-                        exported.keys(), (folder / CARD_FILE).read_text(encoding="utf-8")
-                    )
-                said.append(f"{output}: {_describe(source, weights)}{verdict}")
-                said += [f"base    {sentence}" for sentence in account.sentences]
-            if source.has_critic:
-                said.append(f"critic  left out; {source.path} keeps it, and only training reads it")
-            for plan in plans:
-                said += [f"{output}/{line}" for line in plan.write(folder, logits)]
-    for line in (*said, *describe_use(_find_commands(source, target, weights, options, output))):
+        lines = planned.write(folder, output, reload, phases)
+    lines += describe_use(_find_commands(source, target, weights, options, output))
+    for line in lines:
         log(line)
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFiles:
+    """The files with values that an export will have."""
+
+    source: Source
+    target: TargetModel
+    weights: Weights
+    options: ExportOptions
+    others: Sequence[PlannedFormat]  # formats beside or without the Hugging Face folder
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether a Hugging Face folder is written."""
+        return SAFETENSORS in self.options.formats
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the model's logits are compared with the checkpoint's."""
+        return self.options.verify and bool(self.weights.model)
+
+    @property
+    def byte_count(self) -> int:
+        of_folder = self.weights.byte_count if self.is_folder else 0
+        return of_folder + sum(planned.byte_count for planned in self.others)
+
+    def write(
+        self, folder: Path, output: Path, reload: ReloadProcess | None, phases: Phases
+    ) -> list[str]:
+        """Writes and verifies all files; returns the lines that say what was made.
+
+        Args:
+            folder: Where they are written.
+            output: What `folder` will be renamed to.
+            reload: The separate process of the verification; None starts one.
+            phases: Takes the seconds of the verification.
+        """
+        lines = []
+        computed_logits: AbstractContextManager[Any] = nullcontext()
+        if self.is_proven:
+            trusted = self.options.trust_remote_code
+            computed_logits = start_logits(self.source, self.target, self.weights, trusted)
+        with computed_logits as logits:
+            if self.is_folder:
+                verdict = self._write_folder(folder, logits, reload, phases)
+                lines.append(f"{output}: {_describe(self.source, self.weights)}{verdict}")
+                lines += [f"base    {sentence}" for sentence in self.weights.account.sentences]
+            if self.source.has_critic:
+                place = self.source.path
+                lines.append(f"critic  left out; {place} keeps it, and only training reads it")
+            for planned in self.others:
+                lines += [f"{output}/{line}" for line in planned.write(folder, logits)]
+        return lines
+
+    def _write_folder(
+        self,
+        folder: Path,
+        logits: Future[torch.Tensor] | None,
+        reload: ReloadProcess | None,
+        phases: Phases,
+    ) -> str:
+        """Writes the values of a Hugging Face folder, verifies them, and returns the verdict."""
+        make_files(folder, self.weights)
+        with start_verification(folder, self.weights, self.options, logits, reload) as (
+            on_disk,
+            verify,
+        ):
+            written = write_weights(folder, self.weights, on_disk)
+            with phases.timed("check"):
+                verdict = verify(written)
+        if self.is_proven:
+            exported = read_files(folder / shard.name for shard in self.weights.model)
+            card = (folder / CARD_FILE).read_text(encoding="utf-8")
+            self.weights.account.refuse_lost(exported.keys(), card)
+        return verdict
 
 
 def export_for_vllm(folder: Path, output: Path) -> Path:
@@ -340,10 +384,8 @@ def _describe(source: Source, weights: Weights) -> str:
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))
-    if has_tokenizer(source.description):
-        tokenizer = ""
-    else:
-        tokenizer = ", without a tokenizer, since the source has none"
+    has_own = has_tokenizer(source.description)
+    tokenizer = "" if has_own else ", without a tokenizer, since the source has none"
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
 
 
