@@ -573,18 +573,11 @@ class Session:
         self._refuse_masks("sample")
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
-        if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-            raise UserError(
-                f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
-            )
-        counts = {"num_samples": num_samples, "max_new_tokens": max_new_tokens}
-        for name, count in counts.items():
-            if not isinstance(count, int) or count < 1:
-                raise UserError(
-                    f"sample: {name}: a whole number of at least 1 is expected, not {count!r}"
-                )
         if isinstance(stop, str):
             raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
+        _check_temperature(temperature)
+        _check_count("num_samples", num_samples)
+        _check_count("max_new_tokens", max_new_tokens)
         asked = [
             Prompt(prompt_ids(prompt, self.tokenizer), "")
             for prompt in prompts
@@ -785,3 +778,17 @@ def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[S
         trained_tokens=sum(batch.trained_tokens for batch in batches),
     )
     return batch, Measured(torch.stack([measured.loss_sum for _, measured in parts]).sum())
+
+
+def _check_temperature(temperature: Any) -> None:
+    """Raises `UserError` for what is no temperature to sample with."""
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise UserError(
+            f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
+        )
+
+
+def _check_count(name: str, count: Any) -> None:
+    """Raises `UserError` for an argument `name` of `sample` that is no number of things."""
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"sample: {name}: a whole number of at least 1 is expected, not {count!r}")

@@ -232,10 +232,7 @@ class Columns:
         return value
 
     def _describe(self, column: str, value: Any) -> str:
-        if column in self.row:
-            present = ""
-        else:
-            present = f"; its columns are {list_columns(self.row)}"
+        present = "" if column in self.row else f"; its columns are {list_columns(self.row)}"
         return describe_value(value) + present
 
     @property
@@ -282,20 +279,11 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     >>> find_common_pair({"Prompt": "2+2?", "Response": "4"}, DatasetSource(path="sums.csv"))
     ('Prompt', 'Response')
     """
-    if (
-        source.type
-        or source.messages_column
-        or source.prompt_column
-        or source.completion_column
-        or source.text_column
-    ):
+    named = (source.messages_column, source.prompt_column, source.completion_column)
+    if source.type or source.text_column or any(named):
         return None
     present = [str(column) for column, value in row.items() if value is not None]
-    if {"instruction", "output"} <= set(present) or any(
-        name.lower() in CONVERSATION_COLUMNS for name in present
-    ):
-        return None
-    if any(QUESTION_PART.fullmatch(name.lower()) for name in present):
+    if {"instruction", "output"} <= set(present) or any(map(_is_of_conversation, present)):
         return None
     questions = [name for name in present if name.lower() in QUESTION_COLUMNS]
     answers = [name for name in present if name.lower() in ANSWER_COLUMNS]
@@ -307,6 +295,12 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     if is_known and isinstance(row[question], str) and isinstance(row[answer], str):
         return (question, answer)
     return None
+
+
+def _is_of_conversation(column: str) -> bool:
+    """Whether a column may hold a conversation, or a part of the question."""
+    name = column.lower()
+    return name in CONVERSATION_COLUMNS or QUESTION_PART.fullmatch(name) is not None
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:

@@ -4,7 +4,7 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -448,19 +448,20 @@ def _name_columns(row: Mapping[str, Any], source: DatasetSource, error: BadRow) 
 
 
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
-    by_name = {
-        str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)
-    }
-    numbers = {
-        str(column).lower(): str(column)
-        for column, value in row.items()
-        if isinstance(value, int | float)
-    }
-    prompt = next((by_name[name] for name in (*QUESTION_COLUMNS, "user") if name in by_name), None)
-    completion = next(
-        (by_name[name] for name in (*ANSWER_COLUMNS, "label") if name in by_name), None
-    )
-    number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
+    """Guesses by their names which columns hold question and answer, or text; None: no guess.
+
+    Raises `UserError` where the answer is a number.
+    """
+    by_name = {}
+    numbers = {}
+    for column, value in row.items():
+        if isinstance(value, str):
+            by_name[str(column).lower()] = str(column)
+        elif isinstance(value, int | float):
+            numbers[str(column).lower()] = str(column)
+    prompt = _first_of(by_name, (*QUESTION_COLUMNS, "user"))
+    completion = _first_of(by_name, (*ANSWER_COLUMNS, "label"))
+    number = _first_of(numbers, ANSWER_COLUMNS[:6])
     if prompt is not None and completion is None and number is not None:
         raise UserError(
             f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; "
@@ -468,12 +469,17 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
         )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
-    text = next((by_name[name] for name in TEXT_COLUMNS if name in by_name), None)
+    text = _first_of(by_name, TEXT_COLUMNS)
     if text is None and len(by_name) == 1:
         text = next(iter(by_name.values()))
     if text is not None and prompt is None:
         return replace(source, text_column=text)
     return None
+
+
+def _first_of(columns: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """The column of the first of `names` that `columns` has; None where it has none."""
+    return next((columns[name] for name in names if name in columns), None)
 
 
 def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource:
@@ -549,35 +555,31 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
     """Reads the hardware from the flags or the answers; host memory and disk are this machine's
     where its GPUs are.
     """
-    if options.gpus is None or options.gpu_memory is None:
-        machine = find_gpus()
-    else:
-        machine = None
+    are_given = options.gpus is not None and options.gpu_memory is not None
+    machine = None if are_given else find_gpus()
     count = str(machine.gpus if machine else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
     here = f"{psutil.virtual_memory().total // MIB}MiB"
     own = f"{shutil.disk_usage(Path()).free // MIB}MiB"
-    read_host, read_disk = (partial(_read_memory, flag) for flag in ("--host-memory", "--disk"))
-    if options.host_memory is None:
-        host = None
-    else:
-        host = read_host(options.host_memory)
-    disk = None if options.disk is None else read_disk(options.disk)
+    host = _read_if_given("--host-memory", options.host_memory)
+    disk = _read_if_given("--disk", options.disk)
     if gpus == 0:
         return Hardware(0, host or here, host or here, disk or own)
-    default = machine.memory if machine else "80GiB"
-    asked = "Memory of each GPU"
     memory = require(
         options.gpu_memory,
         "--gpu-memory",
-        asked,
-        default,
+        "Memory of each GPU",
+        machine.memory if machine else "80GiB",
         read=partial(_read_memory, "--gpu-memory"),
     )
     if machine is not None and (gpus, memory) == (machine.gpus, machine.memory):
         host = host or here
         disk = disk or own
     return Hardware(gpus, memory, host, disk)
+
+
+def _read_if_given(flag: str, text: str | None) -> str | None:
+    return None if text is None else _read_memory(flag, text)
 
 
 def _read_memory(flag: str, text: str) -> str:

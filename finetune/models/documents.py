@@ -47,7 +47,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
-from finetune.config.families import find_family
+from finetune.config.families import Family, find_family
 from finetune.distributed.model_parts import (
     has_other_parts,
     language_model_of,
@@ -83,21 +83,12 @@ def install_attention(
     """
     trunk = trunk_of(model)
     family = find_family(trunk.config.model_type)
-    if implementation == "auto" and _attends_by_mask(trunk):
-        if trunk._supports_sdpa and family.document_mask != "here":
-            implementation = "sdpa"
-        else:
-            implementation = "eager"
-    if implementation == "auto":
-        activate_fastest_kernels()
-    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
-        implementation = "auto"
+    implementation = _choose_implementation(implementation, trunk, family)
     if implementation == "auto":
         register()
+    name = NAME if implementation == "auto" else implementation
     try:  # of the language model alone: a vision tower keeps its own attention
-        language_model_of(model).set_attn_implementation(
-            NAME if implementation == "auto" else implementation
-        )
+        language_model_of(model).set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise UserError(
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} "
@@ -117,16 +108,29 @@ def install_attention(
     }
     if family.document_mask == "here":
         rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
+    prepare = rewrite.get(implementation, _drop_boundaries)
     trunk.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)),
-        with_kwargs=True,
+        lambda _, args, kwargs: (args, prepare(kwargs)), with_kwargs=True
     )
-
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
     elif family.document_mask == "here":
         # By itself, BART's embedding of positions would count the tokens of the row.
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
+
+
+def _choose_implementation(implementation: str, trunk: Any, family: Family) -> str:
+    """Returns `auto` for this project's attention, whose kernels it activates; else transformers'
+    name.
+    """
+    if implementation == "auto" and _attends_by_mask(trunk):
+        has_sdpa = trunk._supports_sdpa and family.document_mask != "here"
+        return "sdpa" if has_sdpa else "eager"
+    if implementation == "auto":
+        activate_fastest_kernels()
+    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+        return "auto"
+    return implementation
 
 
 # As `prepare_for_packed`, these functions turn the arguments of a training forward into those of an

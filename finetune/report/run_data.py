@@ -396,13 +396,12 @@ def describe_in_one_line(run: RunRecord) -> str:
 def _describe_trained(recipe: Mapping[str, Any]) -> str:
     if recipe.get("use_peft"):
         return "LoRA"
-    return (
-        f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} "
-        "parameters trained"
-    )
+    is_partial = recipe.get("trainable_modules") or recipe.get("frozen_modules")
+    return f"{'some' if is_partial else 'all'} parameters trained"
 
 
 def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
+    """Yields the numbers of the summary that the run has."""
     done = run.last("step") or 0
     yield Tile("Steps", f"{done:,}", " · ".join(_describe_progress(run, done, live=live)))
     yield from _smoothed_tile(run, "reward", "Reward", format_compact)
@@ -410,24 +409,32 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
     yield from _smoothed_tile(run, "loss", "Training loss", "{:.4f}".format)
     yield from _change_tiles(run, {"eval_loss": "Held-out loss"}, "{:.4f}".format)
     if run.last("rewards/accuracies") is not None:
-        if run.last("eval_rewards/accuracies") is not None:
-            held_out = "eval_"
-        else:
-            held_out = ""
-        margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
-        name = "Held-out pairs in order" if held_out else "Pairs in order"
-        yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
+        yield _make_pairs_tile(run)
     yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
     yield from _change_tiles(run, {"eval_accuracy": "Held-out accuracy"}, "{:.1%}".format)
     yield from _change_tiles(run, {"eval_recall@1": "Held-out recall@1"}, "{:.1%}".format)
     yield from _change_tiles(
         run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact
     )
+    yield from _make_resource_tiles(run)
+
+
+def _make_pairs_tile(run: RunRecord) -> Tile:
+    """The share of pairs in order; held-out ones where the run has them."""
+    is_held_out = run.last("eval_rewards/accuracies") is not None
+    name = "Held-out pairs in order" if is_held_out else "Pairs in order"
+    prefix = "eval_" if is_held_out else ""
+    margin = format_compact(run.last(f"{prefix}rewards/margins") or 0.0)
+    in_order = run.last(f"{prefix}rewards/accuracies")
+    return Tile(name, f"{in_order:.0%}", f"reward margin {margin}")
+
+
+def _make_resource_tiles(run: RunRecord) -> Iterator[Tile]:
+    """Yields what the run has read and used: tokens, time, experts, memory."""
     if run.last("tokens"):
         trained = run.last("trained_tokens")
-        yield Tile(
-            "Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else ""
-        )
+        note = f"{count(trained)} trained" if trained else ""
+        yield Tile("Tokens read", count(run.last("tokens")), note)
     speeds = [value for _, value in run.series("tokens_per_second")]
     if speeds:
         mfu = [value for _, value in run.series("mfu")]
@@ -439,11 +446,8 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
         busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
         yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
     if run.last("peak_memory_bytes"):
-        yield Tile(
-            "Peak memory",
-            f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB",
-            "first rank",
-        )
+        peak = max(value for _, value in run.series("peak_memory_bytes"))
+        yield Tile("Peak memory", f"{gib(peak)} GiB", "first rank")
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:

@@ -69,21 +69,19 @@ def check_config(config: Any, where: str) -> list[str]:
     Raises `UserError` where it would compute another model.
     """
     family = find_llama_cpp(config.model_type)
-    heads = config.num_attention_heads
     layers = config.num_hidden_layers
+    if layers == family.scales_like_27b:
+        scaled_by = config.hidden_size // config.num_attention_heads
+    else:
+        scaled_by = head_size(config)
+    both_ways = getattr(config, "use_bidirectional_attention", None)
     differing: dict[str, tuple[Any, Any]] = {
         "hidden_act": (_get(config, "hidden_act", "hidden_activation"), family.activation),
-        "query_pre_attn_scalar": (
-            getattr(config, "query_pre_attn_scalar", None),
-            config.hidden_size // heads if layers == family.scales_like_27b else head_size(config),
-        ),
+        "query_pre_attn_scalar": (getattr(config, "query_pre_attn_scalar", None), scaled_by),
         "norm_topk_prob": (getattr(config, "norm_topk_prob", None), True),
         "mlp_only_layers": (getattr(config, "mlp_only_layers", None) or None, None),
         "decoder_sparse_step": (getattr(config, "decoder_sparse_step", None), 1),
-        "use_bidirectional_attention": (
-            getattr(config, "use_bidirectional_attention", None) or None,
-            None,
-        ),
+        "use_bidirectional_attention": (both_ways or None, None),
     }
     if family.rope_skipped_every:
         expected = [int((layer + 1) % family.rope_skipped_every != 0) for layer in range(layers)]
@@ -99,15 +97,11 @@ def check_config(config: Any, where: str) -> list[str]:
             has = f"llama.cpp's {family.architecture} has {expected!r:.60}"
             raise UserError(f"{where}: {key}: {value!r:.60}, where {has}; export safetensors")
     window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or [
-        "sliding_attention" if window else "full_attention"
-    ]
-    is_windowed = (
-        "sliding_attention" in types and window and window < config.max_position_embeddings
-    )
-    if is_windowed and not family.window_every:
-        return [f"llama.cpp reads more than the last {window:,} tokens, where this model does not"]
-    return []
+    if not window or window >= config.max_position_embeddings or family.window_every:
+        return []
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]):
+        return []
+    return [f"llama.cpp reads more than the last {window:,} tokens, where this model does not"]
 
 
 def head_size(config: Any) -> int:
