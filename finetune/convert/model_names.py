@@ -1305,7 +1305,9 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = (
         "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     )
-    if not settings.get("adapter"):
+    if settings.get("freeze_mm_modules"):
+        pass  # the tower and the projector, with adapters on them: utils/freeze.py
+    elif not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif not re.search("language_model|text_model", str(targets)) and _may_adapt_tower(
         targets, str(conversion.images)

@@ -39,6 +39,7 @@ from finetune.convert.model_names import (
     SYSTEM_LAST,
     SYSTEM_REFUSED,
     TOOLS_IN_ITS_WORDS,
+    TRAINED_TOWER,
     guess_family,
     guess_vision_family,
 )
@@ -435,3 +436,73 @@ def test_a_share_of_steps_that_axolotl_refuses_is_said_to_be_one_here(
     assert (SHARE_REFUSED in said(made)) == is_said
     if "diffusion" in keys or is_said:
         assert made.recipe["warmup_ratio"] == 0.1
+
+
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "asks"),
+    [
+        ({"base_model_config": "a/model"}, {"base_model_config": "another/model"}),
+        ({"tokenizer_type": "AutoTokenizer"}, {"tokenizer_type": "CodeLlamaTokenizer"}),
+        ({"tokenizer_legacy": None}, {"tokenizer_legacy": True}),
+        ({"tokenizer_legacy": None}, {"tokenizer_legacy": False}),
+        ({"pretrain_multipack_attn": True}, {"pretrain_multipack_attn": False}),
+        ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_perplexity"}),
+        ({"greater_is_better": False}, {"greater_is_better": True}),
+        ({"do_causal_lm_eval": False}, {"do_causal_lm_eval": True}),
+        ({"do_bench_eval": False}, {"do_bench_eval": True}),
+        ({"s2_attention": False}, {"s2_attention": True}),
+        (
+            {"sample_packing": True, "sample_packing_eff_est": None},
+            {"sample_packing": True, "sample_packing_eff_est": 0.98},
+        ),
+        (
+            {"sample_packing": True, "sample_packing_eff_est": 0.98, "max_steps": 9},
+            {"sample_packing": True, "sample_packing_eff_est": 1},
+        ),
+        (
+            {"pretraining_dataset": [{"path": "a/b"}], "shuffle_merged_datasets": True},
+            {"pretraining_dataset": [{"path": "a/b"}], "shuffle_merged_datasets": False},
+        ),
+        (
+            QLORA | {"bnb_config_kwargs": {"bnb_4bit_compute_dtype": "bfloat16"}},
+            QLORA | {"bnb_config_kwargs": {"bnb_4bit_compute_dtype": "float16"}},
+        ),
+    ],
+)
+def test_a_value_of_axolotls_that_does_otherwise_is_listed(
+    keys: dict[str, object], asks: dict[str, object], convert: Convert
+) -> None:
+    """The last key of the second file, for a value that does as a run here, and for one that does not."""
+    file = AXOLOTL | {"base_model": "a/model"}
+    key, value = list(asks.items())[-1]
+    if isinstance(value, dict):
+        key = f"{key}.{next(iter(value))}"
+    assert f"{key}: " not in said(convert(file, **keys))
+    made = convert(file, **asks)
+    assert f"{key}: " in said(made) and key not in made.ignored
+
+
+def test_frozen_modules_with_images_are_not_said_to_be_trained(convert: Convert) -> None:
+    images = AXOLOTL | {
+        "base_model": "Qwen/Qwen2-VL-7B-Instruct",
+        "processor_type": "AutoProcessor",
+    }
+    assert TRAINED_TOWER in said(convert(images))
+    assert TRAINED_TOWER not in said(convert(images, freeze_mm_modules=True))
+
+
+@pytest.mark.parametrize("file", [AXOLOTL | {"tokens": ["<a>"]}, FACTORY | {"add_tokens": "<a>"}])
+def test_the_start_of_a_new_row_is_listed(file: dict[str, object], convert: Convert) -> None:
+    made = convert(file)
+    assert [line for line in made.remarks if line.startswith("added_tokens: ")]
+    file = {key: value for key, value in file.items() if key not in ("tokens", "add_tokens")}
+    assert "added_tokens" not in said(convert(file))
+
+
+def test_accelerates_number_of_micro_batches_is_that_of_a_step(convert: Convert) -> None:
+    asked = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    file = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
+    assert convert(file, accelerator_config=asked).recipe["gradient_accumulation_steps"] == 4

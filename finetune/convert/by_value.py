@@ -1,0 +1,89 @@
+"""Keys that ask for nothing else than a run here, but for some values together with other keys."""
+
+from typing import Any
+
+from finetune.convert.asked_layout import read_layout
+from finetune.convert.by_tool import IN_ORDER
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import name_model
+from finetune.convert.value_conversion import Conversion
+
+# load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
+OTHER_CONFIG = (
+    "the model's config is read there, and the tokenizer where tokenizer_config names none; both "
+    "are the model's own here"
+)
+# load_tokenizer of its loaders/tokenizer.py: a class of transformers 5 splits texts by itself
+OTHER_TOKENIZER = "this class reads the tokenizer there; here the one that its files name"
+# calculate_total_num_steps of its utils/trainer.py
+STEPS_BY_ESTIMATE = (
+    "the steps of a run are counted by this share there, of all tokens; here by the rows as they "
+    "are packed"
+)
+# wrap_streaming_dataset of its utils/data/streaming.py, and merge_datasets of utils/data/shared.py
+STREAM_IN_ORDER = IN_ORDER.replace("rows", "a stream's rows")
+# resize_token_embeddings of transformers, with mean_resizing_embeddings of Axolotl, which is false;
+# _noisy_mean_initialization of LLaMA-Factory's model/model_utils/embedding.py
+ROOM = "as the model has them where its embedding has room, else "
+NEW_ROWS = {
+    "Axolotl": f"{ROOM}drawn at random",
+    "LLaMA-Factory": "at the mean of the others, with noise",
+    "ms-swift": f"{ROOM}near the mean of the others",
+    "TRL": f"{ROOM}near the mean of the others",
+}
+START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
+COMPUTE_KEYS = (
+    "bnb_4bit_compute_dtype",
+    "bnb_config_kwargs.bnb_4bit_compute_dtype",
+    "quantization.bnb_4bit_compute_dtype",
+)
+COMPUTED = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+OTHER_COMPUTE = "layers of 4 bits multiply in this dtype there, in {} here"
+
+
+def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Reports the values of such keys; `text` is the file with its comments."""
+    if conversion.tool == "Axolotl":
+        _report_axolotl(settings, conversion)
+    _report_new_rows(settings, conversion)
+    if conversion.recipe.get("load_in_4bit"):
+        _report_compute(settings, text, conversion)
+
+
+def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
+    config = settings.get("base_model_config")
+    if config and config != name_model(settings):
+        conversion.add_difference("base_model_config", config, OTHER_CONFIG)
+    tokenizer = settings.get("tokenizer_type")
+    if tokenizer and tokenizer != "AutoTokenizer":
+        conversion.add_remark("tokenizer_type", tokenizer, OTHER_TOKENIZER)
+    share = settings.get("sample_packing_eff_est")
+    if share and settings.get("sample_packing") and "max_steps" not in conversion.recipe:
+        conversion.add_difference("sample_packing_eff_est", share, STEPS_BY_ESTIMATE)
+    if settings.get("shuffle_merged_datasets") is False and conversion.recipe.get("streaming"):
+        conversion.add_difference("shuffle_merged_datasets", False, STREAM_IN_ORDER)
+
+
+def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the rows of added tokens start."""
+    if not conversion.recipe.get("added_tokens") or conversion.tool not in NEW_ROWS:
+        return
+    is_mean = conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings")
+    start = NEW_ROWS["TRL" if is_mean else conversion.tool]
+    conversion.remarks.append(START_OF_ROWS.format(start))
+
+
+def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Reports another dtype of the products of a base in 4 bits than the one of the run."""
+    ours = COMPUTED[read_layout(conversion.tool, settings, text).precision]
+    for key in COMPUTE_KEYS:
+        value = _find(settings, key)
+        if value and str(value).rpartition(".")[2] != ours:
+            conversion.add_difference(key, value, OTHER_COMPUTE.format(ours))
+
+
+def _find(settings: ToolFile, dotted: str) -> Any:
+    section: Any = settings
+    for name in dotted.split("."):
+        section = section.get(name) if isinstance(section, dict) else None
+    return section
