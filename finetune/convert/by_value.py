@@ -3,10 +3,10 @@
 from typing import Any
 
 from finetune.convert.asked_layout import read_layout
-from finetune.convert.by_tool import IN_ORDER
+from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import name_model
-from finetune.convert.value_conversion import Conversion
+from finetune.convert.value_conversion import Conversion, find_method_facts
 
 # load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
 OTHER_CONFIG = (
@@ -32,6 +32,16 @@ NEW_ROWS = {
     "TRL": f"{ROOM}near the mean of the others",
 }
 START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
+# _setup_lora_tuning of LLaMA-Factory's model/adapter.py
+ENDS_TRAINED = (
+    "the embedding and the output head are trained beside the adapters there; modules_to_save "
+    "names what is here"
+)
+# _get_eval_sampler of TRL's GRPOTrainer, which samples as in training
+HELD_OUT_SAMPLED = (
+    "eval_reward: each held-out prompt is answered as often as in training there, by sampling; "
+    "once, greedily, here"
+)
 COMPUTE_KEYS = (
     "bnb_4bit_compute_dtype",
     "bnb_config_kwargs.bnb_4bit_compute_dtype",
@@ -43,10 +53,16 @@ OTHER_COMPUTE = "layers of 4 bits multiply in this dtype there, in {} here"
 
 def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Reports the values of such keys; `text` is the file with its comments."""
+    recipe = conversion.recipe
     if conversion.tool == "Axolotl":
         _report_axolotl(settings, conversion)
+    elif conversion.tool == "LLaMA-Factory":
+        _report_factory(settings, conversion)
+    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
+    if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
+        conversion.remarks.append(HELD_OUT_SAMPLED)
     _report_new_rows(settings, conversion)
-    if conversion.recipe.get("load_in_4bit"):
+    if recipe.get("load_in_4bit"):
         _report_compute(settings, text, conversion)
 
 
@@ -62,6 +78,17 @@ def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("sample_packing_eff_est", share, STEPS_BY_ESTIMATE)
     if settings.get("shuffle_merged_datasets") is False and conversion.recipe.get("streaming"):
         conversion.add_difference("shuffle_merged_datasets", False, STREAM_IN_ORDER)
+
+
+def _report_factory(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    has_adapters = recipe.get("use_peft")
+    grows = settings.get("resize_vocab") and not recipe.get("added_tokens")
+    if grows and has_adapters and not settings.get("additional_target"):
+        conversion.add_difference("resize_vocab", True, ENDS_TRAINED)
+    is_bf16 = recipe.get("dtype") == "bfloat16" and not has_adapters
+    if settings.get("upcast_layernorm") and is_bf16:
+        conversion.add_difference("upcast_layernorm", True, NORMS_IN_FP32)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

@@ -27,6 +27,7 @@ from finetune.convert.by_tool import (
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
+from finetune.convert.by_value import HELD_OUT_SAMPLED
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.model_names import (
@@ -506,3 +507,55 @@ def test_accelerates_number_of_micro_batches_is_that_of_a_step(convert: Convert)
     asked = {"gradient_accumulation_kwargs": {"num_steps": 4}}
     file = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
     assert convert(file, accelerator_config=asked).recipe["gradient_accumulation_steps"] == 4
+
+
+TRL_FILE = {"model_name_or_path": "a/model", "dataset_name": "a/rows", "max_length": 1024}
+ONLINE = TRL_FILE | {"num_generations": 8, "reward_funcs": ["think_format_reward"]}
+SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows"], "lora_rank": 8}
+TEXT = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "default"}
+ADAPTED = TEXT | {"finetuning_type": "lora", "lora_target": "all"}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "usual", "other"),
+    [
+        (TRL_FILE, "average_tokens_across_devices", True, False),
+        (TEXT, "average_tokens_across_devices", True, False),
+        (SWIFT, "average_tokens_across_devices", True, False),
+        (TRL_FILE, "dataset_kwargs.append_concat_token", False, True),
+        (TRL_FILE, "dataset_kwargs.add_special_tokens", False, True),
+        (TRL_FILE, "metric_for_best_model", "eval_loss", "eval_accuracy"),
+        (SWIFT, "metric_for_best_model", "loss", "rouge-l"),
+        (SWIFT, "use_chat_template", True, False),
+        (SWIFT, "dataset_shuffle", True, False),
+        (SWIFT, "max_model_len", None, 512000),
+        (SWIFT, "predict_with_generate", False, True),
+        (TEXT, "predict_with_generate", False, True),
+        (TEXT, "do_predict", False, True),
+        (ADAPTED, "resize_vocab", False, True),
+        (ADAPTED | {"additional_target": "embed_tokens"}, "resize_vocab", True, None),
+        (TEXT | {"pure_bf16": True}, "upcast_layernorm", False, True),
+        (TEXT, "upcast_layernorm", True, None),
+        (ONLINE, "generation_kwargs", {}, {"top_p": 0.9}),
+        (ONLINE, "vllm_structured_outputs_regex", None, "[0-9]+"),
+        (ONLINE, "num_generations_eval", 1, 4),
+        (ONLINE, "shuffle_dataset", True, False),
+        (ONLINE, "cast_lm_head_to_fp32", False, True),
+    ],
+)
+def test_a_value_that_does_otherwise_is_listed(
+    file: dict[str, object], key: str, usual: object, other: object, convert: Convert
+) -> None:
+    """Where `other` is None the same value does otherwise only beside other keys."""
+    outer, _, inner = key.partition(".")
+    made = convert(file, **{outer: {inner: usual} if inner else usual})
+    assert f"{key}: " not in said(made)
+    if other is not None:
+        made = convert(file, **{outer: {inner: other} if inner else other})
+        assert f"{key}: " in said(made) and key not in made.ignored
+
+
+def test_held_out_prompts_are_said_to_be_sampled_there(convert: Convert) -> None:
+    measured = convert(ONLINE, dataset_test_split="test", eval_strategy="steps", eval_steps=10)
+    assert HELD_OUT_SAMPLED in measured.remarks
+    assert HELD_OUT_SAMPLED not in convert(ONLINE).remarks
