@@ -13,7 +13,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
+from finetune.convert.automodel import AHEAD
 from finetune.convert.by_tool import (
+    CUT_IN_BATCHES,
     DOWN_UNDROPPED,
     EACH_IN_19,
     EXACT_GELU,
@@ -30,6 +32,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import HELD_OUT_SAMPLED
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
+from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
     CALLS_THOUGHT_OF,
     EMPTY_SYSTEM,
@@ -559,3 +562,78 @@ def test_held_out_prompts_are_said_to_be_sampled_there(convert: Convert) -> None
     measured = convert(ONLINE, dataset_test_split="test", eval_strategy="steps", eval_steps=10)
     assert HELD_OUT_SAMPLED in measured.remarks
     assert HELD_OUT_SAMPLED not in convert(ONLINE).remarks
+
+
+NEMO = {
+    "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+    "step_scheduler": {"global_batch_size": 8, "local_batch_size": 1, "max_steps": 5},
+    "model": {"pretrained_model_name_or_path": "a/model"},
+    "dataset": {"_target_": "make_squad_dataset", "dataset_name": "a/squad", "split": "train"},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-4},
+}
+VLM = NEMO | {
+    "recipe": "FinetuneRecipeForVLM",
+    "model": {"pretrained_model_name_or_path": "google/gemma-3-4b-it"},
+}
+COLLATERS = "nemo_automodel.components.datasets."
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("loss_fn.fp32_upcast", True, False),
+        ("loss_fn.reduction", "sum", "mean"),
+        ("model.mtp_loss_scaling_factor", None, 0.1),
+        ("model.drafter_path", None, "a/drafter"),
+        ("model.text_config", {"use_cache": False}, {"mtp_num_hidden_layers": 1}),
+        ("model.backend", {"attn": "te"}, {"fake_balanced_gate": True}),
+        ("model.backend", {"experts": "gmm"}, {"experts": "torch_mm_mxfp8"}),
+        ("model.backend", {"linear": "torch"}, {"te_fp8": {"recipe": "mxfp8"}}),
+        ("optimizer.bias_correction", True, False),
+        ("optimizer.adam_w_mode", True, False),
+        ("optimizer.exp_avg_dtype", "torch.float32", "torch.float16"),
+        ("optimizer.embed_lr", None, 1e-3),
+        ("optimizer.amsgrad", False, True),
+        ("packed_sequence.packing_strategy", "neat", "a.strategy"),
+        ("packed_sequence.split_across_pack", False, True),
+        ("peft.lora_dtype", "float32", "bfloat16"),
+        (
+            "dataloader.collate_fn",
+            f"{COLLATERS}utils.default_collater",
+            f"{COLLATERS}vlm.collate_fns.gemma4_prefix_collate_fn",
+        ),
+        ("tokenizer.padding_side", "right", None),
+        ("freeze_config.freeze_projector", None, True),
+        ("model.num_nextn_predict_layers", 0, 1),
+        ("lr_scheduler.wd_incr_style", "constant", None),
+        ("quantization.llm_int8_threshold", None, 3.0),
+    ],
+)
+def test_a_value_of_automodels_that_does_otherwise_is_listed(
+    key: str, usual: object, other: object, convert: Convert
+) -> None:
+    """A key of a section that is known is listed where it is not known itself."""
+    section, _, name = key.partition(".")
+    inner = dict(NEMO.get(section, {}))
+    assert f"{key}" not in said(convert(NEMO, **{section: inner | {name: usual}}))
+    if other is not None:
+        made = convert(NEMO, **{section: inner | {name: other}})
+        assert key in said(made) and not any(each.startswith(key) for each in made.ignored)
+
+
+def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: Convert) -> None:
+    cut = convert(VLM, dataloader={"collate_fn": {"_target_": "a.collate_fn", "max_length": 2048}})
+    assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
+    assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
+    packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
+    assert packed.recipe["max_length"] == 1024 and UNLIMITED_NOTE not in said(packed)
+    assert {"packed_sequence.pack_size", "packed_sequence.max_length"} <= set(
+        re.findall(r"packed_sequence\.\w+", said(packed))
+    )
+    assert UNLIMITED_NOTE in said(convert(VLM))
+
+
+def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
+    for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
+        made = convert(NEMO, model={"pretrained_model_name_or_path": name})
+        assert (AHEAD in said(made)) == is_listed
