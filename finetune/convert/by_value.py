@@ -42,6 +42,9 @@ HELD_OUT_SAMPLED = (
     "eval_reward: each held-out prompt is answered as often as in training there, by sampling; "
     "once, greedily, here"
 )
+TOKENIZER_ELSEWHERE = (
+    "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
+)
 COMPUTE_KEYS = (
     "bnb_4bit_compute_dtype",
     "bnb_config_kwargs.bnb_4bit_compute_dtype",
@@ -58,6 +61,8 @@ def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None
         _report_axolotl(settings, conversion)
     elif conversion.tool == "LLaMA-Factory":
         _report_factory(settings, conversion)
+    elif conversion.tool == "torchtune":
+        _report_tune(settings, conversion)
     is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
     if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
         conversion.remarks.append(HELD_OUT_SAMPLED)
@@ -89,6 +94,14 @@ def _report_factory(settings: ToolFile, conversion: Conversion) -> None:
     is_bf16 = recipe.get("dtype") == "bfloat16" and not has_adapters
     if settings.get("upcast_layernorm") and is_bf16:
         conversion.add_difference("upcast_layernorm", True, NORMS_IN_FP32)
+
+
+def _report_tune(settings: ToolFile, conversion: Conversion) -> None:
+    path = str(_find(settings, "tokenizer.path") or "")
+    folder = str(_find(settings, "checkpointer.checkpoint_dir") or "")
+    is_elsewhere = path and folder and not path.startswith(folder.rstrip("/"))
+    if is_elsewhere and not path.startswith("$"):  # a name that the file does not have
+        conversion.add_difference("tokenizer.path", path, TOKENIZER_ELSEWHERE)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

@@ -637,3 +637,24 @@ def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
     for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
         made = convert(NEMO, model={"pretrained_model_name_or_path": name})
         assert (AHEAD in said(made)) == is_listed
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("loss.ignore_index", -100, None),
+        ("loss.label_smoothing_of_mine", None, 0.1),
+        ("dataloader.shuffle", True, False),
+        ("tokenizer.path", "/tmp/model/tokenizer.model", "/tmp/another/tokenizer.model"),
+    ],
+)
+def test_a_value_of_torchtunes_that_does_otherwise_is_listed(
+    key: str, usual: object, other: object, convert: Convert
+) -> None:
+    file = TUNE | {"checkpointer": TUNE["checkpointer"] | {"checkpoint_dir": "/tmp/model/"}}
+    section, _, name = key.partition(".")
+    inner = file.get(section, {})
+    assert key not in said(convert(file, **{section: inner | {name: usual}}))
+    if other is not None:
+        made = convert(file, **{section: inner | {name: other}})
+        assert key in said(made) and key not in made.ignored
