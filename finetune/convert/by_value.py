@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from finetune.config.facts import read_family_source
 from finetune.convert.asked_layout import read_layout
 from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.model_names import name_model
+from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.value_conversion import Conversion, find_method_facts
 
 # load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
@@ -13,6 +14,8 @@ OTHER_CONFIG = (
     "the model's config is read there, and the tokenizer where tokenizer_config names none; both "
     "are the model's own here"
 )
+# _build_model of its loaders/model.py
+OTHER_CLASS = "a class of another family reads the weights there; here the model's own"
 # load_tokenizer of its loaders/tokenizer.py: a class of transformers 5 splits texts by itself
 OTHER_TOKENIZER = "this class reads the tokenizer there; here the one that its files name"
 # calculate_total_num_steps of its utils/trainer.py
@@ -75,6 +78,11 @@ def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     config = settings.get("base_model_config")
     if config and config != name_model(settings):
         conversion.add_difference("base_model_config", config, OTHER_CONFIG)
+    model_class = str(settings.get("model_type"))
+    source = read_family_source(guess_family(name_model(settings)) or "")
+    is_own = model_class.startswith("Auto") or f"class {model_class}(" in source
+    if source and model_class.endswith("ForCausalLM") and not is_own:
+        conversion.add_difference("model_type", model_class, OTHER_CLASS)
     tokenizer = settings.get("tokenizer_type")
     if tokenizer and tokenizer != "AutoTokenizer":
         conversion.add_remark("tokenizer_type", tokenizer, OTHER_TOKENIZER)

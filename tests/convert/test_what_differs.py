@@ -34,6 +34,8 @@ from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
+    AUTOMODEL_ADAPTERS,
+    AUTOMODELS_START,
     CALLS_THOUGHT_OF,
     EMPTY_SYSTEM,
     FAMILIES,
@@ -658,3 +660,16 @@ def test_a_value_of_torchtunes_that_does_otherwise_is_listed(
     if other is not None:
         made = convert(file, **{section: inner | {name: other}})
         assert key in said(made) and key not in made.ignored
+
+
+def test_a_class_of_another_family_is_listed(convert: Convert) -> None:
+    mistral = AXOLOTL | {"base_model": "mistralai/Mistral-7B-v0.1"}
+    assert "model_type: " in said(convert(mistral, model_type="LlamaForCausalLM"))
+    for own in ("MistralForCausalLM", "AutoModelForCausalLM"):
+        assert "model_type: " not in said(convert(mistral, model_type=own))
+
+
+def test_automodels_adapters_may_have_the_dtype_of_those_here(convert: Convert) -> None:
+    assert AUTOMODEL_ADAPTERS in said(convert(NEMO, peft={"dim": 8, "match_all_linear": True}))
+    made = convert(NEMO, peft={"dim": 8, "match_all_linear": True, "lora_dtype": "torch.float32"})
+    assert AUTOMODEL_ADAPTERS not in said(made) and AUTOMODELS_START in made.remarks
