@@ -53,6 +53,13 @@ MOVED_BIASES = (
     "here"
 )
 
+# mtp_config of its own classes of these families: _resolve_mtp_num_layers, and MTPConfig
+PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
+AHEAD = (
+    "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
+    "added there; no such layers are trained here"
+)
+
 
 def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how an epoch ends otherwise, and when rows are held out; measures with each save what
@@ -117,8 +124,10 @@ def _may_flash(model: Mapping[str, Any]) -> bool:
 
 
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a class of Automodel's own moves the biases of the routers."""
+    """Reports where a class of Automodel's own moves the biases of the routers, or adds a loss."""
     name = name_model(settings)
     is_own = not read_section(settings, "model").get("force_hf")
     if is_own and guess_family(name) in BIASES_MOVED:
         conversion.add_difference("model", name, MOVED_BIASES)
+    if is_own and guess_family(name) in PREDICTING_AHEAD:
+        conversion.add_difference("model", name, AHEAD)

@@ -247,6 +247,8 @@ PARTS_IN_FP32 = (
     "the embedding, the output head and norms are in float32 there under this attention; all "
     "weights are in bfloat16 here"
 )
+# default_collate_fn of Automodel's components/datasets/vlm/collate_fns.py
+CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
 KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
@@ -914,6 +916,21 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
         recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
     elif row_length:
         recipe["max_length"] = row_length
+    elif conversion.images is not None:
+        _adapt_image_lengths(settings, conversion)
     if packed_length and row_length and row_length < packed_length:
         note = "a row is cut to it before it is packed there, to max_length here"
         conversion.add_difference("dataset.seq_length", row_length, note)
+
+
+def _adapt_image_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    """Takes over the length of rows with images, as they are tokenized before or in a batch."""
+    packed = read_section(settings, "packed_sequence")
+    length = packed.get("max_length") or packed.get("pack_size")
+    collated = read_section(read_section(settings, "dataloader"), "collate_fn")
+    if not length and collated.get("max_length"):
+        length = collated["max_length"]
+        if not collated.get("drop_overlong"):
+            conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
+    if length:
+        conversion.recipe |= {"max_length": length, "overlength": "drop"}

@@ -34,6 +34,7 @@ from finetune.convert.by_tool import (
     report_magnitudes,
     report_mlp_kernel,
 )
+from finetune.convert.by_value import report_values
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import (
@@ -304,6 +305,7 @@ def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> C
     report_losses(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
+    report_values(settings, text, conversion)
     report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
@@ -394,7 +396,7 @@ def _convert_key(
         pair = Counterpart(key, key)
     if pair is None:
         _report_unknown(key, value, known, conversion)
-    elif not pair.has_effect:
+    elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
         conversion.ignored.append(key)
     elif value is None or value == "":
         if pair.carry == "clip":
@@ -425,9 +427,9 @@ def _report_unknown(
 
 
 def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
-    if value in NOTHING:
+    if value in NOTHING and not pair.usual:
         return
-    if value == 1 and not isinstance(value, bool):
+    if value == 1 and not isinstance(value, bool) and not pair.usual:
         conversion.ignored.append(key)  # a size of 1 asks for nothing
     else:
         conversion.add_difference(key, value, pair.note, pair.missing_capability)

@@ -59,6 +59,7 @@ FOLDER = Path(__file__).parent
 KEYS = "keys.csv"
 DATA_SET_KEYS = "data_set_keys.csv"
 LACKS = "lacks "  # before the capability in the column `status`
+USUAL = "ignored for "  # before the values, in JSON, that do what is done here
 GRPO = "GRPO"  # in the column `tools`: TRL's trainer, beside the keys of its others
 
 
@@ -76,6 +77,7 @@ class Counterpart:
     inexact: bool = False  # nearly the same: converted, and the note is reported
     missing_capability: str = ""  # what it asks for that is not supported here
     has_effect: bool = True  # whether dropping it changes what is trained, saved or measured
+    usual: tuple[str, ...] = ()  # the values for which it does not, where others do
 
 
 def _read_table(name: str) -> Iterator[dict[str, str]]:
@@ -122,4 +124,5 @@ def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
         inexact=status == "nearly",
         missing_capability=capability,
         has_effect=status != "ignored",
+        usual=tuple(status.removeprefix(USUAL).split()) if status.startswith(USUAL) else (),
     )

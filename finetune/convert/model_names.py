@@ -272,6 +272,7 @@ BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|ernie-4\.5.*a\d+b|lag
 AUTOMODEL_ADAPTERS = (
     "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 )
+AUTOMODELS_START = "peft: adapters have another start there, peft's start here"
 OTHER_LAYERS = (
     "all linear layers but the head here, for this model's code is its own: one of another name "
     "gets no adapter there"
@@ -398,7 +399,8 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
         conversion.add_difference("model", name, AUXILIARY)
     if peft:
-        conversion.remarks.append(AUTOMODEL_ADAPTERS)
+        is_in_fp32 = "float32" in str(peft.get("lora_dtype"))
+        conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
         _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
 
 
@@ -1305,7 +1307,9 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     targets = (
         "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
     )
-    if not settings.get("adapter"):
+    if settings.get("freeze_mm_modules"):
+        pass  # the tower and the projector, with adapters on them: utils/freeze.py
+    elif not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
     elif not re.search("language_model|text_model", str(targets)) and _may_adapt_tower(
         targets, str(conversion.images)

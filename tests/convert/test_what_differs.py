@@ -13,7 +13,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
+from finetune.convert.automodel import AHEAD
 from finetune.convert.by_tool import (
+    CUT_IN_BATCHES,
     DOWN_UNDROPPED,
     EACH_IN_19,
     EXACT_GELU,
@@ -27,9 +29,13 @@ from finetune.convert.by_tool import (
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
+from finetune.convert.by_value import HELD_OUT_SAMPLED
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
+from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
+    AUTOMODEL_ADAPTERS,
+    AUTOMODELS_START,
     CALLS_THOUGHT_OF,
     EMPTY_SYSTEM,
     FAMILIES,
@@ -39,6 +45,7 @@ from finetune.convert.model_names import (
     SYSTEM_LAST,
     SYSTEM_REFUSED,
     TOOLS_IN_ITS_WORDS,
+    TRAINED_TOWER,
     guess_family,
     guess_vision_family,
 )
@@ -436,3 +443,234 @@ def test_a_share_of_steps_that_axolotl_refuses_is_said_to_be_one_here(
     assert (SHARE_REFUSED in said(made)) == is_said
     if "diffusion" in keys or is_said:
         assert made.recipe["warmup_ratio"] == 0.1
+
+
+QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "asks"),
+    [
+        ({"base_model_config": "a/model"}, {"base_model_config": "another/model"}),
+        ({"tokenizer_type": "AutoTokenizer"}, {"tokenizer_type": "CodeLlamaTokenizer"}),
+        ({"tokenizer_legacy": None}, {"tokenizer_legacy": True}),
+        ({"tokenizer_legacy": None}, {"tokenizer_legacy": False}),
+        ({"pretrain_multipack_attn": True}, {"pretrain_multipack_attn": False}),
+        ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_perplexity"}),
+        ({"greater_is_better": False}, {"greater_is_better": True}),
+        ({"do_causal_lm_eval": False}, {"do_causal_lm_eval": True}),
+        ({"do_bench_eval": False}, {"do_bench_eval": True}),
+        ({"s2_attention": False}, {"s2_attention": True}),
+        (
+            {"sample_packing": True, "sample_packing_eff_est": None},
+            {"sample_packing": True, "sample_packing_eff_est": 0.98},
+        ),
+        (
+            {"sample_packing": True, "sample_packing_eff_est": 0.98, "max_steps": 9},
+            {"sample_packing": True, "sample_packing_eff_est": 1},
+        ),
+        (
+            {"pretraining_dataset": [{"path": "a/b"}], "shuffle_merged_datasets": True},
+            {"pretraining_dataset": [{"path": "a/b"}], "shuffle_merged_datasets": False},
+        ),
+        (
+            QLORA | {"bnb_config_kwargs": {"bnb_4bit_compute_dtype": "bfloat16"}},
+            QLORA | {"bnb_config_kwargs": {"bnb_4bit_compute_dtype": "float16"}},
+        ),
+    ],
+)
+def test_a_value_of_axolotls_that_does_otherwise_is_listed(
+    keys: dict[str, object], asks: dict[str, object], convert: Convert
+) -> None:
+    """The last key of the second file, for a value that does as a run here, and for one that does not."""
+    file = AXOLOTL | {"base_model": "a/model"}
+    key, value = list(asks.items())[-1]
+    if isinstance(value, dict):
+        key = f"{key}.{next(iter(value))}"
+    assert f"{key}: " not in said(convert(file, **keys))
+    made = convert(file, **asks)
+    assert f"{key}: " in said(made) and key not in made.ignored
+
+
+def test_frozen_modules_with_images_are_not_said_to_be_trained(convert: Convert) -> None:
+    images = AXOLOTL | {
+        "base_model": "Qwen/Qwen2-VL-7B-Instruct",
+        "processor_type": "AutoProcessor",
+    }
+    assert TRAINED_TOWER in said(convert(images))
+    assert TRAINED_TOWER not in said(convert(images, freeze_mm_modules=True))
+
+
+@pytest.mark.parametrize("file", [AXOLOTL | {"tokens": ["<a>"]}, FACTORY | {"add_tokens": "<a>"}])
+def test_the_start_of_a_new_row_is_listed(file: dict[str, object], convert: Convert) -> None:
+    made = convert(file)
+    assert [line for line in made.remarks if line.startswith("added_tokens: ")]
+    file = {key: value for key, value in file.items() if key not in ("tokens", "add_tokens")}
+    assert "added_tokens" not in said(convert(file))
+
+
+def test_accelerates_number_of_micro_batches_is_that_of_a_step(convert: Convert) -> None:
+    asked = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    file = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
+    assert convert(file, accelerator_config=asked).recipe["gradient_accumulation_steps"] == 4
+
+
+TRL_FILE = {"model_name_or_path": "a/model", "dataset_name": "a/rows", "max_length": 1024}
+ONLINE = TRL_FILE | {"num_generations": 8, "reward_funcs": ["think_format_reward"]}
+SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows"], "lora_rank": 8}
+TEXT = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "default"}
+ADAPTED = TEXT | {"finetuning_type": "lora", "lora_target": "all"}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "usual", "other"),
+    [
+        (TRL_FILE, "average_tokens_across_devices", True, False),
+        (TEXT, "average_tokens_across_devices", True, False),
+        (SWIFT, "average_tokens_across_devices", True, False),
+        (TRL_FILE, "dataset_kwargs.append_concat_token", False, True),
+        (TRL_FILE, "dataset_kwargs.add_special_tokens", False, True),
+        (TRL_FILE, "metric_for_best_model", "eval_loss", "eval_accuracy"),
+        (SWIFT, "metric_for_best_model", "loss", "rouge-l"),
+        (SWIFT, "use_chat_template", True, False),
+        (SWIFT, "dataset_shuffle", True, False),
+        (SWIFT, "max_model_len", None, 512000),
+        (SWIFT, "predict_with_generate", False, True),
+        (TEXT, "predict_with_generate", False, True),
+        (TEXT, "do_predict", False, True),
+        (ADAPTED, "resize_vocab", False, True),
+        (ADAPTED | {"additional_target": "embed_tokens"}, "resize_vocab", True, None),
+        (TEXT | {"pure_bf16": True}, "upcast_layernorm", False, True),
+        (TEXT, "upcast_layernorm", True, None),
+        (ONLINE, "generation_kwargs", {}, {"top_p": 0.9}),
+        (ONLINE, "vllm_structured_outputs_regex", None, "[0-9]+"),
+        (ONLINE, "num_generations_eval", 1, 4),
+        (ONLINE, "shuffle_dataset", True, False),
+        (ONLINE, "cast_lm_head_to_fp32", False, True),
+    ],
+)
+def test_a_value_that_does_otherwise_is_listed(
+    file: dict[str, object], key: str, usual: object, other: object, convert: Convert
+) -> None:
+    """Where `other` is None the same value does otherwise only beside other keys."""
+    outer, _, inner = key.partition(".")
+    made = convert(file, **{outer: {inner: usual} if inner else usual})
+    assert f"{key}: " not in said(made)
+    if other is not None:
+        made = convert(file, **{outer: {inner: other} if inner else other})
+        assert f"{key}: " in said(made) and key not in made.ignored
+
+
+def test_held_out_prompts_are_said_to_be_sampled_there(convert: Convert) -> None:
+    measured = convert(ONLINE, dataset_test_split="test", eval_strategy="steps", eval_steps=10)
+    assert HELD_OUT_SAMPLED in measured.remarks
+    assert HELD_OUT_SAMPLED not in convert(ONLINE).remarks
+
+
+NEMO = {
+    "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+    "step_scheduler": {"global_batch_size": 8, "local_batch_size": 1, "max_steps": 5},
+    "model": {"pretrained_model_name_or_path": "a/model"},
+    "dataset": {"_target_": "make_squad_dataset", "dataset_name": "a/squad", "split": "train"},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-4},
+}
+VLM = NEMO | {
+    "recipe": "FinetuneRecipeForVLM",
+    "model": {"pretrained_model_name_or_path": "google/gemma-3-4b-it"},
+}
+COLLATERS = "nemo_automodel.components.datasets."
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("loss_fn.fp32_upcast", True, False),
+        ("loss_fn.reduction", "sum", "mean"),
+        ("model.mtp_loss_scaling_factor", None, 0.1),
+        ("model.drafter_path", None, "a/drafter"),
+        ("model.text_config", {"use_cache": False}, {"mtp_num_hidden_layers": 1}),
+        ("model.backend", {"attn": "te"}, {"fake_balanced_gate": True}),
+        ("model.backend", {"experts": "gmm"}, {"experts": "torch_mm_mxfp8"}),
+        ("model.backend", {"linear": "torch"}, {"te_fp8": {"recipe": "mxfp8"}}),
+        ("optimizer.bias_correction", True, False),
+        ("optimizer.adam_w_mode", True, False),
+        ("optimizer.exp_avg_dtype", "torch.float32", "torch.float16"),
+        ("optimizer.embed_lr", None, 1e-3),
+        ("optimizer.amsgrad", False, True),
+        ("packed_sequence.packing_strategy", "neat", "a.strategy"),
+        ("packed_sequence.split_across_pack", False, True),
+        ("peft.lora_dtype", "float32", "bfloat16"),
+        (
+            "dataloader.collate_fn",
+            f"{COLLATERS}utils.default_collater",
+            f"{COLLATERS}vlm.collate_fns.gemma4_prefix_collate_fn",
+        ),
+        ("tokenizer.padding_side", "right", None),
+        ("freeze_config.freeze_projector", None, True),
+        ("model.num_nextn_predict_layers", 0, 1),
+        ("lr_scheduler.wd_incr_style", "constant", None),
+        ("quantization.llm_int8_threshold", None, 3.0),
+    ],
+)
+def test_a_value_of_automodels_that_does_otherwise_is_listed(
+    key: str, usual: object, other: object, convert: Convert
+) -> None:
+    """A key of a section that is known is listed where it is not known itself."""
+    section, _, name = key.partition(".")
+    inner = dict(NEMO.get(section, {}))
+    assert f"{key}" not in said(convert(NEMO, **{section: inner | {name: usual}}))
+    if other is not None:
+        made = convert(NEMO, **{section: inner | {name: other}})
+        assert key in said(made) and not any(each.startswith(key) for each in made.ignored)
+
+
+def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: Convert) -> None:
+    cut = convert(VLM, dataloader={"collate_fn": {"_target_": "a.collate_fn", "max_length": 2048}})
+    assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
+    assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
+    packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
+    assert packed.recipe["max_length"] == 1024 and UNLIMITED_NOTE not in said(packed)
+    assert {"packed_sequence.pack_size", "packed_sequence.max_length"} <= set(
+        re.findall(r"packed_sequence\.\w+", said(packed))
+    )
+    assert UNLIMITED_NOTE in said(convert(VLM))
+
+
+def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
+    for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
+        made = convert(NEMO, model={"pretrained_model_name_or_path": name})
+        assert (AHEAD in said(made)) == is_listed
+
+
+@pytest.mark.parametrize(
+    ("key", "usual", "other"),
+    [
+        ("loss.ignore_index", -100, None),
+        ("loss.label_smoothing_of_mine", None, 0.1),
+        ("dataloader.shuffle", True, False),
+        ("tokenizer.path", "/tmp/model/tokenizer.model", "/tmp/another/tokenizer.model"),
+    ],
+)
+def test_a_value_of_torchtunes_that_does_otherwise_is_listed(
+    key: str, usual: object, other: object, convert: Convert
+) -> None:
+    file = TUNE | {"checkpointer": TUNE["checkpointer"] | {"checkpoint_dir": "/tmp/model/"}}
+    section, _, name = key.partition(".")
+    inner = file.get(section, {})
+    assert key not in said(convert(file, **{section: inner | {name: usual}}))
+    if other is not None:
+        made = convert(file, **{section: inner | {name: other}})
+        assert key in said(made) and key not in made.ignored
+
+
+def test_a_class_of_another_family_is_listed(convert: Convert) -> None:
+    mistral = AXOLOTL | {"base_model": "mistralai/Mistral-7B-v0.1"}
+    assert "model_type: " in said(convert(mistral, model_type="LlamaForCausalLM"))
+    for own in ("MistralForCausalLM", "AutoModelForCausalLM"):
+        assert "model_type: " not in said(convert(mistral, model_type=own))
+
+
+def test_automodels_adapters_may_have_the_dtype_of_those_here(convert: Convert) -> None:
+    assert AUTOMODEL_ADAPTERS in said(convert(NEMO, peft={"dim": 8, "match_all_linear": True}))
+    made = convert(NEMO, peft={"dim": 8, "match_all_linear": True, "lora_dtype": "torch.float32"})
+    assert AUTOMODEL_ADAPTERS not in said(made) and AUTOMODELS_START in made.remarks

@@ -1,0 +1,137 @@
+"""Keys that ask for nothing else than a run here, but for some values together with other keys."""
+
+from typing import Any
+
+from finetune.config.facts import read_family_source
+from finetune.convert.asked_layout import read_layout
+from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import guess_family, name_model
+from finetune.convert.value_conversion import Conversion, find_method_facts
+
+# load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
+OTHER_CONFIG = (
+    "the model's config is read there, and the tokenizer where tokenizer_config names none; both "
+    "are the model's own here"
+)
+# _build_model of its loaders/model.py
+OTHER_CLASS = "a class of another family reads the weights there; here the model's own"
+# load_tokenizer of its loaders/tokenizer.py: a class of transformers 5 splits texts by itself
+OTHER_TOKENIZER = "this class reads the tokenizer there; here the one that its files name"
+# calculate_total_num_steps of its utils/trainer.py
+STEPS_BY_ESTIMATE = (
+    "the steps of a run are counted by this share there, of all tokens; here by the rows as they "
+    "are packed"
+)
+# wrap_streaming_dataset of its utils/data/streaming.py, and merge_datasets of utils/data/shared.py
+STREAM_IN_ORDER = IN_ORDER.replace("rows", "a stream's rows")
+# resize_token_embeddings of transformers, with mean_resizing_embeddings of Axolotl, which is false;
+# _noisy_mean_initialization of LLaMA-Factory's model/model_utils/embedding.py
+ROOM = "as the model has them where its embedding has room, else "
+NEW_ROWS = {
+    "Axolotl": f"{ROOM}drawn at random",
+    "LLaMA-Factory": "at the mean of the others, with noise",
+    "ms-swift": f"{ROOM}near the mean of the others",
+    "TRL": f"{ROOM}near the mean of the others",
+}
+START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
+# _setup_lora_tuning of LLaMA-Factory's model/adapter.py
+ENDS_TRAINED = (
+    "the embedding and the output head are trained beside the adapters there; modules_to_save "
+    "names what is here"
+)
+# _get_eval_sampler of TRL's GRPOTrainer, which samples as in training
+HELD_OUT_SAMPLED = (
+    "eval_reward: each held-out prompt is answered as often as in training there, by sampling; "
+    "once, greedily, here"
+)
+TOKENIZER_ELSEWHERE = (
+    "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
+)
+COMPUTE_KEYS = (
+    "bnb_4bit_compute_dtype",
+    "bnb_config_kwargs.bnb_4bit_compute_dtype",
+    "quantization.bnb_4bit_compute_dtype",
+)
+COMPUTED = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+OTHER_COMPUTE = "layers of 4 bits multiply in this dtype there, in {} here"
+
+
+def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Reports the values of such keys; `text` is the file with its comments."""
+    recipe = conversion.recipe
+    if conversion.tool == "Axolotl":
+        _report_axolotl(settings, conversion)
+    elif conversion.tool == "LLaMA-Factory":
+        _report_factory(settings, conversion)
+    elif conversion.tool == "torchtune":
+        _report_tune(settings, conversion)
+    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
+    if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
+        conversion.remarks.append(HELD_OUT_SAMPLED)
+    _report_new_rows(settings, conversion)
+    if recipe.get("load_in_4bit"):
+        _report_compute(settings, text, conversion)
+
+
+def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
+    config = settings.get("base_model_config")
+    if config and config != name_model(settings):
+        conversion.add_difference("base_model_config", config, OTHER_CONFIG)
+    model_class = str(settings.get("model_type"))
+    source = read_family_source(guess_family(name_model(settings)) or "")
+    is_own = model_class.startswith("Auto") or f"class {model_class}(" in source
+    if source and model_class.endswith("ForCausalLM") and not is_own:
+        conversion.add_difference("model_type", model_class, OTHER_CLASS)
+    tokenizer = settings.get("tokenizer_type")
+    if tokenizer and tokenizer != "AutoTokenizer":
+        conversion.add_remark("tokenizer_type", tokenizer, OTHER_TOKENIZER)
+    share = settings.get("sample_packing_eff_est")
+    if share and settings.get("sample_packing") and "max_steps" not in conversion.recipe:
+        conversion.add_difference("sample_packing_eff_est", share, STEPS_BY_ESTIMATE)
+    if settings.get("shuffle_merged_datasets") is False and conversion.recipe.get("streaming"):
+        conversion.add_difference("shuffle_merged_datasets", False, STREAM_IN_ORDER)
+
+
+def _report_factory(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    has_adapters = recipe.get("use_peft")
+    grows = settings.get("resize_vocab") and not recipe.get("added_tokens")
+    if grows and has_adapters and not settings.get("additional_target"):
+        conversion.add_difference("resize_vocab", True, ENDS_TRAINED)
+    is_bf16 = recipe.get("dtype") == "bfloat16" and not has_adapters
+    if settings.get("upcast_layernorm") and is_bf16:
+        conversion.add_difference("upcast_layernorm", True, NORMS_IN_FP32)
+
+
+def _report_tune(settings: ToolFile, conversion: Conversion) -> None:
+    path = str(_find(settings, "tokenizer.path") or "")
+    folder = str(_find(settings, "checkpointer.checkpoint_dir") or "")
+    is_elsewhere = path and folder and not path.startswith(folder.rstrip("/"))
+    if is_elsewhere and not path.startswith("$"):  # a name that the file does not have
+        conversion.add_difference("tokenizer.path", path, TOKENIZER_ELSEWHERE)
+
+
+def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the rows of added tokens start."""
+    if not conversion.recipe.get("added_tokens") or conversion.tool not in NEW_ROWS:
+        return
+    is_mean = conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings")
+    start = NEW_ROWS["TRL" if is_mean else conversion.tool]
+    conversion.remarks.append(START_OF_ROWS.format(start))
+
+
+def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Reports another dtype of the products of a base in 4 bits than the one of the run."""
+    ours = COMPUTED[read_layout(conversion.tool, settings, text).precision]
+    for key in COMPUTE_KEYS:
+        value = _find(settings, key)
+        if value and str(value).rpartition(".")[2] != ours:
+            conversion.add_difference(key, value, OTHER_COMPUTE.format(ours))
+
+
+def _find(settings: ToolFile, dotted: str) -> Any:
+    section: Any = settings
+    for name in dotted.split("."):
+        section = section.get(name) if isinstance(section, dict) else None
+    return section
