@@ -501,7 +501,7 @@ def test_no_thought_before_another_is_lost(following: dict[str, Any]) -> None:
 @pytest.mark.parametrize("following", [[], [ASKED, {"role": "assistant", "content": "Rain."}]])
 def test_no_thought_is_trained_as_an_answer(following: list[dict[str, Any]]) -> None:
     thought = {"role": "assistant", "channel": "analysis", "content": "Both."}
-    with pytest.raises(BadRow, match="an analysis turn is followed by no answer or call: 'Both.'"):
+    with pytest.raises(BadRow, match=r"an analysis turn is followed by no answer or call: 'Both.'"):
         document({"messages": [ASKED, thought, *following]})
 
 
