@@ -613,12 +613,15 @@ def test_a_real_vllm_server_samples_ahead(case: str, tmp_path: Path) -> None:
     with serving_by_vllm(model, 512, at_once=2) as url:
         given = [f"vllm_server_base_url={url}", f"output_dir={run}", f"max_steps={steps}"]
         given += ["max_completion_length=150", "max_length=300", "learning_rate=1e-8", *keys]
-        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), given)], ranks=1)
+        runs = [(recipe, write_config(tmp_path, "single"), given)]
+        train_all(tmp_path, runs, ranks=1, timeout=540)
     lines = steps_of(run)
     assert len(lines) == steps
     for line in lines:
         assert 0 < line["log_ratio/mean"] < 1e-5 and line["log_ratio/max"] < 1e-4, line
         assert line["hand_over_seconds"] > 0
+    if case == "0":
+        return
     most = int(keys[0][-1])
     oldest = [min(step, most) for step in range(steps)]
     ages = [line["staleness/max"] for line in lines]
@@ -626,7 +629,7 @@ def test_a_real_vllm_server_samples_ahead(case: str, tmp_path: Path) -> None:
     if case in ("1", "2"):
         assert ages == oldest
         assert dropped == 0
-    elif case in ("keep", "restart"):
+    else:
         assert all(age <= bound for age, bound in zip(ages, oldest, strict=True))
         assert sum(line["in_flight/cuts"] for line in lines) > 0
         assert (dropped > 0) is (case == "restart")
