@@ -543,6 +543,10 @@ OWN_THOUGHT = (
 ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
     "follows the prompt of inference"
+)  # MultiModalChatDataCollator, which trains all that stands between the marks of an answer
+THOUGHT_WHOLE = (
+    "a thought that the template writes before an answer, an empty one too, is trained from its "
+    "first token on there; here from the end of the prompt of inference, which may open it"
 )
 EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
@@ -629,6 +633,11 @@ SPACE_TRAINED = (
     "the token of the space before an answer is trained here, not there, where a tokenizer has one "
     "for it"
 )
+# Axolotl's templates that keep, or trim, the white space around a turn otherwise than ours.
+OTHER_SPACE = {
+    "qwen3_5": "white space around a turn is kept there, trimmed here",
+    "mistral_v2v3": "white space around an answer is trimmed there, kept here",
+}
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
@@ -710,6 +719,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
     name = str(value)
     if conversion.images:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
+        if conversion.tool == "Axolotl" and name in OTHER_SPACE:
+            conversion.add_remark(key, value, OTHER_SPACE[name])
         if conversion.tool == "LLaMA-Factory" and BREAKS_OF_IMAGES.search(name):
             conversion.add_remark(key, value, BREAK_TRAINED)
         if conversion.tool == "LLaMA-Factory" and THOUGHTS_OF_IMAGES.fullmatch(name):
@@ -908,16 +919,19 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     it.
     """
     lower = name.lower()
+    own_thought = THOUGHT_WHOLE if conversion.images else OWN_THOUGHT
     if THINKING.search(lower):
-        conversion.add_difference(key, value, OWN_THOUGHT)
+        conversion.add_difference(key, value, own_thought)
         if conversion.tool == "Axolotl" and FORGETTING.search(lower):
             conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
         # LLaMA-Factory's v1 splits the turns as here
-        note = ONE_TEXT if conversion.tool == "Axolotl" else OWN_THOUGHT
-        conversion.add_difference(key, value, note)
+        if conversion.tool == "Axolotl":
+            conversion.add_difference(key, value, ONE_TEXT)
+        if conversion.tool != "Axolotl" or conversion.images:
+            conversion.add_difference(key, value, own_thought)
     elif MAYBE_THINKING.search(lower):
-        conversion.remarks.append(f"{key}: {value}   ({OWN_THOUGHT})")
+        conversion.remarks.append(f"{key}: {value}   ({own_thought})")
         if conversion.tool == "Axolotl":
             conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
@@ -952,6 +966,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, CALLS_THOUGHT_OF)
     if conversion.tool == "Axolotl" and value in SPACED:
         conversion.add_remark(key, value, SPACE_TRAINED)
+    if conversion.tool == "Axolotl" and value in OTHER_SPACE:
+        conversion.add_remark(key, value, OTHER_SPACE[value])
     _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
@@ -1011,7 +1027,8 @@ ALL_OF_IMAGES = (
 )
 # whose processors write more than the patches' tokens for an image (replace_image_token), of which
 # Axolotl leaves the patches' alone out
-MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "smolvlm")
+MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "mistral3", "smolvlm")
+PIXTRAL = "pixtral"  # models of LLaVA's class with Mistral 3's processor
 MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
 # Glm4vProcessingStrategy
 GLM_IMAGES = ("glm4v", "glm46v")
@@ -1322,14 +1339,30 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     if not knows_roles:
         conversion.recipe["assistant_only_loss"] = False
         conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
-        _report_marks(settings.get("processor_type"), conversion)
+        _report_marks(settings, conversion)
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
+    if knows_roles and not (settings.get("train_on_inputs") or settings.get("rl")):
+        _report_thoughts_of_images(settings, conversion)
 
 
-def _report_marks(processor: Any, conversion: Conversion) -> None:
+def _report_thoughts_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the thoughts in the one text that Axolotl makes of a row, and trains with its
+    answers.
+    """
+    template = settings.get("chat_template")
+    if OTHER_TURNS.get(("Axolotl", str(template))) == ONE_TEXT:
+        conversion.add_difference("chat_template", template, ONE_TEXT)
+        conversion.add_difference("chat_template", template, THOUGHT_WHOLE)
+    elif template in (None, *OWN_TEMPLATE) and not settings.get("tokenizer_use_mistral_common"):
+        name = name_model(settings)
+        report_own_thoughts(name, "datasets.type", "chat_template", conversion)
+
+
+def _report_marks(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which tokens of an image are trained where all of a row's text is."""
-    if conversion.images in MARKED_IMAGES:
+    processor = settings.get("processor_type")
+    if conversion.images in MARKED_IMAGES or PIXTRAL in name_model(settings).lower():
         conversion.add_difference("processor_type", processor, MARKS_TRAINED)
     elif conversion.images in GLM_IMAGES:
         conversion.add_difference("processor_type", processor, GLM_MARKS)
