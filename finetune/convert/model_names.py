@@ -603,6 +603,12 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
+# Axolotl's templates that write a system message of their own where a row has none -> the families
+# whose own template writes the same one before images.
+SYSTEM_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": ("qwen2_vl", "qwen2_5_vl"),
+    "mistral_v7_tekken": (),
+}
 # What Axolotl's templates write otherwise of a row with tools, by their rendering. Others write the
 # same, or one of the two refuses the row.
 OTHER_TOOLS: Mapping[str, str] = {
@@ -719,8 +725,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
     name = str(value)
     if conversion.images:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
-        if conversion.tool == "Axolotl" and name in OTHER_SPACE:
-            conversion.add_remark(key, value, OTHER_SPACE[name])
+        if conversion.tool == "Axolotl":
+            _compare_templates_of_images(key, name, conversion)
         if conversion.tool == "LLaMA-Factory" and BREAKS_OF_IMAGES.search(name):
             conversion.add_remark(key, value, BREAK_TRAINED)
         if conversion.tool == "LLaMA-Factory" and THOUGHTS_OF_IMAGES.fullmatch(name):
@@ -740,6 +746,14 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         conversion.add_difference(
             key, value, "its turns are not known here; name a file for chat_template"
         )
+
+
+def _compare_templates_of_images(key: str, name: str, conversion: Conversion) -> None:
+    """Reports what Axolotl's template of that name writes otherwise than a family's own."""
+    if name in OTHER_SPACE:
+        conversion.add_remark(key, name, OTHER_SPACE[name])
+    if name in SYSTEM_OF_IMAGES and conversion.images not in SYSTEM_OF_IMAGES[name]:
+        conversion.add_difference(key, name, OWN_SYSTEM)
 
 
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -1035,6 +1049,18 @@ GLM_IMAGES = ("glm4v", "glm46v")
 GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
+# ProcessingStrategy.__call__ of Axolotl
+IMAGES_PLACED = (
+    "datasets: of the images in a column the first alone is read there, and one that has no place "
+    "in the messages stands behind the first question; here all are read, and stand before it"
+)
+# apply_chat_template of transformers' processors, which encodes as the tokenizer does by itself
+# what begins with no BOS token; the templates of other families begin with it
+TOKENIZERS_BOS_OF_IMAGES = (
+    "chat_template: where it writes no BOS token and the tokenizer does by itself, a row begins "
+    "with it there, not here"
+)
+WITHOUT_BOS_BEFORE_IMAGES = ("llava", "llava_next")
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
@@ -1342,8 +1368,19 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         _report_marks(settings, conversion)
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
-    if knows_roles and not (settings.get("train_on_inputs") or settings.get("rl")):
+    if settings.get("rl"):
+        return  # TRL's
+    _report_rows_of_images(settings, conversion)
+    if knows_roles and not settings.get("train_on_inputs"):
         _report_thoughts_of_images(settings, conversion)
+
+
+def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where an image stands in a row, and what the row begins with."""
+    conversion.remarks.append(IMAGES_PLACED)
+    is_pixtral = PIXTRAL in name_model(settings).lower()
+    if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
+        conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)
 
 
 def _report_thoughts_of_images(settings: ToolFile, conversion: Conversion) -> None:

@@ -35,14 +35,17 @@ from finetune.convert.model_names import (
     COMMON_TURNS_OF_IMAGES,
     GLM_IMAGES,
     GLM_MARKS,
+    IMAGES_PLACED,
     MARKED_IMAGES,
     MARKS_TRAINED,
     ONE_TEXT,
+    OWN_SYSTEM,
     OWN_THOUGHT,
     SCORED_BREAK,
     THOUGHT_OF_IMAGES,
     THOUGHT_WHOLE,
     TOKENIZERS_BOS,
+    TOKENIZERS_BOS_OF_IMAGES,
 )
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
 from finetune.convert.runnable import MORE_ROWS
@@ -669,6 +672,39 @@ def test_the_thoughts_of_rows_with_images_are_said(
     text = said(convert(AXOLOTL, **keys))
     assert [note for note in (ONE_TEXT, THOUGHT_WHOLE, OWN_THOUGHT) if note in text] == notes
     assert THOUGHT_WHOLE not in said(convert(AXOLOTL, train_on_inputs=True, **keys))
+
+
+@pytest.mark.parametrize(
+    ("name", "processor", "notes"),
+    [
+        ("Qwen/Qwen3.5-9B", "AutoProcessor", [IMAGES_PLACED]),
+        ("llava-hf/llava-1.5-7b-hf", "AutoProcessor", [IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES]),
+        ("mistral-community/pixtral-12b", "AutoProcessor", [IMAGES_PLACED]),
+        ("Qwen/Qwen3.5-9B", None, []),
+    ],
+)
+def test_where_an_image_without_a_place_stands_is_said(
+    name: str, processor: str | None, notes: list[str], convert: Convert
+) -> None:
+    remarks = convert(AXOLOTL, base_model=name, processor_type=processor).remarks
+    assert [note for note in (IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES) if note in remarks] == notes
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "is_said"),
+    [
+        ("Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", False),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_vl", False),
+        ("Qwen/Qwen3-VL-8B-Instruct", "qwen2_vl", True),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral_v7_tekken", True),
+        ("google/gemma-3-4b-it", "gemma3", False),
+    ],
+)
+def test_a_system_message_before_images_that_the_models_own_template_lacks_is_said(
+    name: str, template: str, is_said: bool, convert: Convert
+) -> None:
+    keys = {"base_model": name, "processor_type": "AutoProcessor", "chat_template": template}
+    assert (OWN_SYSTEM in said(convert(AXOLOTL, **keys))) == is_said
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama2"])

@@ -36,6 +36,7 @@ from finetune.convert.model_names import (
     OWN_THOUGHT,
     SAME_TOOLS,
     SPACE_TRAINED,
+    SYSTEM_OF_IMAGES,
     TEMPLATES,
     TOKENIZERS,
     TOKENIZERS_BOS,
@@ -444,6 +445,24 @@ def test_white_space_that_a_template_of_axolotls_keeps_otherwise_is_said(
         same.append(theirs == ours)
     said = [line for line in found.remarks if any(n in line for n in OTHER_SPACE.values())]
     assert all(same) == (not said), same
+
+
+ROLES = {"user": "What?", "assistant": "It is 2."}
+OF_IMAGES = ("gemma3", "gemma3n", "gemma4", "llama4", "mistral_v7_tekken", "qwen2_vl", "qwen3_5")
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_a_template_for_images_of_axolotls_that_writes_a_system_message_is_known(
+    axolotls: Path, shared: Path, name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": words} for role, words in ROLES.items()],
+        chat_template=(axolotls / f"{name}.jinja").read_text(),
+        tokenize=False,
+    )
+    before, _, _ = text.partition(ROLES["user"])
+    assert ("system" in before.lower()) == (name in SYSTEM_OF_IMAGES)
 
 
 def write_tools(template: str, turns: list[dict[str, Any]], tokenizer: Any) -> str | None:
