@@ -42,6 +42,7 @@ class AskedLayout:
     keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
     tensors: int = 1  # ranks that shard a layer's matrices
     sequences: int = 1  # ranks that shard a row's tokens
+    for_groups: bool = False  # sharded here alone, since groups of ranks are FSDP2's
     fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
 
     @property
@@ -121,7 +122,7 @@ def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
         layout = _read_trainer(tool, settings, text)
     layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
     if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
-        layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
+        layout = replace(layout, sharding="full", for_groups=True)
     return layout
 
 

@@ -238,6 +238,12 @@ IMAGES_SHRUNK = (
     "an image of more than 768 x 768 pixels is made smaller there, its default; the model's own "
     "image processor, as its files configure it, decides the size here"
 )
+# backends of AutoImageProcessor, and the families that have no other
+RESIZED = (
+    "images: resized by torchvision there, its default, and by Pillow here, which rounds some "
+    "pixels otherwise"
+)
+BY_TORCHVISION = ("llama4",)
 BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # its utils/schemas/config.py; a plugin of diffusion reads it as warmup_ratio before
@@ -521,7 +527,9 @@ def _is_rewritten(family: str) -> bool:
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the size of images that LLaMA-Factory bounds without a key."""
+    """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
+    if conversion.images and conversion.tool != "torchtune":
+        conversion.remarks += [RESIZED] if conversion.images not in BY_TORCHVISION else []
     is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
     if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
         conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)

@@ -513,7 +513,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     layout = read_layout(conversion.tool, settings, text)
-    is_sharded = layout.sharding != "none" and layout.precision != "no"
+    is_sharded = layout.sharding != "none" and not layout.for_groups
     if recipe.get("optim_in_backward") and layout.sharding == "none":
         # the same in one process, and DDP keeps its gradients
         layout = replace(layout, sharding="full")
@@ -531,7 +531,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
             and not settings.get("deepspeed")
         )
     )
-    if is_sharded and not in_fp32:
+    if is_sharded and layout.precision != "no" and not in_fp32:
         conversion.remarks.append(REDUCED_IN_16_BITS)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:
         filters = read_section(settings, "fp8").get("filter_fqns") or []

@@ -545,6 +545,10 @@ OWN_THOUGHT = (
 ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
     "follows the prompt of inference"
+)  # MultiModalChatDataCollator, which trains all that stands between the marks of an answer
+THOUGHT_WHOLE = (
+    "a thought that the template writes before an answer, an empty one too, is trained from its "
+    "first token on there; here from the end of the prompt of inference, which may open it"
 )
 EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
@@ -601,6 +605,12 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
+# Axolotl's templates that write a system message of their own where a row has none -> the families
+# whose own template writes the same one before images.
+SYSTEM_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": ("qwen2_vl", "qwen2_5_vl"),
+    "mistral_v7_tekken": (),
+}
 # What Axolotl's templates write otherwise of a row with tools, by their rendering. Others write the
 # same, or one of the two refuses the row.
 OTHER_TOOLS: Mapping[str, str] = {
@@ -631,6 +641,11 @@ SPACE_TRAINED = (
     "the token of the space before an answer is trained here, not there, where a tokenizer has one "
     "for it"
 )
+# Axolotl's templates that keep, or trim, the white space around a turn otherwise than ours.
+OTHER_SPACE = {
+    "qwen3_5": "white space around a turn is kept there, trimmed here",
+    "mistral_v2v3": "white space around an answer is trimmed there, kept here",
+}
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
@@ -712,6 +727,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
     name = str(value)
     if conversion.images:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
+        if conversion.tool == "Axolotl":
+            _compare_templates_of_images(key, name, conversion)
         if conversion.tool == "LLaMA-Factory" and BREAKS_OF_IMAGES.search(name):
             conversion.add_remark(key, value, BREAK_TRAINED)
         if conversion.tool == "LLaMA-Factory" and THOUGHTS_OF_IMAGES.fullmatch(name):
@@ -731,6 +748,14 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         conversion.add_difference(
             key, value, "its turns are not known here; name a file for chat_template"
         )
+
+
+def _compare_templates_of_images(key: str, name: str, conversion: Conversion) -> None:
+    """Reports what Axolotl's template of that name writes otherwise than a family's own."""
+    if name in OTHER_SPACE:
+        conversion.add_remark(key, name, OTHER_SPACE[name])
+    if name in SYSTEM_OF_IMAGES and conversion.images not in SYSTEM_OF_IMAGES[name]:
+        conversion.add_difference(key, name, OWN_SYSTEM)
 
 
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -910,16 +935,19 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     it.
     """
     lower = name.lower()
+    own_thought = THOUGHT_WHOLE if conversion.images else OWN_THOUGHT
     if THINKING.search(lower):
-        conversion.add_difference(key, value, OWN_THOUGHT)
+        conversion.add_difference(key, value, own_thought)
         if conversion.tool == "Axolotl" and FORGETTING.search(lower):
             conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
         # LLaMA-Factory's v1 splits the turns as here
-        note = ONE_TEXT if conversion.tool == "Axolotl" else OWN_THOUGHT
-        conversion.add_difference(key, value, note)
+        if conversion.tool == "Axolotl":
+            conversion.add_difference(key, value, ONE_TEXT)
+        if conversion.tool != "Axolotl" or conversion.images:
+            conversion.add_difference(key, value, own_thought)
     elif MAYBE_THINKING.search(lower):
-        conversion.remarks.append(f"{key}: {value}   ({OWN_THOUGHT})")
+        conversion.remarks.append(f"{key}: {value}   ({own_thought})")
         if conversion.tool == "Axolotl":
             conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
@@ -954,6 +982,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, CALLS_THOUGHT_OF)
     if conversion.tool == "Axolotl" and value in SPACED:
         conversion.add_remark(key, value, SPACE_TRAINED)
+    if conversion.tool == "Axolotl" and value in OTHER_SPACE:
+        conversion.add_remark(key, value, OTHER_SPACE[value])
     _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
@@ -1013,13 +1043,26 @@ ALL_OF_IMAGES = (
 )
 # whose processors write more than the patches' tokens for an image (replace_image_token), of which
 # Axolotl leaves the patches' alone out
-MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "smolvlm")
+MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "mistral3", "smolvlm")
+PIXTRAL = "pixtral"  # models of LLaVA's class with Mistral 3's processor
 MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
 # Glm4vProcessingStrategy
 GLM_IMAGES = ("glm4v", "glm46v")
 GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
+# ProcessingStrategy.__call__ of Axolotl
+IMAGES_PLACED = (
+    "datasets: of the images in a column the first alone is read there, and one that has no place "
+    "in the messages stands behind the first question; here all are read, and stand before it"
+)
+# apply_chat_template of transformers' processors, which encodes as the tokenizer does by itself
+# what begins with no BOS token; the templates of other families begin with it
+TOKENIZERS_BOS_OF_IMAGES = (
+    "chat_template: where it writes no BOS token and the tokenizer does by itself, a row begins "
+    "with it there, not here"
+)
+WITHOUT_BOS_BEFORE_IMAGES = ("llava", "llava_next")
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 CHATML = "<|im_end|>"
@@ -1326,14 +1369,41 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     if not knows_roles:
         conversion.recipe["assistant_only_loss"] = False
         conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
-        _report_marks(settings.get("processor_type"), conversion)
+        _report_marks(settings, conversion)
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
+    if settings.get("rl"):
+        return  # TRL's
+    _report_rows_of_images(settings, conversion)
+    if knows_roles and not settings.get("train_on_inputs"):
+        _report_thoughts_of_images(settings, conversion)
 
 
-def _report_marks(processor: Any, conversion: Conversion) -> None:
+def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where an image stands in a row, and what the row begins with."""
+    conversion.remarks.append(IMAGES_PLACED)
+    is_pixtral = PIXTRAL in name_model(settings).lower()
+    if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
+        conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)
+
+
+def _report_thoughts_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the thoughts in the one text that Axolotl makes of a row, and trains with its
+    answers.
+    """
+    template = settings.get("chat_template")
+    if OTHER_TURNS.get(("Axolotl", str(template))) == ONE_TEXT:
+        conversion.add_difference("chat_template", template, ONE_TEXT)
+        conversion.add_difference("chat_template", template, THOUGHT_WHOLE)
+    elif template in (None, *OWN_TEMPLATE) and not settings.get("tokenizer_use_mistral_common"):
+        name = name_model(settings)
+        report_own_thoughts(name, "datasets.type", "chat_template", conversion)
+
+
+def _report_marks(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which tokens of an image are trained where all of a row's text is."""
-    if conversion.images in MARKED_IMAGES:
+    processor = settings.get("processor_type")
+    if conversion.images in MARKED_IMAGES or PIXTRAL in name_model(settings).lower():
         conversion.add_difference("processor_type", processor, MARKS_TRAINED)
     elif conversion.images in GLM_IMAGES:
         conversion.add_difference("processor_type", processor, GLM_MARKS)

@@ -86,6 +86,10 @@ ROUTERS = (
     "the name of routers: they get adapters by it in some versions of transformers and peft, and "
     "make others refuse it; none here"
 )
+MORE_ROWS = (
+    "gradient_accumulation_steps: groups of {} ranks share a row there; here each rank has rows of "
+    "its own, and a step on as many GPUs has {} times the rows: divide it by {}"
+)
 REMOTE_CODE = "trust_remote_code is dropped: transformers has the code of {} itself"
 
 
@@ -259,6 +263,9 @@ def _change_file(key: str, value: Any, conversion: Conversion) -> None:
     if key == "mixed_precision":
         file[key] = value
     else:
+        size = mesh.get(f"parallelism_config_{key}", 1)
+        if size > 1 and not conversion.recipe.get("global_batch_size"):
+            conversion.remarks.append(MORE_ROWS.format(size, size, size))
         mesh[f"parallelism_config_{key}"] = value
     if mesh and set(mesh.values()) == {1}:
         del file["parallelism_config"]

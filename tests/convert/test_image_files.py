@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
+from finetune.convert.by_tool import RESIZED
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
 from tests.convert.published import make_trial, start
@@ -153,6 +155,19 @@ def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path:
             match=f"training on images is not supported for {family}; it is tested with gemma3",
         ):
             convert_file(file)
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_what_resizes_images_is_said(family: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
+    text = f"base_model: {tmp_path / 'model'}\ndatasets: [{{path: org/rows}}]\n"
+    (tmp_path / "theirs.yaml").write_text(text + "processor_type: AutoProcessor\n")
+    (tmp_path / "text.yaml").write_text(text)
+    # a family that is not listed has another's
+    has_both = "pil" in IMAGE_PROCESSOR_MAPPING_NAMES.get(family, {"pil": ""})
+    assert (RESIZED in convert_file(tmp_path / "theirs.yaml").remarks) == has_both
+    assert RESIZED not in convert_file(tmp_path / "text.yaml").remarks
 
 
 def test_a_tower_in_few_bits_is_said(tmp_path: Path) -> None:

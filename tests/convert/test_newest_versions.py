@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.by_tool import (
@@ -34,15 +35,20 @@ from finetune.convert.model_names import (
     COMMON_TURNS_OF_IMAGES,
     GLM_IMAGES,
     GLM_MARKS,
+    IMAGES_PLACED,
     MARKED_IMAGES,
     MARKS_TRAINED,
     ONE_TEXT,
+    OWN_SYSTEM,
     OWN_THOUGHT,
     SCORED_BREAK,
     THOUGHT_OF_IMAGES,
+    THOUGHT_WHOLE,
     TOKENIZERS_BOS,
+    TOKENIZERS_BOS_OF_IMAGES,
 )
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
+from finetune.convert.runnable import MORE_ROWS
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]
@@ -253,6 +259,8 @@ def test_moments_in_32_bits_are_those_of_an_embedding_that_is_trained_as_such(
         ({}, False),  # DDP, whose gradients have the dtype of what is trained
         ({"fsdp_config": {"offload_params": False}}, True),
         ({"deepspeed": "deepspeed_configs/zero3_bf16.json"}, True),
+        ({"context_parallel_size": 2}, False),  # DDP too
+        ({"context_parallel_size": 2, "fsdp_config": {"offload_params": False}}, True),
         ({"deepspeed": "zero3.json", "adapter": "lora", "lora_fp32_gradients": True}, False),
     ],
 )
@@ -260,6 +268,24 @@ def test_the_sum_of_gradients_over_shards_is_said(
     keys: dict[str, object], are_rounded: bool, convert: Convert
 ) -> None:
     assert (REDUCED_IN_16_BITS in said(convert(AXOLOTL, **keys))) == are_rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"context_parallel_size": 2}, True),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, False),
+        ("tiiuae/Falcon-H1-7B-Base", {"tensor_parallel_size": 2}, True),
+        ("Qwen/Qwen3-8B", {"context_parallel_size": 2}, False),  # they share a row here too
+    ],
+)
+def test_ranks_that_share_no_row_here_have_more_rows_a_step(
+    name: str, keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, base_model=name, **keys)
+    assert (MORE_ROWS.format(2, 2, 2) in made.remarks) == is_said
+    is_dropped = any("_size: 1 " in line for line in made.differences)
+    assert is_dropped == is_said
 
 
 @pytest.mark.parametrize(
@@ -587,6 +613,8 @@ def test_the_fused_losses_of_two_families_take_no_count_of_labels(
     [
         ("HuggingFaceTB/SmolVLM2-2.2B-Instruct", MARKS_TRAINED),
         ("zai-org/GLM-4.6V-Flash", GLM_MARKS),
+        ("axolotl-ai-co/Mistral-Small-4-119B-2603-BF16", MARKS_TRAINED),
+        ("mistral-community/pixtral-12b", MARKS_TRAINED),
         ("llava-hf/llava-1.5-7b-hf", None),
     ],
 )
@@ -602,15 +630,21 @@ def test_the_marks_around_an_image_that_are_trained_are_said(
 
 def test_the_families_whose_processors_write_marks_are_those_of_transformers() -> None:
     models = Path(transformers.__file__).parent / "models"
+    texts = [path.read_text() for path in models.glob("*/processing_*.py")]
     families = {
-        family: re.findall(
-            r"def replace_image_token.*?(?=\n    def |\n    @|\nclass |\n__all__|\Z)",
-            (models / family / f"processing_{family}.py").read_text(),
-            re.DOTALL,
-        )
+        family: [
+            each
+            for text in texts
+            for each in re.findall(
+                rf"^class {PROCESSOR_MAPPING_NAMES[family]}\(.*?"
+                r"(def replace_image_token.*?(?=\n    def |\n    @|\nclass |\n__all__|\Z))",
+                text,
+                re.DOTALL | re.MULTILINE,
+            )
+        ]
         for family in IMAGE_FAMILIES
-        if (models / family / f"processing_{family}.py").is_file()
     }
+    assert all(len(written) <= 1 for written in families.values())
     marked = {
         family
         for family, written in families.items()
@@ -619,6 +653,58 @@ def test_the_families_whose_processors_write_marks_are_those_of_transformers() -
     # of InternVL's Axolotl leaves the marks out too
     assert marked - {"internvl"} == set(MARKED_IMAGES)
     assert not marked & set(GLM_IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "notes"),
+    [
+        ("Qwen/Qwen3.5-9B", "qwen3_5", [ONE_TEXT, THOUGHT_WHOLE]),
+        ("Qwen/Qwen3.5-35B-A3B", None, [ONE_TEXT, THOUGHT_WHOLE]),
+        ("nex-agi/Nex-N2.5-mini", "tokenizer_default", [THOUGHT_WHOLE]),
+        ("google/gemma-3-4b-it", "gemma3", []),
+        ("zai-org/GLM-4.6V-Flash", None, []),  # all of its text is trained, as here
+    ],
+)
+def test_the_thoughts_of_rows_with_images_are_said(
+    name: str, template: str | None, notes: list[str], convert: Convert
+) -> None:
+    keys = {"base_model": name, "processor_type": "AutoProcessor", "chat_template": template}
+    text = said(convert(AXOLOTL, **keys))
+    assert [note for note in (ONE_TEXT, THOUGHT_WHOLE, OWN_THOUGHT) if note in text] == notes
+    assert THOUGHT_WHOLE not in said(convert(AXOLOTL, train_on_inputs=True, **keys))
+
+
+@pytest.mark.parametrize(
+    ("name", "processor", "notes"),
+    [
+        ("Qwen/Qwen3.5-9B", "AutoProcessor", [IMAGES_PLACED]),
+        ("llava-hf/llava-1.5-7b-hf", "AutoProcessor", [IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES]),
+        ("mistral-community/pixtral-12b", "AutoProcessor", [IMAGES_PLACED]),
+        ("Qwen/Qwen3.5-9B", None, []),
+    ],
+)
+def test_where_an_image_without_a_place_stands_is_said(
+    name: str, processor: str | None, notes: list[str], convert: Convert
+) -> None:
+    remarks = convert(AXOLOTL, base_model=name, processor_type=processor).remarks
+    assert [note for note in (IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES) if note in remarks] == notes
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "is_said"),
+    [
+        ("Qwen/Qwen2-VL-7B-Instruct", "qwen2_vl", False),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_vl", False),
+        ("Qwen/Qwen3-VL-8B-Instruct", "qwen2_vl", True),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", "mistral_v7_tekken", True),
+        ("google/gemma-3-4b-it", "gemma3", False),
+    ],
+)
+def test_a_system_message_before_images_that_the_models_own_template_lacks_is_said(
+    name: str, template: str, is_said: bool, convert: Convert
+) -> None:
+    keys = {"base_model": name, "processor_type": "AutoProcessor", "chat_template": template}
+    assert (OWN_SYSTEM in said(convert(AXOLOTL, **keys))) == is_said
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama2"])

@@ -30,11 +30,13 @@ from finetune.convert.model_names import (
     ASKED_WITH_THOUGHT,
     EMPTY_SYSTEM,
     ONE_TEXT,
+    OTHER_SPACE,
     OTHER_TOOLS,
     OTHER_TURNS,
     OWN_THOUGHT,
     SAME_TOOLS,
     SPACE_TRAINED,
+    SYSTEM_OF_IMAGES,
     TEMPLATES,
     TOKENIZERS,
     TOKENIZERS_BOS,
@@ -419,6 +421,48 @@ def test_a_template_of_axolotls_writes_its_ids_or_convert_says_what_differs(
     assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (
         name in SAID
     )
+
+
+@pytest.mark.parametrize("name", AXOLOTLS)
+def test_white_space_that_a_template_of_axolotls_keeps_otherwise_is_said(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str
+) -> None:
+    rows = {"path": "rows.jsonl", "type": "chat_template"}
+    file = {"base_model": "org/model", "chat_template": name, "datasets": [rows]}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    found = convert_file(tmp_path / "theirs.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    templates = (axolotls / f"{name}.jinja").read_text(), read_template(TEMPLATES[name])
+    same = []
+    for spaced in range(2):
+        turns = [{"role": role, "content": content} for role, content in TURNS]
+        words = f" \n{turns[spaced]['content']} \n"
+        turns[spaced]["content"] = words
+        theirs, ours = (
+            words in tokenizer.apply_chat_template(turns, chat_template=each, tokenize=False)
+            for each in templates
+        )
+        same.append(theirs == ours)
+    said = [line for line in found.remarks if any(n in line for n in OTHER_SPACE.values())]
+    assert all(same) == (not said), same
+
+
+ROLES = {"user": "What?", "assistant": "It is 2."}
+OF_IMAGES = ("gemma3", "gemma3n", "gemma4", "llama4", "mistral_v7_tekken", "qwen2_vl", "qwen3_5")
+
+
+@pytest.mark.parametrize("name", OF_IMAGES)
+def test_a_template_for_images_of_axolotls_that_writes_a_system_message_is_known(
+    axolotls: Path, shared: Path, name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    text = tokenizer.apply_chat_template(
+        [{"role": role, "content": words} for role, words in ROLES.items()],
+        chat_template=(axolotls / f"{name}.jinja").read_text(),
+        tokenize=False,
+    )
+    before, _, _ = text.partition(ROLES["user"])
+    assert ("system" in before.lower()) == (name in SYSTEM_OF_IMAGES)
 
 
 def write_tools(template: str, turns: list[dict[str, Any]], tokenizer: Any) -> str | None:
