@@ -764,8 +764,9 @@ SYSTEM_LAST = (
     "in the last question alone; here each answer has a text, with it in the last question of that"
 )
 COMMON_TURNS_OF_IMAGES = (
-    "mistral-common writes a system message only where a row has one; here the tokenizer's "
-    "template, which may have one of its own"
+    "mistral-common writes a system message only where a row has one, and an image at the end of a "
+    "question before its words; here the tokenizer's template decides, which may have a system "
+    "message of its own"
 )
 
 
@@ -1011,7 +1012,8 @@ ALL_OF_IMAGES = (
 )
 # whose processors write more than the patches' tokens for an image (replace_image_token), of which
 # Axolotl leaves the patches' alone out
-MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "smolvlm")
+MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "mistral3", "smolvlm")
+PIXTRAL = "pixtral"  # in names of models of LLaVA's family with Pixtral's processor
 MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
 # Glm4vProcessingStrategy
 GLM_IMAGES = ("glm4v", "glm46v")
@@ -1020,6 +1022,12 @@ GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
+# ProcessingStrategy.__call__ of Axolotl
+IMAGES_OF_COLUMN = (
+    "of a column of images the first of a row alone is read there, and stands after the words of "
+    "the first question unless a part of a message holds its place; here all are, before them, or "
+    "where <image> stands in the words"
+)
 CHATML = "<|im_end|>"
 CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
@@ -1313,6 +1321,8 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
+    if not settings.get("rl"):
+        conversion.remarks.append(f"datasets: {IMAGES_OF_COLUMN}")
     knows_roles = (
         settings.get("chat_template") in ROLES_BY_TEMPLATE
         or conversion.images in ROLES_BY_FAMILY
@@ -1322,14 +1332,16 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     if not knows_roles:
         conversion.recipe["assistant_only_loss"] = False
         conversion.add_remark("processor_type", settings.get("processor_type"), ALL_OF_IMAGES)
-        _report_marks(settings.get("processor_type"), conversion)
+        _report_marks(settings, conversion)
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
 
 
-def _report_marks(processor: Any, conversion: Conversion) -> None:
+def _report_marks(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which tokens of an image are trained where all of a row's text is."""
-    if conversion.images in MARKED_IMAGES:
+    processor = settings.get("processor_type")
+    is_pixtrals = PIXTRAL in name_model(settings).lower()
+    if conversion.images in MARKED_IMAGES or is_pixtrals:
         conversion.add_difference("processor_type", processor, MARKS_TRAINED)
     elif conversion.images in GLM_IMAGES:
         conversion.add_difference("processor_type", processor, GLM_MARKS)

@@ -8,6 +8,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.by_tool import V1_ALPACA
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.hints import find_texts
+from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
@@ -74,7 +75,11 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     if (share if steps is None else steps) and conversion.tool != "Automodel":
         conversion.remarks.append(WARMED_EARLIER)
-    is_cut = recipe.get("overlength") not in ("drop", "error")
+    # masked diffusion masks no token that is the label behind a cut
+    is_cut = (
+        recipe.get("overlength") not in ("drop", "error")
+        and find_masked_diffusion(settings) is None
+    )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         is_tunes = conversion.tool == "torchtune"
         conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)

@@ -101,6 +101,14 @@ def test_the_first_step_of_a_warmup_has_rate_0_there(
         (FACTORY, {}, True),
         (AXOLOTL, {}, False),  # too long a row is dropped
         (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "completion"}]}, True),
+        (
+            AXOLOTL,
+            {
+                "datasets": [{"path": "a/rows", "type": "completion"}],
+                "diffusion_lm": {"from_causal_lm": True},
+            },
+            False,  # the token that is the label behind a cut is never masked
+        ),
     ],
 )
 def test_a_row_that_is_cut_has_a_label_more_here(
