@@ -770,6 +770,13 @@ COMMON_TURNS_OF_IMAGES = (
 )
 
 
+# _convert_content_parts of ChatTemplateStrategy, whose images come by another way
+THOUGHTS_LEFT_OUT = (
+    "an answer's parts of type thinking are left out there, in 0.18 and 0.21; here they are its "
+    "reasoning"
+)
+
+
 def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
     model = str(settings.get("base_model")).lower()
     name = next(
@@ -777,6 +784,8 @@ def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
     )
     kinds = find_texts(settings, "type")
     are_turns = any(kind.startswith("chat_template") for kind in kinds) and not settings.get("rl")
+    if are_turns:
+        conversion.add_difference("tokenizer_use_mistral_common", True, THOUGHTS_LEFT_OUT)
     if name in WITH_SYSTEM_LAST and are_turns:
         conversion.add_difference("tokenizer_use_mistral_common", True, SYSTEM_LAST)
     if name is None:

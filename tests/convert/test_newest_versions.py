@@ -43,6 +43,7 @@ from finetune.convert.model_names import (
     OWN_THOUGHT,
     SCORED_BREAK,
     THOUGHT_OF_IMAGES,
+    THOUGHTS_LEFT_OUT,
     TOKENIZERS_BOS,
 )
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
@@ -436,8 +437,9 @@ def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) ->
     keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
     images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
     assert COMMON_TURNS_OF_IMAGES in said(images)
+    assert THOUGHTS_LEFT_OUT not in said(images)
     text = convert(AXOLOTL, **keys)
-    assert COMMON_TURNS_OF_IMAGES not in said(text)
+    assert COMMON_TURNS_OF_IMAGES not in said(text) and THOUGHTS_LEFT_OUT in said(text)
     assert text.recipe["chat_template"] == "mistral-v13-tekken"
 
 
