@@ -30,7 +30,7 @@ from finetune.convert.counterparts import (
     list_counterparts,
 )
 from finetune.convert.model_names import TEMPLATES, UNKNOWN_IMAGES, guess_family
-from finetune.convert.numbers import LABEL_BEHIND_CUT
+from finetune.convert.numbers import ENDS_OF_TEXTS, LABEL_BEHIND_CUT
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
 from finetune.data.tokenizer import TEMPLATES as NAMED
@@ -501,7 +501,7 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    about = ["completion_only_loss", "gradients", "max_length", "eval_loss"]
+    about = ["completion_only_loss", "gradients", "max_length", "rows", "eval_loss"]
     assert [line.split(":")[0] for line in said.splitlines()] == about
     assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))
@@ -894,7 +894,7 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
     alone = f"completion_only_loss: null   ({COMPLETION_ALONE})"
-    lines = [alone, REDUCED_IN_16_BITS, ALIKE, LABEL_BEHIND_CUT]
+    lines = [alone, REDUCED_IN_16_BITS, ALIKE, LABEL_BEHIND_CUT, ENDS_OF_TEXTS]
     assert (ours["datasets"], said.splitlines()) == ([columns], lines)
 
 
