@@ -1032,10 +1032,10 @@ QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 # ProcessingStrategy.__call__ of Axolotl
+FIRST_IMAGE = "of a column of images the first of a row alone is read there, all here"
 IMAGES_OF_COLUMN = (
-    "of a column of images the first of a row alone is read there, and stands after the words of "
-    "the first question unless a part of a message holds its place; here all are, before them, or "
-    "where <image> stands in the words"
+    f"{FIRST_IMAGE}; it stands after the words of the first question there, and before them here, "
+    "unless a part of a message holds its place; here <image> in the words does too"
 )
 CHATML = "<|im_end|>"
 CHATML_ADDED = (
@@ -1331,7 +1331,8 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("lora_target_modules", targets, note)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
     if not settings.get("rl"):
-        conversion.remarks.append(f"datasets: {IMAGES_OF_COLUMN}")
+        is_moved = settings.get("tokenizer_use_mistral_common")  # before the words, as here
+        conversion.remarks.append(f"datasets: {FIRST_IMAGE if is_moved else IMAGES_OF_COLUMN}")
     knows_roles = (
         settings.get("chat_template") in ROLES_BY_TEMPLATE
         or conversion.images in ROLES_BY_FAMILY
