@@ -273,6 +273,11 @@ GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+# transformers' convert_and_load_state_dict_in_model, in the torch_dtype of Axolotl's resolve_dtype
+ROUNDED_BEFORE = (
+    "a base whose files have another dtype than the run, as Llama 2's have under bf16, is rounded "
+    "to the run's before it is quantized there; here its own numbers are quantized"
+)
 # param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
@@ -396,6 +401,8 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         and recipe.get("use_peft")
     ):
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
+    if conversion.tool == "Axolotl" and load_key and recipe.get("use_peft"):
+        conversion.add_remark(load_key, True, ROUNDED_BEFORE)
     _report_adapters_under_zero_3(settings, conversion)
     _report_axolotls_adapters(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
