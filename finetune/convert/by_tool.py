@@ -14,6 +14,7 @@ from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import count_sharing_ranks, find_zero_stage
 from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
 from finetune.convert.counterparts import NOTES, ToolFile
+from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import find_texts, is_factory_v1
 from finetune.convert.model_names import (
@@ -127,9 +128,17 @@ BY_SOFTMAX = (
 )
 # encode_packed_streaming and prompt_strategies/pretrain.py
 WINDOWS = (
-    "a longer text is cut into pieces there of which each repeats the 256 tokens before it and "
-    "ends with the EOS token; here none repeats any, and the last one ends with it"
+    "a longer text is cut into pieces there, each with the tokens that begin and end a text, and "
+    "each repeats the {} tokens before it; here none repeats any, and the EOS token ends the last "
+    "one"
 )
+# encode_streaming
+PIECES_ALONE = (
+    "without packing a text is cut to {} tokens there, and the EOS token ends it by "
+    "pretraining_sample_concatenation alone; here all of it is trained on, and ends with that token"
+)
+# _extract_pretraining_config
+FIRST_ENTRY = "the first entry alone is read there, all here"
 # load of prompt_strategies/completion.py
 TEXTS_CUT = (
     "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
@@ -272,6 +281,11 @@ GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+# transformers' convert_and_load_state_dict_in_model, in the torch_dtype of Axolotl's resolve_dtype
+ROUNDED_BEFORE = (
+    "a base whose files have another dtype than the run, as Llama 2's have under bf16, is rounded "
+    "to the run's before it is quantized there; here its own numbers are quantized"
+)
 # param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
@@ -305,6 +319,12 @@ TORCHTUNE_MODELS = {
         "model's config has one"
     ),
 }
+# reparametrize_as_dtype_state_dict_post_hook and get_merged_lora_ckpt of torchtune
+MERGED_DEQUANTIZED = (
+    "the exported model is merged onto the dequantized base there; here onto that or the original "
+    "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
+    "dequantized"
+)
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 # by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
 MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
@@ -390,6 +410,8 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         and recipe.get("use_peft")
     ):
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
+    if conversion.tool == "Axolotl" and load_key and recipe.get("use_peft"):
+        conversion.add_remark(load_key, True, ROUNDED_BEFORE)
     _report_adapters_under_zero_3(settings, conversion)
     _report_axolotls_adapters(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
@@ -451,7 +473,8 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     ):
         conversion.remarks.append(FEWER_STEPS)
     elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
-        conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if "max_steps" in recipe else ""))
+        counts_rows = "max_steps" in recipe and not recipe.get("streaming")
+        conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if counts_rows else ""))
     is_asked = GROUPED in settings.values() or any(
         section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
     )
@@ -703,11 +726,11 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
         if settings.get(key) is value and settings.get("val_set_size"):
             conversion.add_difference(key, value, LAST_HELD_OUT)
     packs = settings.get("sample_packing")
-    if settings.get("pretraining_dataset") and packs:
-        conversion.add_difference("pretraining_dataset", "type: pretrain", WINDOWS)
+    if settings.get("pretraining_dataset"):
+        _report_pretraining(settings, conversion)
     kinds = list(find_texts(settings, "type"))
     are_texts = any(each.startswith("completion") for each in kinds)
-    if are_texts:
+    if are_texts and (packs or not settings.get("pretraining_dataset")):
         conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
     trains_prompts = settings.get("train_on_inputs") and not all(
         each.startswith("chat_template") for each in kinds
@@ -717,6 +740,22 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     if packs and settings.get("eval_sample_packing") is False and holds_out:
         conversion.remarks.append(LAST_UNMEASURED)
+
+
+def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which texts Axolotl pretrains on, and how it cuts them."""
+    entries = settings["pretraining_dataset"]
+    if isinstance(entries, list) and len(entries) > 1:
+        conversion.add_difference("pretraining_dataset", entries, FIRST_ENTRY)
+    kind = next(find_texts(entries, "type"), "pretrain")
+    length = conversion.recipe.get("max_length", DEFAULTS["Axolotl"]["max_length"])
+    if not isinstance(length, int):
+        return  # which the reader refuses
+    if not settings.get("sample_packing"):
+        conversion.add_difference("sample_packing", False, PIECES_ALONE.format(length - 2))
+    elif kind == "pretrain":
+        overlap = min(256, (length - 1) // 2)
+        conversion.add_difference("pretraining_dataset", f"type: {kind}", WINDOWS.format(overlap))
 
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
@@ -813,6 +852,8 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
         if re.search(pattern, component):
             conversion.add_difference("model._component_", component, note)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
+    if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
+        conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
     if read_section(settings, "optimizer"):
         recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = settings.get("max_steps_per_epoch")

@@ -791,8 +791,16 @@ SYSTEM_LAST = (
     "in the last question alone; here each answer has a text, with it in the last question of that"
 )
 COMMON_TURNS_OF_IMAGES = (
-    "mistral-common writes a system message only where a row has one; here the tokenizer's "
-    "template, which may have one of its own"
+    "mistral-common writes a system message only where a row has one, and an image at the end of a "
+    "question before its words; here the tokenizer's template decides, which may have a system "
+    "message of its own"
+)
+
+
+# _convert_content_parts of ChatTemplateStrategy, whose images come by another way
+THOUGHTS_LEFT_OUT = (
+    "an answer's parts of type thinking are left out there, in 0.18 and 0.21; here they are its "
+    "reasoning"
 )
 
 
@@ -803,6 +811,8 @@ def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
     )
     kinds = find_texts(settings, "type")
     are_turns = any(kind.startswith("chat_template") for kind in kinds) and not settings.get("rl")
+    if are_turns:
+        conversion.add_difference("tokenizer_use_mistral_common", True, THOUGHTS_LEFT_OUT)
     if name in WITH_SYSTEM_LAST and are_turns:
         conversion.add_difference("tokenizer_use_mistral_common", True, SYSTEM_LAST)
     if name is None:
@@ -1044,18 +1054,13 @@ ALL_OF_IMAGES = (
 # whose processors write more than the patches' tokens for an image (replace_image_token), of which
 # Axolotl leaves the patches' alone out
 MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "mistral3", "smolvlm")
-PIXTRAL = "pixtral"  # models of LLaVA's class with Mistral 3's processor
+PIXTRAL = "pixtral"  # in names of models of LLaVA's family with Pixtral's processor
 MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
 # Glm4vProcessingStrategy
 GLM_IMAGES = ("glm4v", "glm46v")
 GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
-# ProcessingStrategy.__call__ of Axolotl
-IMAGES_PLACED = (
-    "datasets: of the images in a column the first alone is read there, and one that has no place "
-    "in the messages stands behind the first question; here all are read, and stand before it"
-)
 # apply_chat_template of transformers' processors, which encodes as the tokenizer does by itself
 # what begins with no BOS token; the templates of other families begin with it
 TOKENIZERS_BOS_OF_IMAGES = (
@@ -1065,6 +1070,12 @@ TOKENIZERS_BOS_OF_IMAGES = (
 WITHOUT_BOS_BEFORE_IMAGES = ("llava", "llava_next")
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
+# ProcessingStrategy.__call__ of Axolotl
+FIRST_IMAGE = "of a column of images the first of a row alone is read there, all here"
+IMAGES_OF_COLUMN = (
+    f"{FIRST_IMAGE}; it stands after the words of the first question there, and before them here, "
+    "unless a part of a message holds its place; here <image> in the words does too"
+)
 CHATML = "<|im_end|>"
 CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
@@ -1381,7 +1392,8 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where an image stands in a row, and what the row begins with."""
-    conversion.remarks.append(IMAGES_PLACED)
+    is_moved = settings.get("tokenizer_use_mistral_common")  # before the words, as here
+    conversion.remarks.append(f"datasets: {FIRST_IMAGE if is_moved else IMAGES_OF_COLUMN}")
     is_pixtral = PIXTRAL in name_model(settings).lower()
     if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
         conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)

@@ -5,9 +5,10 @@ its labels, and what is trained.
 import re
 
 from finetune.config.schema import recipe_keys
-from finetune.convert.by_tool import V1_ALPACA
+from finetune.convert.by_tool import TEXTS_CUT, V1_ALPACA
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.hints import find_texts
+from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
@@ -62,6 +63,20 @@ OTHER_ATTENTION = {
     ),
     "kernels-community/sage-attention": "multiplies in 8 bits there; exact here",
 }
+# add_eos of TRL, and _tokenize of Axolotl's prompt_tokenizers.py; render of data/render.py
+ENDS_OF_TEXTS = (
+    "rows: a text that begins with the BOS token gets the tokenizer's before it there, and one "
+    "that ends with the EOS token gets no other; here it has one BOS token, and two at its end"
+)
+# the same, and find_turn of Axolotl's ChatTemplateStrategy
+ENDS_OF_ANSWERS = (
+    "rows: no EOS token follows an answer there that ends with one, and an empty answer trains "
+    "nothing; here one does, and ends an empty answer too"
+)
+EMPTY_ANSWERS = (
+    "rows: an empty answer trains nothing there, and a message's train or weight is read by "
+    "message_field_training alone; here the end of an empty answer is trained, and both are read"
+)
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
@@ -74,7 +89,11 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     if (share if steps is None else steps) and conversion.tool != "Automodel":
         conversion.remarks.append(WARMED_EARLIER)
-    is_cut = recipe.get("overlength") not in ("drop", "error")
+    # masked diffusion masks no token that is the label behind a cut
+    is_cut = (
+        recipe.get("overlength") not in ("drop", "error")
+        and find_masked_diffusion(settings) is None
+    )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         is_tunes = conversion.tool == "torchtune"
         conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
@@ -84,6 +103,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(conversion)
     _report_factory_texts(settings, conversion)
     _report_prompts(settings, conversion)
+    _report_ends(settings, conversion)
 
 
 def _report_attention(settings: ToolFile, conversion: Conversion) -> None:
@@ -105,6 +125,23 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
     if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
+
+
+def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how texts and answers begin and end where they hold such a token, or nothing."""
+    if find_method_facts(conversion.recipe).rows != "answers" or conversion.images:
+        return
+    if conversion.tool == "TRL":
+        conversion.remarks.append(ENDS_OF_TEXTS)
+    if conversion.tool != "Axolotl":
+        return
+    sources = conversion.recipe.get("datasets", ())
+    if any(TEXTS_CUT in line for line in conversion.remarks):  # type: completion
+        conversion.remarks.append(ENDS_OF_TEXTS)
+    if any(each.get("answers_apart") for each in sources):
+        conversion.remarks.append(ENDS_OF_ANSWERS)
+    elif any(each.get("type") != "text" for each in sources):
+        conversion.remarks.append(EMPTY_ANSWERS)
 
 
 def _report_copies(conversion: Conversion) -> None:

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from finetune.config.user_code import load, place_of
@@ -291,10 +291,15 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
             "observation too)"
         )
     content, calls = _separate_calls(turn, name, number)
+    thoughts: list[str] = []
+    if ROLES[name] == "assistant":
+        content, thoughts = _separate_thoughts(content, number)
     message: Message = {
         "role": ROLES[name],
         "content": _read_content(content, ROLES[name], number, images),
     }
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     if isinstance(turn.get("recipient"), str):
         known = KNOWN_KEYS | {"recipient"}
     else:
@@ -340,6 +345,43 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
     if content is None and calls:
         content = ""
     return content, calls
+
+
+def _separate_thoughts(content: Any, number: int) -> tuple[Any, list[str]]:
+    """Returns (an answer's content, its reasoning): Mistral's parts of type thinking, which begin a
+    content.
+
+    Raises:
+        BadRow: Such a part holds no text, or is not closed; or a part is left untrained, which a
+            whole message alone can be.
+    """
+    if not isinstance(content, list):
+        return content, []
+    for part in content:
+        if isinstance(part, dict) and not _read_train(part, number):
+            raise BadRow(
+                f"message {number}: content: a part with train or weight; a message is trained as "
+                "a whole: set it there"
+            )
+    thoughts = list(takewhile(_is_thought, content))
+    return content[len(thoughts) :], [_read_thought(part, number) for part in thoughts]
+
+
+def _is_thought(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "thinking"
+
+
+def _read_thought(part: Mapping[str, Any], number: int) -> str:
+    """Reads the text of a part of type thinking: a text, or parts of type text."""
+    thought = part.get("thinking")
+    if isinstance(thought, list):
+        thought = "".join(_parse_part(each, number, []) for each in thought)
+    if not isinstance(thought, str) or part.get("closed") is False:
+        raise BadRow(
+            f"message {number}: content: thinking that is a text and closed is expected, found "
+            f"{describe_value(part)}"
+        )
+    return thought
 
 
 def _read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
@@ -440,8 +482,8 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
         images.append(next((part[key] for key in keys if part.get(key) is not None), None))
         return IMAGE
     raise BadRow(
-        f"message {number}: content: only text and image parts are supported, found "
-        f"{describe_value(part)}"
+        f"message {number}: content: only text and image parts are supported, and thinking at the "
+        f"start of an answer; found {describe_value(part)}"
     )
 
 

@@ -36,12 +36,14 @@ from finetune.convert.by_tool import (
     BY_SOFTMAX,
     CARRIED_OVER,
     COPIES_AS_LOADED,
+    FIRST_ENTRY,
     IMAGES_SHRUNK,
     IN_ORDER,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
+    PIECES_ALONE,
     SLOW_START,
     TEXTS_CUT,
     WHOLE_STEPS,
@@ -405,13 +407,39 @@ def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(conver
     assert BY_SOFTMAX not in text and experts in text
 
 
-def test_axolotls_texts_of_pretraining_overlap(convert: Convert) -> None:
-    texts = [{"path": "a/texts", "type": "pretrain"}]
+@pytest.mark.parametrize(
+    ("entries", "length", "note"),
+    [
+        ([{"path": "a/texts", "type": "pretrain"}], 1024, WINDOWS.format(256)),
+        ([{"path": "a/texts"}], 512, WINDOWS.format(255)),  # by 0.21's own strategy
+        ([{"path": "a/texts"}], 64, WINDOWS.format(31)),
+        ([{"path": "a/texts", "type": "completion", "field": "text"}], 512, TEXTS_CUT),
+    ],
+)
+def test_axolotls_texts_of_pretraining_overlap(
+    entries: object, length: int, note: str, convert: Convert
+) -> None:
     file = {key: value for key, value in AXOLOTL.items() if key != "datasets"}
-    packed = convert(file, pretraining_dataset=texts, sample_packing=True, max_steps=10)
-    assert WINDOWS in said(packed)
+    keys = {"pretraining_dataset": entries, "max_steps": 10, "sequence_len": length}
+    text = said(convert(file, **keys, sample_packing=True))
+    assert note in text
+    assert ("repeats the" in text) == (note != TEXTS_CUT) and FIRST_ENTRY not in text
+    plain = said(convert(file, **keys, sample_packing=False))
+    assert PIECES_ALONE.format(length - 2) in plain
+    assert "repeats the" not in plain and TEXTS_CUT not in plain
+
+
+def test_axolotl_pretrains_on_its_first_entry_alone(convert: Convert) -> None:
+    file = {key: value for key, value in AXOLOTL.items() if key != "datasets"}
+    entries = [{"path": "a/texts", "type": "pretrain"}, {"path": "b/texts", "type": "pretrain"}]
+    made = convert(file, pretraining_dataset=entries, max_steps=10, sample_packing=True)
+    assert FIRST_ENTRY in said(made) and len(made.recipe["datasets"]) == 2
+
+
+def test_only_a_text_of_completions_is_not_said_to_overlap(convert: Convert) -> None:
     plain = [{"path": "a/texts", "type": "completion"}]
-    assert WINDOWS not in said(convert(AXOLOTL, datasets=plain, sample_packing=True))
+    text = said(convert(AXOLOTL, datasets=plain, sample_packing=True))
+    assert "repeats the" not in text and TEXTS_CUT in text
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from finetune.convert.by_tool import (
     EMBEDDING_MOMENTS,
     FEWER_STEPS,
     HEAD_PASSED_BY,
+    MERGED_DEQUANTIZED,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     OF_EPOCHS,
@@ -33,9 +34,10 @@ from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
     CHATML_ADDED,
     COMMON_TURNS_OF_IMAGES,
+    FIRST_IMAGE,
     GLM_IMAGES,
     GLM_MARKS,
-    IMAGES_PLACED,
+    IMAGES_OF_COLUMN,
     MARKED_IMAGES,
     MARKS_TRAINED,
     ONE_TEXT,
@@ -44,6 +46,7 @@ from finetune.convert.model_names import (
     SCORED_BREAK,
     THOUGHT_OF_IMAGES,
     THOUGHT_WHOLE,
+    THOUGHTS_LEFT_OUT,
     TOKENIZERS_BOS,
     TOKENIZERS_BOS_OF_IMAGES,
 )
@@ -206,6 +209,12 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
     [
         ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN.format(OF_EPOCHS)]),
         ({"warmup_ratio": 0.1, "num_epochs": 1}, [ROUNDED_DOWN.format("")]),
+        # whose rows are not counted
+        ({"warmup_ratio": 0.1, "max_steps": 5, "streaming": True}, [ROUNDED_DOWN.format("")]),
+        (
+            {"warmup_ratio": 0.1, "max_steps": 5, "pretraining_dataset": [{"path": "a/texts"}]},
+            [ROUNDED_DOWN.format("")],
+        ),
         ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS]),  # which says it too
         ({"warmup_steps": 10, "num_epochs": 1}, []),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
@@ -428,12 +437,35 @@ def test_the_thoughts_that_beams_template_may_write_are_said(name: str, convert:
     assert (OWN_THOUGHT in said(convert(AXOLOTL, base_model=name))) == ("Beam" in name)
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"processor_type": "AutoProcessor"}, True),
+        ({}, False),
+        ({"processor_type": "AutoProcessor", "rl": "dpo"}, False),  # by TRL's collator
+    ],
+)
+def test_where_axolotl_puts_the_image_of_a_column_is_said(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, **keys, base_model="Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert (IMAGES_OF_COLUMN in text) == is_said
+
+
+def test_sparse_fine_tuning_is_named(convert: Convert) -> None:
+    recipe = {"finetuning_stage": {"finetuning_modifiers": {}}}
+    text = said(convert(AXOLOTL, llmcompressor={"recipe": recipe, "save_compressed": True}))
+    assert "(sparse fine-tuning (zeros that stay zero): not supported)" in text
+
+
 def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) -> None:
     keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
     images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
     assert COMMON_TURNS_OF_IMAGES in said(images)
+    assert FIRST_IMAGE in said(images) and IMAGES_OF_COLUMN not in said(images)
+    assert THOUGHTS_LEFT_OUT not in said(images)
     text = convert(AXOLOTL, **keys)
-    assert COMMON_TURNS_OF_IMAGES not in said(text)
+    assert COMMON_TURNS_OF_IMAGES not in said(text) and THOUGHTS_LEFT_OUT in said(text)
     assert text.recipe["chat_template"] == "mistral-v13-tekken"
 
 
@@ -507,6 +539,27 @@ TUNE = {
     "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
 }
+
+
+@pytest.mark.parametrize(
+    ("builder", "keys", "is_said"),
+    [
+        ("qlora_llama2_7b", {}, True),
+        ("qlora_llama2_7b", {"save_adapter_weights_only": True}, False),
+        ("lora_llama2_7b", {"save_adapter_weights_only": False}, False),
+    ],
+)
+def test_the_base_that_torchtune_merges_onto_is_said(
+    builder: str, keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    model = {
+        "_component_": f"torchtune.models.llama2.{builder}",
+        "lora_attn_modules": ["q_proj"],
+        "lora_rank": 8,
+    }
+    made = convert(TUNE, model=model, **keys)
+    assert (MERGED_DEQUANTIZED in said(made)) == is_said
+    assert ("save_adapter_weights_only" in made.ignored) == (bool(keys) and not is_said)
 
 
 @pytest.mark.parametrize("builder", ["code_llama2_7b", "lora_code_llama2_7b"])
@@ -612,9 +665,9 @@ def test_the_fused_losses_of_two_families_take_no_count_of_labels(
     ("name", "note"),
     [
         ("HuggingFaceTB/SmolVLM2-2.2B-Instruct", MARKS_TRAINED),
-        ("zai-org/GLM-4.6V-Flash", GLM_MARKS),
         ("axolotl-ai-co/Mistral-Small-4-119B-2603-BF16", MARKS_TRAINED),
         ("mistral-community/pixtral-12b", MARKS_TRAINED),
+        ("zai-org/GLM-4.6V-Flash", GLM_MARKS),
         ("llava-hf/llava-1.5-7b-hf", None),
     ],
 )
@@ -677,17 +730,18 @@ def test_the_thoughts_of_rows_with_images_are_said(
 @pytest.mark.parametrize(
     ("name", "processor", "notes"),
     [
-        ("Qwen/Qwen3.5-9B", "AutoProcessor", [IMAGES_PLACED]),
-        ("llava-hf/llava-1.5-7b-hf", "AutoProcessor", [IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES]),
-        ("mistral-community/pixtral-12b", "AutoProcessor", [IMAGES_PLACED]),
+        ("Qwen/Qwen3.5-9B", "AutoProcessor", [IMAGES_OF_COLUMN]),
+        ("llava-hf/llava-1.5-7b-hf", "AutoProcessor", [IMAGES_OF_COLUMN, TOKENIZERS_BOS_OF_IMAGES]),
+        ("mistral-community/pixtral-12b", "AutoProcessor", [IMAGES_OF_COLUMN]),
         ("Qwen/Qwen3.5-9B", None, []),
     ],
 )
 def test_where_an_image_without_a_place_stands_is_said(
     name: str, processor: str | None, notes: list[str], convert: Convert
 ) -> None:
-    remarks = convert(AXOLOTL, base_model=name, processor_type=processor).remarks
-    assert [note for note in (IMAGES_PLACED, TOKENIZERS_BOS_OF_IMAGES) if note in remarks] == notes
+    text = said(convert(AXOLOTL, base_model=name, processor_type=processor))
+    known = (IMAGES_OF_COLUMN, TOKENIZERS_BOS_OF_IMAGES)
+    assert [note for note in known if note in text] == notes
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
 from finetune.convert.numbers import (
     BOS_BY_KEY,
     COPIES_WHERE_TIED,
+    EMPTY_ANSWERS,
+    ENDS_OF_ANSWERS,
+    ENDS_OF_TEXTS,
     EOS_AT_CUT,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
@@ -101,12 +104,51 @@ def test_the_first_step_of_a_warmup_has_rate_0_there(
         (FACTORY, {}, True),
         (AXOLOTL, {}, False),  # too long a row is dropped
         (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "completion"}]}, True),
+        (
+            AXOLOTL,
+            {
+                "datasets": [{"path": "a/rows", "type": "completion"}],
+                "diffusion_lm": {"from_causal_lm": True},
+            },
+            False,  # the token that is the label behind a cut is never masked
+        ),
     ],
 )
 def test_a_row_that_is_cut_has_a_label_more_here(
     convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (LABEL_BEHIND_CUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "note"),
+    [
+        (TRL, {}, ENDS_OF_TEXTS),
+        (TRL, {"beta": 0.1}, None),
+        (FACTORY, {}, None),
+        (TUNE, {}, None),
+        (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "completion"}]}, ENDS_OF_TEXTS),
+        (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "alpaca"}]}, ENDS_OF_ANSWERS),
+        (AXOLOTL, {"datasets": [{"path": "a/rows", "type": "chat_template"}]}, EMPTY_ANSWERS),
+        (
+            AXOLOTL,
+            {
+                "datasets": None,
+                "pretraining_dataset": [{"path": "a/rows", "type": "pretrain"}],
+                "sample_packing": True,
+                "max_steps": 2,
+            },
+            None,  # each piece of a text gets an EOS token, as here
+        ),
+    ],
+)
+def test_how_a_text_ends_that_holds_its_end_or_nothing_is_said(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], note: str | None
+) -> None:
+    """What TRL's add_eos and Axolotl's strategies make of such rows."""
+    text = convert(file, **keys)
+    known = (ENDS_OF_TEXTS, ENDS_OF_ANSWERS, EMPTY_ANSWERS)
+    assert [each for each in known if each in text] == ([note] if note else [])
 
 
 @pytest.mark.parametrize(("max_seq_len", "is_said"), [(512, True), (None, False)])

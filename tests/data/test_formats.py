@@ -70,6 +70,33 @@ def test_conversations_are_recognized(row: dict[str, Any]) -> None:
     assert turns(row) == ASKED
 
 
+@pytest.mark.parametrize(
+    ("parts", "content", "thought"),
+    [
+        ([{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "A"}], "A", "so"),
+        (
+            [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "s"}], "closed": True},
+                {"type": "thinking", "thinking": "o", "text": None},  # as a table's rows have it
+                {"type": "text", "text": "A", "thinking": None, "train": True},
+                {"type": "text", "text": "B", "weight": None},
+            ],
+            "AB",
+            "so",
+        ),
+        ([{"type": "text", "text": "A"}], "A", None),
+    ],
+)
+def test_thinking_at_the_start_of_an_answer_is_its_reasoning(
+    parts: list[dict[str, Any]], content: str, thought: str | None
+) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": parts}]}
+    document = parse_row(row, SOURCE).document
+    assert isinstance(document, Conversation)
+    answer = document.messages[-1]
+    assert (answer["content"], answer.get("reasoning_content")) == (content, thought)
+
+
 def test_plain_formats_are_recognized() -> None:
     assert parse_row({"prompt": "2+2=", "completion": "4"}, SOURCE).document == Completion(
         "2+2=", "4"
@@ -294,6 +321,45 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "audio"}]}]},
             "only text and image parts are",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "text", "text": "A"},
+                            {"type": "thinking", "thinking": "so"},
+                        ],
+                    },
+                ]
+            },
+            "and thinking at the start of an answer; found",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "thinking", "thinking": "so", "closed": False}],
+                    },
+                ]
+            },
+            "thinking that is a text and closed is expected",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "A", "train": False}],
+                    },
+                ]
+            },
+            "message 2: content: a part with train or weight",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
