@@ -281,10 +281,11 @@ GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
 BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
-# transformers' convert_and_load_state_dict_in_model, in the torch_dtype of Axolotl's resolve_dtype
+# transformers' convert_and_load_state_dict_in_model, in the torch_dtype that is asked for; by
+# Axolotl's resolve_dtype it is the run's
 ROUNDED_BEFORE = (
-    "a base whose files have another dtype than the run, as Llama 2's have under bf16, is rounded "
-    "to the run's before it is quantized there; here its own numbers are quantized"
+    "a base whose files have another dtype than is asked for, as Llama 2's have under bf16, is "
+    "rounded to that before it is quantized there; here its own numbers are quantized"
 )
 # param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
 ADAPTERS_IN_16_BITS = (
@@ -396,22 +397,28 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     _report_embedding_moments(settings, conversion)
 
 
+def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports in which dtypes a base is quantized, and adapters over it are trained."""
+    tool = conversion.tool
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if load_key is None:
+        return
+    is_trained_by_trl = tool == "TRL" or any(map(settings.get, OF_PAIRS))
+    if tool in ("TRL", "Axolotl") and is_trained_by_trl:
+        conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
+    named = str(settings.get("torch_dtype") or settings.get("dtype")).rpartition(".")[2]
+    is_cast = tool in ("TRL", "ms-swift") and named in ("bfloat16", "float16")
+    if tool == "Axolotl" or is_cast:
+        conversion.add_remark(load_key, True, ROUNDED_BEFORE)
+
+
 def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the dtypes of adapters over a quantized base, and which weights Axolotl keeps in
     float32 where all are in bfloat16 here.
     """
     recipe = conversion.recipe
-    is_trained_by_trl = conversion.tool == "TRL" or any(map(settings.get, OF_PAIRS))
-    load_key = next((key for key in LOAD_KEYS if recipe.get(key)), None)
-    if (
-        conversion.tool in ("TRL", "Axolotl")
-        and is_trained_by_trl
-        and load_key
-        and recipe.get("use_peft")
-    ):
-        conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
-    if conversion.tool == "Axolotl" and load_key and recipe.get("use_peft"):
-        conversion.add_remark(load_key, True, ROUNDED_BEFORE)
+    if recipe.get("use_peft"):
+        _report_quantized_base(settings, conversion)
     _report_adapters_under_zero_3(settings, conversion)
     _report_axolotls_adapters(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":

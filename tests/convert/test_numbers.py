@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from finetune.convert.by_tool import V1_ALPACA
+from finetune.convert.by_tool import ROUNDED_BEFORE, V1_ALPACA
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
 from finetune.convert.numbers import (
@@ -336,3 +336,20 @@ def test_a_kernel_that_computes_another_attention_is_a_difference(
     assert [name for name, note in OTHER_ATTENTION.items() if note in said] == [kernel] * bool(
         kernel
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"),
+    [
+        (AXOLOTL | {"adapter": "qlora", "load_in_4bit": True}, True),
+        (AXOLOTL | {"adapter": "lora"}, False),
+        (TRL | LORA | {"load_in_4bit": True, "dtype": "bfloat16"}, True),
+        (TRL | LORA | {"load_in_4bit": True, "dtype": "float32"}, False),
+        (TRL | LORA | {"load_in_4bit": True}, False),
+        (FACTORY | {"finetuning_type": "lora", "quantization_bit": 4}, False),
+    ],
+)
+def test_a_base_that_is_rounded_before_it_is_quantized_is_named(
+    file: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (ROUNDED_BEFORE in convert(file)) == is_said
