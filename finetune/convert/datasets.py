@@ -552,30 +552,45 @@ def _read_axolotl_entry(
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
-    # and a template, all in the type
+    # of a type that is a mapping, with a template
     has_columns = any(key.startswith("type.") for key in entry.unread)
     keys = entry.take_name_and_split() | {"type": FORMATS.get(name)}
     if name in FORMATS:
         entry.take("type")
-    if name == "alpaca" and kind != name:
-        conversion.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
     if keys["type"] == "text":
         keys["text_column"] = entry.take("field") or entry.take("text_column")
-    prefix = "type." if has_columns else ""
-    if has_columns or (
-        name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys()
-    ):
-        keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
-        keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
-    if has_columns and "type.format" not in entry.unread:
-        conversion.add_difference(f"{entry.where}.type", None, SPACE_AFTER)
     if name == "chat_template" and variables:
         keys["chat_template_kwargs"] = variables
     if has_columns or name == "alpaca":
-        keys["answers_apart"] = True
-        if str(guess_family(str(conversion.recipe.get("model_name_or_path")))).startswith("glm"):
-            conversion.add_remark(f"{entry.where}.type", kind, STARTS_TWICE)
+        keys |= _take_instruction(entry, kind, has_columns, conversion)
     return make_sources(entry.take_paths(), messages_column=entry.take("field_messages"), **keys)
+
+
+def _take_instruction(
+    entry: DataSetEntry, kind: Any, has_columns: bool, conversion: Conversion
+) -> dict[str, Any]:
+    """Takes the columns of an entry whose answers Axolotl encodes apart, and reports its type.
+
+    Args:
+        entry: The entry.
+        kind: Its type.
+        has_columns: Whether the type is a mapping that names them.
+        conversion: Grows.
+    """
+    where = f"{entry.where}.type"
+    keys: dict[str, Any] = {"answers_apart": True}
+    prefix = "type." if has_columns else ""
+    if has_columns or {"field_instruction", "field_output"} & entry.unread.keys():
+        keys["prompt_column"] = entry.take(f"{prefix}field_instruction") or "instruction"
+        keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
+    if has_columns and "type.format" not in entry.unread:
+        conversion.add_difference(where, None, SPACE_AFTER)
+    if not has_columns and kind != "alpaca":
+        conversion.add_difference(where, kind, ALPACA_STYLE)
+    family = guess_family(str(conversion.recipe.get("model_name_or_path")))
+    if str(family).startswith("glm"):
+        conversion.add_remark(where, kind, STARTS_TWICE)
+    return keys
 
 
 @dataclass(frozen=True, slots=True)

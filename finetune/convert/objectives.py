@@ -564,30 +564,13 @@ def _scale_eaft(conversion: Conversion) -> None:
 
 def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Lists what the tool's trainer for `method` does otherwise."""
-    tool = conversion.tool
-    is_trls = tool in ("TRL", "Axolotl")
-    if method == "simpo" and is_trls and settings.get("cpo_alpha", 1.0) != 0:
-        conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
-    if method == "orpo" and is_trls:
-        conversion.add_difference("rl" if tool == "Axolotl" else "method", "orpo", WHOLE_ROW)
-    key = "dpo_label_smoothing" if tool == "Axolotl" else "label_smoothing"
-    if method == "dpo" and is_trls and settings.get(key):
-        conversion.add_difference(key, settings[key], SMOOTHED_BEFORE)
-    pair_loss = settings.get("pref_loss", "sigmoid")
-    if method == "dpo" and tool == "LLaMA-Factory" and pair_loss != "sigmoid":
-        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
-    if method == "orpo" and tool == "LLaMA-Factory":
-        conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
+    if conversion.tool == "LLaMA-Factory":
+        _list_factory_differences(method, settings, conversion)
+    if conversion.tool in ("TRL", "Axolotl"):
+        _list_trl_differences(method, settings, conversion)
     if method == "kto":
-        rows = KTO_ROWS_OF_FACTORY if tool == "LLaMA-Factory" else KTO_ROWS
+        rows = KTO_ROWS_OF_FACTORY if conversion.tool == "LLaMA-Factory" else KTO_ROWS
         conversion.remarks.append(f"kto   ({rows})")
-    if settings.get("pref_ftx") and method != "dpo":
-        note = f"no cross entropy is added under method: {method}"
-        conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
-    if tool == "TRL" and settings.get("max_prompt_length") is None:
-        conversion.add_remark("max_prompt_length", None, PROMPTS_WERE_CUT)
-    if tool == "TRL" and method == "dpo" and settings.get("truncation_mode") is None:
-        _report_cut_sides(settings, conversion)
     if settings.get("truncation_mode") == "keep_end":
         note = "a side of over max_length tokens loses its end here"
         conversion.add_difference("truncation_mode", "keep_end", note)
@@ -597,6 +580,35 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference(
             "ref_checkpointer.checkpoint_dir", reference, note, "another reference model"
         )
+
+
+def _list_factory_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    pair_loss = settings.get("pref_loss", "sigmoid")
+    if method == "dpo" and pair_loss != "sigmoid":
+        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
+    if method == "orpo":
+        conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
+    if settings.get("pref_ftx") and method != "dpo":
+        note = f"no cross entropy is added under method: {method}"
+        conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
+
+
+def _list_trl_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Lists what TRL's trainers, which Axolotl uses too, do otherwise."""
+    is_axolotl = conversion.tool == "Axolotl"
+    if method == "simpo" and settings.get("cpo_alpha", 1.0) != 0:
+        conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
+    if method == "orpo":
+        conversion.add_difference("rl" if is_axolotl else "method", "orpo", WHOLE_ROW)
+    smoothing = "dpo_label_smoothing" if is_axolotl else "label_smoothing"
+    if method == "dpo" and settings.get(smoothing):
+        conversion.add_difference(smoothing, settings[smoothing], SMOOTHED_BEFORE)
+    if is_axolotl:
+        return
+    if settings.get("max_prompt_length") is None:
+        conversion.add_remark("max_prompt_length", None, PROMPTS_WERE_CUT)
+    if method == "dpo" and settings.get("truncation_mode") is None:
+        _report_cut_sides(settings, conversion)
 
 
 def _report_cut_sides(settings: ToolFile, conversion: Conversion) -> None:
