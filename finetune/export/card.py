@@ -145,9 +145,13 @@ def model_card(
 
 def _describe_origin(source: Source, is_adapter: bool) -> str:
     """Says in a sentence what the export is and from what it was trained."""
-    what = f"{_adapter_kind(source)} adapter" if is_adapter else "model"
+    what = "model"
+    article = "A"
+    if is_adapter:
+        what = f"{_adapter_kind(source)} adapter"
+        article = "An" if what.startswith("OFT") else "A"
     if source.base_model:
-        origin = f"A {what} fine-tuned from {_shown_path(source.base_model)}"
+        origin = f"{article} {what} fine-tuned from {_shown_path(source.base_model)}"
     else:
         origin = f"A causal language {what}"
         if source.recipe.get("model_config"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import OFTConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -113,6 +114,12 @@ def test_the_adapter_opens_in_peft_and_is_the_merged_model(runs: Path) -> None:
         torch.testing.assert_close(
             adapted.merge_and_unload()(ids).logits, logits, rtol=1e-5, atol=1e-5
         )
+
+
+def test_the_card_names_the_kind_of_adapter(runs: Path) -> None:
+    card = (runs / "sft" / "adapter" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["finetune", "sft", "oft"]
+    assert "A OFT adapter" not in card and "An OFT adapter fine-tuned from model." in card
 
 
 def test_an_adapter_is_trained_further_from_where_it_ended(runs: Path) -> None:
