@@ -41,6 +41,7 @@ SHOWN_COLUMNS = 100
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
+THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
 
 # stands for an image in a message's content: Unicode's object replacement character
@@ -84,11 +85,11 @@ def parse_messages(
                 *messages[-1].get("tool_calls", ()),
                 *message["tool_calls"],
             ]
-            trained[-1] = trained[-1] and is_trained
+            _check_trained_alike(trained[-1], is_trained, number)
             continue
         if messages and _follows_its_reasoning(message, messages[-1]):
             message = {**message, "reasoning_content": messages.pop()["content"]}
-            is_trained = trained.pop() and is_trained
+            _check_trained_alike(trained.pop(), is_trained, number)
         messages.append(message)
         trained.append(is_trained and message["role"] == "assistant")
     _check_order([message["role"] for message in messages])
@@ -103,10 +104,20 @@ def _follows_its_reasoning(message: Message, previous: Message) -> bool:
     gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it
     leads to. A message with reasoning of its own has no place for another.
     """
-    if previous.get("channel") != "analysis" or message["role"] != "assistant":
+    if any(each["role"] != "assistant" for each in (previous, message)):
         return False
-    has_own = message.get("channel") == "analysis" or any(map(message.get, REASONING_KEYS))
-    return not has_own
+    has_own = any(map(previous.get, REASONING_KEYS)) or any(map(message.get, REASONING_KEYS))
+    is_thought = previous.get("channel") == "analysis"
+    return is_thought and message.get("channel") != "analysis" and not has_own
+
+
+def _check_trained_alike(before: bool, after: bool, number: int) -> None:
+    """Raises `BadRow` where one of two turns that become one message is trained, the other not."""
+    if before != after:
+        raise BadRow(
+            f"message {number}: it and the turn before are one message, which is trained as a "
+            "whole; give both the same train or weight"
+        )
 
 
 def _remove_channel(message: Message) -> None:
@@ -229,9 +240,19 @@ def parse_json(value: Any) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value or None
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=_make_object)
     except (ValueError, RecursionError):
         return value
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes an object of JSON text. Raises `BadRow` where two of its keys have the same name."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"JSON text in which two keys are named {repeated!r:.60}; keep one")
+    return made
 
 
 def describe_value(value: Any) -> str:
@@ -298,17 +319,43 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         "role": ROLES[name],
         "content": _read_content(content, ROLES[name], number, images),
     }
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    if isinstance(turn.get("recipient"), str):
-        known = KNOWN_KEYS | {"recipient"}
-    else:
-        known = KNOWN_KEYS
+    known = KNOWN_KEYS | {"recipient"} if isinstance(turn.get("recipient"), str) else KNOWN_KEYS
     message |= {key: value for key, value in turn.items() if key not in known and value is not None}
+    if ROLES[name] == "assistant":
+        _take_reasoning(message, "".join(thoughts), number)
     if calls:
         listed = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [_parse_call(call, number) for call in listed]
     return message, _read_train(turn, number)
+
+
+def _take_reasoning(message: Message, thoughts: str, number: int) -> None:
+    """Puts the reasoning in the parts of an answer beside that under its keys.
+
+    Args:
+        message: Grows.
+        thoughts: The text of its parts of type thinking.
+        number: Its place in the row, for errors.
+
+    Raises:
+        BadRow: The reasoning is no text, or two texts differ, of which a template writes one.
+    """
+    named = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+    reasoning = named.get("reasoning_content", "")
+    if not isinstance(reasoning, str):
+        raise BadRow(
+            f"message {number}: reasoning_content: a text is expected, found "
+            f"{describe_value(reasoning)}"
+        )
+    texts = {text.strip() for text in (thoughts, *named.values()) if isinstance(text, str)}
+    if len(texts - {""}) > 1:
+        places = [*named, "parts of type thinking"] if thoughts else [*named]
+        raise BadRow(
+            f"message {number}: its reasoning stands in {' and '.join(places)}, with other words; "
+            "keep one"
+        )
+    if thoughts and not named:
+        message["reasoning_content"] = thoughts
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
@@ -326,7 +373,11 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
         BadRow: A role of CALL_ROLES without a call.
     """
     content = turn.get("content", turn.get("value"))
-    calls = parse_json(turn.get("tool_calls")) or parse_json(turn.get("function_call"))
+    calls = parse_json(turn.get("tool_calls"))
+    older = parse_json(turn.get("function_call"))  # OpenAI's name of one call
+    if calls and older and calls not in (older, [older]):
+        raise BadRow(f"message {number}: has tool_calls and function_call; keep one")
+    calls = calls or older
     if name in CALL_ROLES:
         calls = parse_json(content)
         content = ""
@@ -407,15 +458,15 @@ def _read_train(turn: Message, number: int) -> bool:
 
     Raises `BadRow`.
     """
-    if turn.get("train") is not None:
-        train = turn.get("train")
-    else:
-        train = turn.get("weight")
-    if train not in (None, True, False):  # 0 and 1 are equal to these
-        raise BadRow(
-            f"message {number}: train: true or false is expected, found {describe_value(train)}"
-        )
-    return train is None or bool(train)
+    asked = [turn[key] for key in ("train", "weight") if turn.get(key) is not None]
+    for train in asked:
+        if train not in (True, False):  # 0 and 1 are equal to these
+            raise BadRow(
+                f"message {number}: train: true or false is expected, found {describe_value(train)}"
+            )
+    if len({bool(train) for train in asked}) > 1:
+        raise BadRow(f"message {number}: train and weight say the opposite; keep one")
+    return all(asked)
 
 
 def role_of(turn: Any) -> Any:
@@ -438,16 +489,18 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
     Raises `BadRow`.
     """
     call = parse_json(value)
+    if isinstance(call, dict) and not _read_train(call, number):
+        raise BadRow(
+            f"message {number}: a tool call with train or weight; a message is trained as a whole: "
+            "set it there"
+        )
     if isinstance(call, dict) and "function" not in call:  # {name, arguments}, the form of ShareGPT
         outer = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
         call = {
             **outer,
             "function": {"arguments": {}} | {k: v for k, v in call.items() if k not in outer},
         }
-    if isinstance(call, dict):
-        function = call.get("function")
-    else:
-        function = None
+    function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(
             f"message {number}: a tool call {{name, arguments}} is expected, found "
@@ -462,8 +515,19 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
                 f"message {number}: tool call {function['name']}: arguments: a JSON object is "
                 f"expected, found {describe_value(function['arguments'])}"
             )
+        _check_numbers(arguments, f"message {number}: tool call {function['name']}")
         function = {**function, "arguments": arguments}
     return {"type": "function", **call, "function": function}
+
+
+def _check_numbers(arguments: dict[str, Any], place: str) -> None:
+    """Raises `BadRow` for a number that JSON does not have, such as 1e400, which is infinite."""
+    try:
+        json.dumps(arguments, allow_nan=False, default=str)
+    except ValueError:
+        raise BadRow(
+            f"{place}: arguments: a number that is not finite, which JSON does not have"
+        ) from None
 
 
 def _parse_part(part: Any, number: int, images: list[Any]) -> str:

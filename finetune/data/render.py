@@ -32,6 +32,7 @@ from finetune.data.messages import (
     REASONING_KEYS,
     THINKING_END,
     THINKING_START,
+    THOUGHT,
     BadRow,
     Message,
     parse_json,
@@ -820,7 +821,7 @@ def _find_dropped_answers(
     # those with tool calls.
     last = conversation.messages[max(answers)]
     compared = (message for message in messages if message is last or message.get("tool_calls"))
-    if any(_take_last_line(message["content"]) not in text for message in compared):
+    if any(words not in text for message in compared for words in _list_words(message["content"])):
         yield "assistant_dropped"
     if any(_says_nothing(message) for message in messages):
         yield "empty_answer"
@@ -832,16 +833,23 @@ def _says_nothing(message: Message) -> bool:
 
 
 def _holds_reasoning(answer: str, message: Message) -> bool:
-    """Whether the last line of a message's reasoning stands in the assistant's turn."""
-    return _holds(answer, read_reasoning(message).rpartition("\n")[2].strip())
+    """Whether the last line of each of a message's thoughts stands in the assistant's turn."""
+    thoughts = {read_reasoning(message), *THOUGHT.split(message["content"])[1::2]}
+    return all(_holds(answer, thought.strip().rpartition("\n")[2].strip()) for thought in thoughts)
 
 
-def _take_last_line(content: str) -> str:
-    """Returns the part of a content that every template writes as it is: how its last line ends.
+def _list_words(content: str) -> Iterator[str]:
+    """Returns what every template writes as it is, of the words around thoughts: how their last
+    lines end.
 
     A template may trim a content, move its reasoning elsewhere, and write its images in its own
     way.
     """
+    return map(_take_last_line, THOUGHT.split(content)[::2])
+
+
+def _take_last_line(content: str) -> str:
+    """Returns how the last line of a content ends, without its reasoning and images."""
     answer = THINKING_END.split(content)[-1].strip()
     last_line = answer.rpartition("\n")[2]
     return last_line.rpartition(IMAGE)[2].strip()

@@ -1,6 +1,7 @@
 """Tool calls: published ShareGPT sets, OpenAI's form, the templates that write calls, and reports of what is dropped."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,96 @@ def test_no_thought_is_trained_as_an_answer(following: list[dict[str, Any]]) -> 
     thought = {"role": "assistant", "channel": "analysis", "content": "Both."}
     with pytest.raises(BadRow, match=r"an analysis turn is followed by no answer or call: 'Both.'"):
         document({"messages": [ASKED, thought, *following]})
+
+
+def assistant(content: Any = "5", **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+SHORT_CALL = {"name": "f", "arguments": {"a": 1}}
+# what one message cannot hold -> what the row's error says
+TWO_IN_ONE: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "two thoughts": (
+        [assistant([{"type": "thinking", "thinking": "one"}], reasoning_content="other")],
+        "message 2: its reasoning stands in reasoning_content and parts of type thinking",
+    ),
+    "two keys of thoughts": (
+        [assistant(reasoning_content="a", thinking="b")],
+        "message 2: its reasoning stands in reasoning_content and thinking",
+    ),
+    "a thought that is no text": (
+        [assistant(reasoning_content=7)],
+        "message 2: reasoning_content: a text is expected, found 7",
+    ),
+    "two keys of calls": (
+        [assistant("", tool_calls=[SHORT_CALL], function_call=SHORT_CALL | {"name": "g"})],
+        "message 2: has tool_calls and function_call; keep one",
+    ),
+    "a key twice in arguments": (
+        [assistant("", tool_calls=[SHORT_CALL | {"arguments": '{"a": 1, "a": 2}'}])],
+        "two keys are named 'a'; keep one",
+    ),
+    "an infinite argument": (
+        [assistant("", tool_calls=[SHORT_CALL | {"arguments": '{"a": 1e400}'}])],
+        "tool call f: arguments: a number that is not finite",
+    ),
+    "a call that is not trained": (
+        [assistant("", tool_calls=[SHORT_CALL | {"train": False}])],
+        "message 2: a tool call with train or weight",
+    ),
+    "train and weight": (
+        [assistant(train=True, weight=0)],
+        "message 2: train and weight say the opposite; keep one",
+    ),
+    "a masked thought": (
+        [assistant("So.", channel="analysis", weight=0), assistant(channel="final", weight=1)],
+        "message 3: it and the turn before are one message, which is trained as a whole",
+    ),
+    "a masked call": (
+        [assistant(), {"role": "function_call", "content": json.dumps(SHORT_CALL), "train": False}],
+        "message 3: it and the turn before are one message, which is trained as a whole",
+    ),
+    "a thought with a thought": (
+        [assistant("So.", channel="analysis", reasoning_content="other"), assistant()],
+        "message 3: roles out of order: two assistant turns in a row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_IN_ONE)
+def test_what_one_message_cannot_hold_is_a_damaged_row(name: str) -> None:
+    turns, problem = TWO_IN_ONE[name]
+    with pytest.raises(BadRow, match=re.escape(problem)):
+        document({"messages": [ASKED, *turns]})
+
+
+def test_the_same_thought_under_two_names_is_one() -> None:
+    row = {"messages": [ASKED, assistant(reasoning_content="a", reasoning="a")]}
+    assert document(row).messages[1]["reasoning_content"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        ("<think>\none\n</think>\n\n5", None),
+        ("one\n</think>\n\n5", None),
+        ("abc<think>\ntwo\n</think>\n\n5", "assistant_dropped"),
+        ("<think>one</think><think>two</think>5", "reasoning_dropped"),
+    ],
+)
+def test_words_before_a_thought_and_a_second_thought_are_missed(
+    content: str, lost: str | None
+) -> None:
+    """Qwen3's template writes the first thought, and what follows the last one."""
+    renderer = make_renderer(tokenizer_with(TEMPLATES["qwen3"]), True)
+    row = document({"messages": [ASKED, assistant(content)]})
+    dropped = {"assistant_dropped", "reasoning_dropped"} & set(render(row, renderer).findings)
+    assert dropped == ({lost} if lost else set())
+
+
+def test_a_users_channel_is_no_thought() -> None:
+    row = {"messages": [{**ASKED, "channel": "analysis"}, assistant()]}
+    assert [message["role"] for message in document(row).messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
