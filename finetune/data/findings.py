@@ -246,6 +246,17 @@ CHECKS: dict[str, Check] = {
         "columns are swapped (chosen_column, rejected_column)",
         many=0.5,
     ),
+    "best_unread": Check(
+        "warning",
+        "warning",
+        "a document behind the first num_negatives + 1, which alone are read, has a higher score "
+        "than they; put it first, or raise num_negatives",
+    ),
+    "same_scores": Check(
+        "notice",
+        "warning",
+        "the documents of a query have the same score, from which only loss_type: pointwise learns",
+    ),
     "same_ratings": Check(
         "warning",
         "warning",

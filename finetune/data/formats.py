@@ -583,6 +583,12 @@ def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
                 f"the ids themselves, and {IGNORE_INDEX} where nothing is trained"
             )
     kept = [i for i, attended in enumerate(mask) if attended]  # the rest is padding
+    is_hole = kept and kept != list(range(kept[0], kept[-1] + 1))
+    if is_hole or not {*mask} <= {0, 1}:
+        raise BadRow(
+            "attention_mask: ones are expected, with zeros before or after them where padding "
+            f"stands, found {describe_value(mask)}"
+        )
     return TokenRow(tuple(ids[i] for i in kept), tuple(labels[i] != IGNORE_INDEX for i in kept))
 
 

@@ -108,7 +108,9 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     parsed = parse_pair(row, source)
     margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
     if isinstance(margin, bool) or not is_fp32_number(margin):
-        raise BadRow(f"{MARGIN}: a number is expected, found {describe_value(margin)}")
+        raise BadRow(
+            f"{MARGIN}: a number is expected, of at most 3.4e38, found {describe_value(margin)}"
+        )
     labels = (label_of_number(margin), label_of_number(0.0))
     return replace(
         parsed,

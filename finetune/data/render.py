@@ -501,12 +501,12 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
         case Text(text):
             # A BOS in the text would be a second one beside the tokenizer's own.
             text = text.removeprefix(renderer.bos)
-            typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
+            findings = _find_typed([text], renderer)
             text += renderer.eos
-            return RenderedText(text, ((0, len(text)),), True, typed)
+            return RenderedText(text, ((0, len(text)),), True, findings)
         case Candidate(text):
-            typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
-            return RenderedText(renderer.bos + text + renderer.eos, (), False, typed)
+            findings = _find_typed([text], renderer)
+            return RenderedText(renderer.bos + text + renderer.eos, (), False, findings)
         case Steps():
             return _render_steps(document, renderer)
         case TokenRow(ids, trained):
@@ -540,6 +540,12 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             ):
                 return _render_asked(document, turns, renderer)
             return _render_whole(document, turns, renderer)
+
+
+def _find_typed(texts: Iterable[str], renderer: Renderer) -> tuple[str, ...]:
+    """Returns the finding for texts in which a special token is typed."""
+    is_typed = any(map(renderer.special_tokens.search, texts))
+    return ("typed_special_token",) if is_typed else ()
 
 
 def _render_question(document: Question, renderer: Renderer) -> RenderedText:
@@ -587,6 +593,7 @@ def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
     The tokenizer encodes prompt, steps and separators separately, as in TRL's PRMTrainer.
     """
     text = document.prompt.removeprefix(renderer.bos)
+    findings = _find_typed([text, *document.steps], renderer)
     fresh_starts = []
     separators = []
     for step in document.steps:
@@ -599,6 +606,7 @@ def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
         text,
         spans=tuple(separators),
         is_plain=True,
+        findings=findings,
         step_labels=document.labels,
         fresh_starts=tuple(fresh_starts),
     )

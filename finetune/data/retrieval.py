@@ -3,7 +3,7 @@ one vector.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from finetune.config.schema import Data, DatasetSource
@@ -87,7 +87,16 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     begin = data.query_prompt + query + data.document_prompt
     documents = tuple(Candidate(begin + text) for text in texts[:count])
     labels = tuple(map(label_of_number, numbers[:count]))
-    return ParsedRow((Group(documents, labels=labels),), "ranked", columns.unused)
+    findings = tuple(_find_faults(numbers[:count], numbers[count:]))
+    return ParsedRow((Group(documents, labels=labels),), "ranked", columns.unused, findings)
+
+
+def _find_faults(read: Sequence[float], unread: Sequence[float]) -> Iterator[str]:
+    """Yields what the scores of a query's documents, read and unread, show to be wrong."""
+    if max(unread, default=0.0) > max(read):
+        yield "best_unread"
+    if len(read) > 1 and len(set(read)) == 1:
+        yield "same_scores"
 
 
 def _take_by_columns(columns: Columns, source: DatasetSource) -> tuple[list[str], list[float]]:
@@ -105,7 +114,9 @@ def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
     """Yields each of `values` as a float from 0 on. Raises `BadRow`."""
     for value in values:
         if not is_fp32_number(value) or value < 0:
-            raise BadRow(f"{name}: a number from 0 on is expected, found {value!r:.100}")
+            raise BadRow(
+                f"{name}: a number from 0 on is expected, of at most 3.4e38, found {value!r:.100}"
+            )
         yield float(value)
 
 

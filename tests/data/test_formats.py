@@ -113,6 +113,12 @@ def test_rows_may_be_tokens_already() -> None:
     assert parse_row({"text": "Once", "input_ids": [5]}, SOURCE).format == "text"
 
 
+@pytest.mark.parametrize("mask", [[1, 0, 1], [2, 1, 1], [1, 1, -1]])
+def test_a_mask_that_leaves_out_more_than_padding_is_a_damaged_row(mask: list[int]) -> None:
+    with pytest.raises(BadRow, match="attention_mask: ones are expected"):
+        parse_row({"input_ids": [5, 6, 7], "attention_mask": mask}, SOURCE)
+
+
 def test_squad_and_hellaswag_are_as_nemo_automodel_writes_them() -> None:
     """make_squad_dataset: a user's turn where there is a chat template; HellaSwag: the context and its right ending, joined."""
     squad = {

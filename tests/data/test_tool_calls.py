@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from finetune.cli import main
 from finetune.config.schema import DatasetSource
-from finetune.data.formats import Conversation, parse_row
+from finetune.data.formats import Conversation, Steps, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
 from finetune.data.sources import read_file
@@ -589,6 +589,13 @@ def test_words_before_a_thought_and_a_second_thought_are_missed(
     row = document({"messages": [ASKED, assistant(content)]})
     dropped = {"assistant_dropped", "reasoning_dropped"} & set(render(row, renderer).findings)
     assert dropped == ({lost} if lost else set())
+
+
+@pytest.mark.parametrize(("step", "is_typed"), [("a", False), ("a<|end|>", True)])
+def test_a_special_token_in_a_step_is_found(step: str, is_typed: bool) -> None:
+    steps = Steps("2+2?", (step, "4"), (1, 1), "\n")
+    renderer = make_renderer(tokenizer_with(TEMPLATES["chatml"]), True)
+    assert render(steps, renderer).findings == (("typed_special_token",) if is_typed else ())
 
 
 def test_a_users_channel_is_no_thought() -> None:

@@ -396,9 +396,9 @@ def test_a_run_resumes(
 
 
 ROWS_REFUSED = {
-    '{"query": "a", "document": "b", "label": -1}': "label: a number from 0 on is expected, found -1",
-    '{"query": "a", "document": "b", "label": 1e39}': "label: a number from 0 on is expected, found",
-    '{"query": "a", "document": "b", "label": "yes"}': "label: a number from 0 on is expected, found 'yes'",
+    '{"query": "a", "document": "b", "label": -1}': "label: a number from 0 on is expected, of at most 3.4e38, found -1",
+    '{"query": "a", "document": "b", "label": 1e39}': "label: a number from 0 on is expected, of at most 3.4e38, found",
+    '{"query": "a", "document": "b", "label": "yes"}': "label: a number from 0 on is expected, of at most 3.4e38, found 'yes'",
     '{"query": "a", "docs": ["b", "c"], "labels": [1]}': "labels: 1 numbers for 2 documents in docs",
     '{"query": "a", "document": "b", "label": 1}': "1 documents, where num_negatives: 1 asks for 2",
     '{"query": "a", "docs": ["b", ""], "labels": [1, 0]}': "docs: text is expected, found ''",
@@ -411,6 +411,24 @@ def test_a_row_that_cannot_be_ranked_says_why(row: str) -> None:
     with pytest.raises(BadRow) as problem:
         parse_ranked(json.loads(row), DatasetSource(path="a.jsonl"), Data(num_negatives=1))
     assert ROWS_REFUSED[row] in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("scores", "findings"),
+    [
+        ([1, 0], ()),
+        ([1, 0, 1], ()),
+        ([0.5, 0, 1], ("best_unread",)),
+        ([1, 1], ("same_scores",)),
+        ([0, 0, 1], ("best_unread", "same_scores")),
+    ],
+)
+def test_scores_from_which_nothing_is_learned_are_found(
+    scores: list[float], findings: tuple[str, ...]
+) -> None:
+    row = {"query": "a", "docs": [*"bcd"][: len(scores)], "labels": scores}
+    parsed = parse_ranked(row, DatasetSource(path="a.jsonl"), Data(num_negatives=1))
+    assert parsed.findings == findings
 
 
 def test_one_document_without_a_label_says_why() -> None:
