@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
-from finetune.convert.automodel import AHEAD
+from finetune.convert.automodel import AHEAD, FIRST_TO_COME
 from finetune.convert.by_tool import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
@@ -826,6 +826,9 @@ def test_trls_newest_defaults_of_grpo_are_said(convert: Convert) -> None:
     ("file", "key", "usual", "other"),
     [
         (TEXT, "enable_thinking", True, False),
+        (TRL, "train_sampling_strategy", "random", "sequential"),
+        (TRL, "packing_strategy", "bfd", "wrapped"),
+        (TRL | {"beta": 0.1}, "truncation_mode", "keep_start", "keep_end"),
         (TEXT, "ignore_pad_token_for_loss", True, False),
         (SWIFT, "add_non_thinking_prefix", True, False),
         (SWIFT, "train_dataloader_shuffle", True, False),
@@ -846,3 +849,10 @@ def test_ms_swift_quantizes_by_its_method_and_measures_with_its_saves(convert: C
     made = convert(SWIFT, split_dataset_ratio=0.01, save_strategy="epoch")
     assert made.recipe["eval_strategy"] == "epoch"
     assert "eval_steps" not in convert(SWIFT).recipe
+
+
+def test_automodels_step_scheduler_has_defaults(convert: Convert) -> None:
+    made = convert(NEMO, step_scheduler={"local_batch_size": 1, "max_steps": 500})
+    assert made.recipe["global_batch_size"] == 32 and FIRST_TO_COME.format(10) in said(made)
+    made = convert(NEMO, step_scheduler={"max_steps": 500, "num_epochs": None})
+    assert "num_epochs" not in said(made)
