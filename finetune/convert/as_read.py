@@ -1,5 +1,6 @@
 """A file as its tool reads it: without the keys that it does not read beside the others."""
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -103,11 +104,21 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         for key in row.keys
         if _take(file, key)
     ]
+    arguments = file.get("lr_scheduler_kwargs")
+    if tool in TRAINERS and isinstance(arguments, str):
+        file["lr_scheduler_kwargs"] = _read_json(arguments)  # as TrainingArguments reads it
     if tool == "Axolotl":
         _fill_axolotl(file)
     elif not file.get("eval_steps"):
         _fill_evaluation(tool, file)
     return file, dropped
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _fill_evaluation(tool: Tool, file: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from finetune.convert.by_tool import (
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
-from finetune.convert.by_value import HELD_OUT_SAMPLED
+from finetune.convert.by_value import HELD_OUT_SAMPLED, SUM_REFUSED
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.defaults import UNLIMITED_NOTE
@@ -856,3 +856,14 @@ def test_automodels_step_scheduler_has_defaults(convert: Convert) -> None:
     assert made.recipe["global_batch_size"] == 32 and FIRST_TO_COME.format(10) in said(made)
     made = convert(NEMO, step_scheduler={"max_steps": 500, "num_epochs": None})
     assert "num_epochs" not in said(made)
+
+
+def test_arguments_of_a_schedule_may_be_written_as_json(convert: Convert) -> None:
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr"}
+    made = convert(TEXT, lr_scheduler_kwargs='{"min_lr_rate": 0.1}', **schedule)
+    assert made.recipe["min_lr_ratio"] == 0.1
+
+
+def test_a_key_that_axolotls_newest_version_refuses_is_said(convert: Convert) -> None:
+    assert SUM_REFUSED in said(convert(AXOLOTL | PAIRS, rpo_alpha=1.0))
+    assert SUM_REFUSED not in said(convert(AXOLOTL | PAIRS))
