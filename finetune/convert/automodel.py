@@ -17,6 +17,8 @@ LAST_ROWS = (
 # _load_openai_messages of its components/datasets/llm/chat_dataset.py
 SHUFFLED_BEFORE = "the slice is one of the rows in the order of this seed there, in their own here"
 SHUFFLED_ONCE = "each epoch has the order of shuffle_seed there, another one by the seed here"
+# StepSchedulerConfig of its components/training/step_scheduler.py
+STEP_SCHEDULER = {"global_batch_size": 32, "num_epochs": 10}
 # is_ckpt_step of its StepScheduler
 SAVED_WITH_EPOCHS = "a checkpoint is saved at the end of each epoch too there"
 NOTHING_SAVED = "nothing is saved there; here a checkpoint and an export at the end"
@@ -67,12 +69,13 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
+    recipe.setdefault("global_batch_size", STEP_SCHEDULER["global_batch_size"])
     stages = recipe.get("pipeline_parallel_size")
     has_stages = isinstance(stages, int) and stages > 1
     leaves_out = has_stages and conversion.images is None
     if leaves_out or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
-    epochs = schedule.get("num_epochs")
+    epochs = schedule.get("num_epochs", STEP_SCHEDULER["num_epochs"])
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
         conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))

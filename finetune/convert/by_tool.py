@@ -108,6 +108,22 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
+# PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
+NOT_NEAT = (
+    "without neat_packing documents in a packed row attend to those before there; each is apart "
+    "here"
+)
+# create_ref_model of its train/trainer_utils.py
+BASE_IS_REFERENCE = (
+    "the reference is the base without this adapter there; here the model before training, of "
+    "which it is a part"
+)
+# _build_adapters of Axolotl's loaders/model.py, which makes the config of an adapter alone
+NEW_UNDER_TRL = (
+    "not loaded there under this rl: a new adapter is trained; here this one is trained further"
+)
+TRAINED_BY_TRL = ("dpo", "ipo", "kto")
+ALL_BUT_LAST = "all but the last one are merged into the base there; the last is trained further"
 # monkeypatch/models/recurrent_support.py of 0.21: whose recurrent layers get no bounds of
 # documents, and those that get them since
 PASSING_STATES_ON = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
@@ -272,6 +288,8 @@ HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
     "all labels that are held out"
 )
+# prediction_step of Trainer, by compute_loss
+HELD_OUT_SMOOTHED = "eval_loss: with label smoothing there, without it here"
 # torchtune's run_val_every_n_steps: null, and _configure_save_and_eval_strategy of Axolotl
 NOT_MEASURED = (
     "eval_loss: not measured there without a number of steps; here before and after training"
@@ -592,6 +610,8 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("save_total_limit", limit, BEST_AMONG_KEPT)
     if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
+        if recipe.get("label_smoothing"):
+            conversion.remarks.append(HELD_OUT_SMOOTHED)
 
 
 def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
@@ -652,6 +672,9 @@ def _adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark(
             "loss_watchdog_threshold", settings["loss_watchdog_threshold"], WATCHED
         )
+    adapter = settings.get("lora_model_dir")
+    if adapter and settings.get("adapter") and settings.get("rl") in TRAINED_BY_TRL:
+        conversion.add_difference("lora_model_dir", adapter, NEW_UNDER_TRL)
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     optim = str(recipe.get("optim"))
@@ -838,8 +861,25 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
     has_processor = reads_images and not is_factory_v1(yaml.safe_load(text))
     if has_processor and settings.get("stage") in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-    if all(map(settings.get, ("packing", "train_on_prompt"))) and settings.get("stage") == "sft":
+    packs = settings.get("packing") and settings.get("stage", "sft") == "sft"
+    if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
+    if packs and not settings.get("neat_packing"):
+        conversion.add_difference("packing", True, NOT_NEAT)
+    _adapt_factorys_adapters(settings, conversion)
+
+
+def _adapt_factorys_adapters(settings: ToolFile, conversion: Conversion) -> None:
+    """Names the adapter that is trained further, and says what else LLaMA-Factory does with it."""
+    names = convert_names(settings.get("adapter_name_or_path")) or []
+    if len(names) > 1:
+        conversion.recipe["adapter_name_or_path"] = names[-1]
+        conversion.add_difference(
+            "adapter_name_or_path", names, ALL_BUT_LAST, "several adapters at once"
+        )
+    has_reference = settings.get("stage") in ("dpo", "kto") and not settings.get("ref_model")
+    if names and has_reference and settings.get("pref_loss") not in ("orpo", "simpo"):
+        conversion.add_difference("adapter_name_or_path", names[-1], BASE_IS_REFERENCE)
 
 
 def _report_v1_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -861,8 +901,10 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
-    if read_section(settings, "optimizer"):
-        recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
+    optimizer = read_section(settings, "optimizer")
+    if optimizer:
+        recipe.setdefault("weight_decay", _find_decay(optimizer.get("_component_")))
+        recipe.setdefault("learning_rate", 1e-3)
     per_epoch = settings.get("max_steps_per_epoch")
     epochs = settings.get("epochs", 1)
     if isinstance(per_epoch, int) and isinstance(epochs, int):
@@ -870,6 +912,13 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
         conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
+
+
+def _find_decay(optimizer: Any) -> float:
+    """Returns the weight decay of an optimizer of torch, bitsandbytes, torchao or Transformer
+    Engine where a file says none: an AdamW alone has some.
+    """
+    return 0.01 if optimizer is None or "adamw" in str(optimizer).lower() else 0.0
 
 
 def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -909,6 +958,8 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
 
 def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
+    if read_section(settings, "peft"):
+        recipe["use_peft"] = True  # of dim 8, where it says none
     teacher = read_section(settings, "teacher_model").get("pretrained_model_name_or_path")
     if teacher:
         recipe["teacher_model_name_or_path"] = teacher
@@ -932,8 +983,7 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
     recipe = conversion.recipe
-    is_adam = str(optimizer.get("_target_")).endswith(".Adam")
-    recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
+    recipe.setdefault("weight_decay", _find_decay(optimizer.get("_target_")))
     recipe.setdefault("learning_rate", 1e-3)
     if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
         recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)

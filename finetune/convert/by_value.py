@@ -16,6 +16,8 @@ OTHER_CONFIG = (
 )
 # _build_model of its loaders/model.py
 OTHER_CLASS = "a class of another family reads the weights there; here the model's own"
+# its utils/schemas/deprecated.py
+SUM_REFUSED = "0.21 refuses this key, which TRL has had no more since 0.29; as TRL 0.28 has it here"
 # load_tokenizer of its loaders/tokenizer.py: a class of transformers 5 splits texts by itself
 OTHER_TOKENIZER = "this class reads the tokenizer there; here the one that its files name"
 # calculate_total_num_steps of its utils/trainer.py
@@ -83,6 +85,8 @@ def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     is_own = model_class.startswith("Auto") or f"class {model_class}(" in source
     if source and model_class.endswith("ForCausalLM") and not is_own:
         conversion.add_difference("model_type", model_class, OTHER_CLASS)
+    if settings.get("rpo_alpha") is not None:
+        conversion.add_remark("rpo_alpha", settings["rpo_alpha"], SUM_REFUSED)
     tokenizer = settings.get("tokenizer_type")
     if tokenizer and tokenizer != "AutoTokenizer":
         conversion.add_remark("tokenizer_type", tokenizer, OTHER_TOKENIZER)

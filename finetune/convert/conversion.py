@@ -21,6 +21,7 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
+from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
@@ -277,6 +278,8 @@ def convert_file(source: Path) -> Conversion:
 def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> Conversion:
     refuse_other_methods(tool, settings, source)
     conversion = Conversion(tool, images=find_images(tool, settings)[1])
+    settings, unread = read_as_tool(tool, settings)
+    conversion.ignored += unread
     method = find_method(tool, settings, source)
     known = {pair.key: pair for pair in list_counterparts(tool)}
     if METHODS[method].samples:

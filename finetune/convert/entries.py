@@ -34,6 +34,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "columns.images": ("images", "image"),
     "conversation_style": ("sharegpt", "openai"),
     "answer_only_loss_mask": (True,),
+    "add_eos": (True,),
     "template_thinking_key": ("thinking",),
     "field_thinking": ("thinking",),
     "data_files": ([],),
@@ -100,7 +101,8 @@ class DataSetEntry:
             section = key.split(".")[0]
             names = (key, key.split(".")[-1], section)
             note = next((notes[name] for name in names if name in notes), None)
-            asks_for_nothing = value in (None, "", [], {}) or (value is False and note is not None)
+            is_off = value is False and note is not None and True not in USUAL.get(key, ())
+            asks_for_nothing = value in (None, "", [], {}) or is_off
             if section not in NO_EFFECT and not asks_for_nothing and not _is_usual(key, value):
                 lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines

@@ -16,6 +16,10 @@ WARMED_EARLIER = (
     "warm-up: the rate of its first step is 0 there; here each of its steps has the rate of the "
     "next one there"
 )
+# get_warmup_steps of transformers 4, and TrainingArguments of 5.12
+BOTH_WARMUPS = (
+    "warmup_steps beside it decides here, and under transformers 4 there; under 5 the share does"
+)
 # `labels` of data/examples.py are those of the whole document
 LABEL_BEHIND_CUT = (
     "max_length: the last token of a row that is cut has the next one of the row as its label "
@@ -89,6 +93,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     if (share if steps is None else steps) and conversion.tool != "Automodel":
         conversion.remarks.append(WARMED_EARLIER)
+    if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
+        conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
     # masked diffusion masks no token that is the label behind a cut
     is_cut = (
         recipe.get("overlength") not in ("drop", "error")

@@ -119,6 +119,21 @@ LABEL_LOSSES: Mapping[str, tuple[str, ...]] = {
 }
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
 PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
+# of max_completion_length: of GRPOConfig until 1.9, and of AsyncGRPOConfig
+COMPLETION_TOKENS = 256
+COMPLETION_TOKENS_AHEAD = 2048
+LONGER_SINCE = f"{COMPLETION_TOKENS}, TRL's default until 1.9; 512 in 1.16"
+# use_bias_correction_kl of GRPOConfig
+KL_TIMES_RATIO = (
+    "the KL term is multiplied by the probability ratio in TRL 1.16, by default, which changes its "
+    "gradient; not here, nor in 1.9"
+)
+# disable_dropout of GRPOConfig, and lora_dropout of ModelConfig
+DROPOUT_ONLINE = (
+    "adapters are trained with dropout there unless disable_dropout is true; without it here, for "
+    "completions are sampled without it"
+)
+TRL_DROPOUT = 0.05
 # TRL's rewards by the names that its command knows: ours, or a function to import.
 REWARDS = {
     "think_format_reward": "think_format",
@@ -650,6 +665,10 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what several keys of a GRPO file together mean."""
     recipe = conversion.recipe
     recipe["method"] = "grpo"
+    dropout = recipe.get("lora_dropout", TRL_DROPOUT)
+    is_dropped = recipe.get("use_peft") and dropout and not settings.get("disable_dropout")
+    if conversion.tool == "TRL" and is_dropped:
+        conversion.add_difference("lora_dropout", dropout, DROPOUT_ONLINE)
     recipe["lora_dropout"] = 0.0
     recipe.setdefault("learning_rate", 1e-6)
     recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
@@ -665,6 +684,9 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     _set_policy_loss(settings, conversion)
+    is_ahead = "max_staleness" in settings  # of AsyncGRPOTrainer, which has no other sampler
+    if not is_ahead and recipe.get("beta") and settings.get("use_bias_correction_kl") is None:
+        conversion.add_remark("beta", recipe["beta"], KL_TIMES_RATIO)
     _set_lengths(settings, conversion)
     _set_sampled_batch(settings, conversion)
     aggregation = settings.get("multi_objective_aggregation", SUMMED)
@@ -681,7 +703,6 @@ def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
             f"max_tool_calling_iterations: {iterations}"
         )
         conversion.to_do.append(f"tools: they have no key there; {what}")
-    is_ahead = "max_staleness" in settings  # of AsyncGRPOTrainer, which has no other sampler
     if is_ahead or (settings.get("use_vllm") and settings.get("vllm_mode") == "server"):
         recipe |= _read_server(settings, is_corrected=not is_ahead)
         address = recipe["vllm_server_base_url"]
@@ -707,9 +728,12 @@ def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
-    completion = read_number(
-        "max_completion_length", settings.get("max_completion_length", 256), "256", 1
-    )
+    key = "max_completion_length"
+    is_ahead = "max_staleness" in settings
+    default = COMPLETION_TOKENS_AHEAD if is_ahead else COMPLETION_TOKENS
+    completion = read_number(key, settings.get(key, default), str(default), 1)
+    if key not in settings and not is_ahead:
+        conversion.add_remark(key, None, LONGER_SINCE)
     longest = settings.get("max_prompt_length") or PROMPT_TOKENS
     prompt = read_number("max_prompt_length", longest, str(PROMPT_TOKENS), 1)
     conversion.recipe["max_completion_length"] = completion

@@ -89,6 +89,7 @@ LINEAR_LAYERS = {
 
 # of the names of a model's layers
 STARTS = ("", "model.", "model.language_model.", "model.text_model.")
+SOME_LAYERS = (0, 1, 17)  # of any number of digits
 STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
 
 LEAVE: Any = object()  # the default here does what they ask for
@@ -150,8 +151,9 @@ def _matching_layers(pattern: str) -> list[str]:
         return []
     layers = []
     for layer, block in LINEAR_LAYERS.items():
-        dotted = f"layers.0.{block}.{layer}"
-        if any(matcher.fullmatch(start + dotted) for start in STARTS):
+        names = [[f"{start}layers.{i}.{block}.{layer}" for i in SOME_LAYERS] for start in STARTS]
+        # a pattern of some decoder layers alone has no name of a layer here
+        if any(all(map(matcher.fullmatch, of_one)) for of_one in names):
             layers.append(layer)
     return layers
 
@@ -221,7 +223,8 @@ def _convert_steps(key: str, value: Any) -> Any:
 def _convert_resume(value: Any) -> Any:
     if value in (False, "false"):
         return LEAVE
-    return "auto" if value is True else str(value)
+    is_newest = value is True or str(value).lower() == "latest"
+    return "auto" if is_newest else str(value)
 
 
 def _convert_strategy(key: str, value: Any) -> Any:

@@ -1739,7 +1739,8 @@ nf4_backend: torchao
 load_in_4bit: true
 optim_args: {eps: 1.0e-6, bf16_stochastic_round: true}
 """
-    ours, said, path = converted(AXOLOTL + more)
+    axolotl = AXOLOTL.replace("optimizer: adamw_torch_fused", "optimizer: ao_adamw_fp8")
+    ours, said, path = converted(axolotl + more)
     assert "not known here" not in said
     alpaca, chats = ours["datasets"][:2]  # type: ignore[index]
     assert "chat_template_kwargs" not in alpaca and chats["chat_template_kwargs"] == {

@@ -36,7 +36,7 @@ def convert(text: str, tmp_path: Path) -> Conversion:
         ("epsilon_high: 5.0\nloss_type: cispo\ntemperature: 0.7\n", {"epsilon_high": 5.0, "loss_type": "cispo", "temperature": 0.7}),
         ("loss_type: bnpo\nmask_truncated_completions: true\n", {"loss_type": "dapo", "mask_truncated_completions": True}),
         ("top_p: 1.0\ntop_k: -1\nrepetition_penalty: 1.0\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\n", {"method": "grpo"}),
-        ("reward_weights: [2.0]\nuse_peft: true\nlora_dropout: 0.1\n", {"reward_weights": [2.0], "lora_dropout": 0.0}),
+        ("reward_weights: [2.0]\nuse_peft: true\nlora_dropout: 0.1\ndisable_dropout: true\n", {"reward_weights": [2.0], "lora_dropout": 0.0}),
     ],
 )  # fmt: skip
 def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
-from finetune.convert.automodel import AHEAD
+from finetune.convert.automodel import AHEAD, FIRST_TO_COME
 from finetune.convert.by_tool import (
+    ALL_BUT_LAST,
+    BASE_IS_REFERENCE,
     CUT_IN_BATCHES,
     DOWN_UNDROPPED,
     EACH_IN_19,
@@ -23,13 +25,16 @@ from finetune.convert.by_tool import (
     FIRST_TRAINED,
     GELUS_BY_TANH,
     GROUPS_ALIKE,
+    HELD_OUT_SMOOTHED,
     MICRO_BATCHES_ALIKE,
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
+    NEW_UNDER_TRL,
+    NOT_NEAT,
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
-from finetune.convert.by_value import HELD_OUT_SAMPLED
+from finetune.convert.by_value import HELD_OUT_SAMPLED, SUM_REFUSED
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.defaults import UNLIMITED_NOTE
@@ -49,6 +54,8 @@ from finetune.convert.model_names import (
     guess_family,
     guess_vision_family,
 )
+from finetune.convert.numbers import BOTH_WARMUPS
+from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.value_conversion import Conversion
@@ -674,3 +681,189 @@ def test_automodels_adapters_may_have_the_dtype_of_those_here(convert: Convert) 
     assert AUTOMODEL_ADAPTERS in said(convert(NEMO, peft={"dim": 8, "match_all_linear": True}))
     made = convert(NEMO, peft={"dim": 8, "match_all_linear": True, "lora_dtype": "torch.float32"})
     assert AUTOMODEL_ADAPTERS not in said(made) and AUTOMODELS_START in made.remarks
+
+
+PAIRS = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
+HELD_OUT = {"val_set_size": 0.1, "save_steps": 100, "eval_steps": 100}
+TEXT = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "default"}
+TRL = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows"}
+SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows.jsonl"]}
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "ours", "read"),
+    [
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.1}, "min_lr_ratio", {"lr_scheduler": "cosine"}),
+        (AXOLOTL | PAIRS, {"neftune_noise_alpha": 5}, "neftune_noise_alpha", None),
+        (AXOLOTL | PAIRS | HELD_OUT, {"early_stopping_patience": 3}, "early_stopping_patience", None),
+        (AXOLOTL | PAIRS | HELD_OUT, {"load_best_model_at_end": True}, "keep_best_checkpoint", None),
+        (AXOLOTL, {"optim_args": {"eps": 1e-6}}, "adam_epsilon", {"optimizer": "flash_adamw"}),
+        (TEXT, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
+        (TRL, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
+        (SWIFT, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
+        (TEXT, {"save_total_limit": 0}, "save_total_limit", {"save_total_limit": 3}),
+        (TRL, {"neftune_noise_alpha": 0}, "neftune_noise_alpha", {"neftune_noise_alpha": 5}),
+        (TEXT | {"stage": "pt"}, {"use_dft_loss": True}, "token_loss", {"stage": "sft"}),
+        (TEXT | {"use_dft_loss": True}, {"label_smoothing_factor": 0.1}, "label_smoothing", {"use_dft_loss": False}),
+    ],
+)  # fmt: skip
+def test_a_key_that_its_tool_does_not_read_is_not_carried(
+    file: dict[str, object],
+    keys: dict[str, object],
+    ours: str,
+    read: dict[str, object] | None,
+    convert: Convert,
+) -> None:
+    """`read`: with these keys it is."""
+    unread = {"lr_scheduler": "linear"} if ours == "min_lr_ratio" else {}
+    made = convert(file, **unread, **keys)
+    assert made.recipe.get(ours) is None
+    assert any(key.startswith(next(iter(keys))) for key in made.ignored)
+    if read is not None:
+        assert ours in convert(file, **keys | read).recipe
+    else:
+        supervised = {key: value for key, value in file.items() if key not in PAIRS}
+        assert ours in convert(supervised, datasets=AXOLOTL["datasets"], **keys).recipe
+
+
+def test_null_is_no_clipping_but_for_axolotl(convert: Convert) -> None:
+    """Axolotl leaves out what is null, and Trainer's default clips."""
+    assert convert(AXOLOTL, max_grad_norm=None).recipe.get("max_grad_norm", 1.0) == 1.0
+    for file in (TEXT, TRL, AXOLOTL):
+        zero = {"max_grad_norm": 0 if file is AXOLOTL else None}
+        assert convert(file, **zero).recipe["max_grad_norm"] is None
+
+
+def test_two_warm_ups_are_said(convert: Convert) -> None:
+    both = {"warmup_steps": 10, "warmup_ratio": 0.1}
+    assert BOTH_WARMUPS in said(convert(TEXT, **both))
+    assert BOTH_WARMUPS not in said(convert(TEXT, warmup_steps=10))
+
+
+def test_trainer_measures_with_each_log_where_a_file_says_no_steps(convert: Convert) -> None:
+    made = convert(TEXT, val_size=0.1, eval_strategy="steps", load_best_model_at_end=True)
+    assert made.recipe["eval_steps"] == 500 and made.recipe["keep_best_checkpoint"] is True
+    made = convert(TEXT, val_size=0.1, eval_strategy="steps", logging_steps=5)
+    assert made.recipe["eval_steps"] == 5
+    assert convert(TRL, eval_strategy="steps").recipe["eval_steps"] == 10
+    smoothed = {"label_smoothing_factor": 0.1}
+    assert HELD_OUT_SMOOTHED in convert(TRL, eval_strategy="steps", **smoothed).remarks
+
+
+@pytest.mark.parametrize(("keys", "is_said"), [({}, True), ({"neat_packing": True}, False)])
+def test_llama_factorys_packed_documents_see_each_other(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    made = convert(TEXT, packing=True, **keys)
+    assert made.recipe["packing"] and (NOT_NEAT in said(made)) == is_said
+
+
+def test_an_adapter_that_is_trained_further_elsewhere(convert: Convert) -> None:
+    """LLaMA-Factory merges all but the last, and compares with the base; Axolotl's trainers of TRL make one of their own."""
+    lora = TEXT | {"finetuning_type": "lora"}
+    made = convert(lora, adapter_name_or_path="a/first, a/second")
+    assert made.recipe["adapter_name_or_path"] == "a/second" and ALL_BUT_LAST in said(made)
+    assert BASE_IS_REFERENCE not in said(made)
+    compared = convert(lora, adapter_name_or_path="a/first", stage="dpo")
+    assert BASE_IS_REFERENCE in said(compared) and ALL_BUT_LAST not in said(compared)
+    assert BASE_IS_REFERENCE not in said(
+        convert(lora, adapter_name_or_path="a/first", stage="dpo", pref_loss="simpo")
+    )
+    given = AXOLOTL | LORA | {"lora_model_dir": "a/first"}
+    assert NEW_UNDER_TRL in said(convert(given | PAIRS))
+    assert NEW_UNDER_TRL not in said(convert(given))
+
+
+def test_a_pattern_of_some_decoder_layers_is_listed(convert: Convert) -> None:
+    some = r"model.layers.[0-7].self_attn.q_proj"
+    made = convert(AXOLOTL | LORA | {"lora_target_linear": False}, lora_target_modules=some)
+    assert "lora_target_modules" in said(made)
+    every = r"model.layers.[\d]+.self_attn.q_proj"
+    made = convert(AXOLOTL | LORA | {"lora_target_linear": False}, lora_target_modules=every)
+    assert made.recipe["lora_target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [("torch.optim.AdamW", 0.01), ("torch.optim.Adam", 0), ("torch.optim.SGD", 0)],
+)
+def test_an_optimizers_own_defaults_are_its_classes(
+    name: str, decay: float, convert: Convert
+) -> None:
+    tune = convert(TUNE, optimizer={"_component_": name}).recipe
+    assert (tune.get("weight_decay", 0), tune["learning_rate"]) == (decay, 1e-3)
+    made = convert(NEMO, optimizer={"_target_": name, "lr": 1e-5})
+    assert made.recipe.get("weight_decay", 0) == decay
+    fused = {"_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", "lr": 1e-5}
+    assert not convert(NEMO, optimizer=fused).recipe.get("weight_decay")
+
+
+def test_automodels_adapters_need_no_dim(convert: Convert) -> None:
+    made = convert(NEMO, peft={"target_modules": ["q_proj"]})
+    assert made.recipe["use_peft"] is True and made.recipe["lora_r"] == 8
+
+
+def test_a_text_of_torchtunes_without_an_end_is_listed(convert: Convert) -> None:
+    texts = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "a/texts"}
+    assert "add_eos" in said(convert(TUNE, dataset=texts | {"add_eos": False}))
+    assert "add_eos" not in said(convert(TUNE, dataset=texts | {"add_eos": True}))
+
+
+def test_trls_newest_defaults_of_grpo_are_said(convert: Convert) -> None:
+    online = TRL | {"reward_funcs": ["think_format_reward"]}
+    assert LONGER_SINCE in said(convert(online))
+    assert LONGER_SINCE not in said(convert(online, max_completion_length=128))
+    assert convert(online, max_staleness=2).recipe["max_completion_length"] == 2048
+    assert KL_TIMES_RATIO in said(convert(online, beta=0.04))
+    for keys in ({"beta": 0}, {"beta": 0.04, "use_bias_correction_kl": False}):
+        assert KL_TIMES_RATIO not in said(convert(online, **keys))
+    assert DROPOUT_ONLINE in said(convert(online, use_peft=True))
+    for keys in ({"lora_dropout": 0}, {"disable_dropout": True}):
+        assert DROPOUT_ONLINE not in said(convert(online, use_peft=True, **keys))
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "usual", "other"),
+    [
+        (TEXT, "enable_thinking", True, False),
+        (TRL, "train_sampling_strategy", "random", "sequential"),
+        (TRL, "packing_strategy", "bfd", "wrapped"),
+        (TRL | {"beta": 0.1}, "truncation_mode", "keep_start", "keep_end"),
+        (TEXT, "ignore_pad_token_for_loss", True, False),
+        (SWIFT, "add_non_thinking_prefix", True, False),
+        (SWIFT, "train_dataloader_shuffle", True, False),
+        (SWIFT, "acc_strategy", "token", "seq"),
+    ],
+)
+def test_what_a_tool_does_unless_it_is_turned_off_is_listed_where_it_is(
+    file: dict[str, object], key: str, usual: object, other: object, convert: Convert
+) -> None:
+    assert f"{key}: " not in said(convert(file, **{key: usual}))
+    assert f"{key}: " in said(convert(file, **{key: other}))
+
+
+def test_ms_swift_quantizes_by_its_method_and_measures_with_its_saves(convert: Convert) -> None:
+    assert "load_in_4bit" not in convert(SWIFT, quant_bits=4).recipe
+    assert convert(SWIFT, quant_bits=4, quant_method="bnb").recipe["load_in_4bit"] is True
+    assert convert(SWIFT, split_dataset_ratio=0.01, save_steps=50).recipe["eval_steps"] == 50
+    made = convert(SWIFT, split_dataset_ratio=0.01, save_strategy="epoch")
+    assert made.recipe["eval_strategy"] == "epoch"
+    assert "eval_steps" not in convert(SWIFT).recipe
+
+
+def test_automodels_step_scheduler_has_defaults(convert: Convert) -> None:
+    made = convert(NEMO, step_scheduler={"local_batch_size": 1, "max_steps": 500})
+    assert made.recipe["global_batch_size"] == 32 and FIRST_TO_COME.format(10) in said(made)
+    made = convert(NEMO, step_scheduler={"max_steps": 500, "num_epochs": None})
+    assert "num_epochs" not in said(made)
+
+
+def test_arguments_of_a_schedule_may_be_written_as_json(convert: Convert) -> None:
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr"}
+    made = convert(TEXT, lr_scheduler_kwargs='{"min_lr_rate": 0.1}', **schedule)
+    assert made.recipe["min_lr_ratio"] == 0.1
+
+
+def test_a_key_that_axolotls_newest_version_refuses_is_said(convert: Convert) -> None:
+    assert SUM_REFUSED in said(convert(AXOLOTL | PAIRS, rpo_alpha=1.0))
+    assert SUM_REFUSED not in said(convert(AXOLOTL | PAIRS))
