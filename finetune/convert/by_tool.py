@@ -12,7 +12,13 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import count_sharing_ranks, find_zero_stage
-from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
+from finetune.convert.automodel import (
+    SHUFFLED_ONCE,
+    adapt_decay,
+    report_loop,
+    report_packing,
+    report_routers,
+)
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import find_texts, is_factory_v1
@@ -60,6 +66,10 @@ DIONS_MUON = (
 )
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
+# optimizers by the names of their classes: AdamW of torch, torchao, bitsandbytes, and what is
+# AdamW by default; the others have none, as torch's Adam and SGD, and Transformer Engine's
+# FusedAdam
+DECAYING = re.compile("AdamW|Offload|Config$")
 NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 TENTH = "a tenth of the steps, but at most 1000 there"
@@ -813,8 +823,9 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
         if re.search(pattern, component):
             conversion.add_difference("model._component_", component, note)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
-    if read_section(settings, "optimizer"):
-        recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
+    optimizer = read_section(settings, "optimizer")
+    if optimizer:
+        _set_optimizers_defaults(str(optimizer.get("_component_")), recipe)
     per_epoch = settings.get("max_steps_per_epoch")
     epochs = settings.get("epochs", 1)
     if isinstance(per_epoch, int) and isinstance(epochs, int):
@@ -882,11 +893,17 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     report_routers(settings, conversion)
 
 
+def _set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
+    """Sets the rate and the decay of an optimizer that is named by its class, where a file has
+    none.
+    """
+    recipe.setdefault("weight_decay", 0.01 if DECAYING.search(name) else 0.0)
+    recipe.setdefault("learning_rate", 1e-4 if name.endswith("Config") else 1e-3)
+
+
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
     recipe = conversion.recipe
-    is_adam = str(optimizer.get("_target_")).endswith(".Adam")
-    recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
-    recipe.setdefault("learning_rate", 1e-3)
+    _set_optimizers_defaults(str(optimizer.get("_target_")), recipe)
     if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
         recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
 
@@ -894,11 +911,12 @@ def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Convers
 def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:
     recipe = conversion.recipe
     recipe.setdefault("lr_scheduler_type", "cosine")
-    if "lr_warmup_steps" not in schedule:
+    if schedule.get("lr_warmup_steps") is None:
         recipe["warmup_ratio"] = 0.1
         conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
-    if schedule.get("lr_warmup_steps") != 0:
+    if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
         conversion.remarks.append(SLOW_START)
+    adapt_decay(schedule, conversion)
     recipe.setdefault("min_lr_ratio", 0.01)
     lowest = convert_number(schedule.get("min_lr"))
     rate = recipe["learning_rate"]

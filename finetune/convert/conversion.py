@@ -399,7 +399,7 @@ def _convert_key(
     elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
         conversion.ignored.append(key)
     elif value is None or value == "":
-        if pair.carry == "clip":
+        if pair.carry == "clip" and conversion.tool != "Automodel":  # whose null is 1.0
             conversion.recipe[str(pair.ours)] = None
     elif pair.ours is None:
         _report_missing(key, value, pair, conversion)

@@ -72,7 +72,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     rows = find_method_facts(recipe).rows
     steps = recipe.get("warmup_steps")
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
-    if (share if steps is None else steps) and conversion.tool != "Automodel":
+    is_warmed = share if steps is None else steps
+    if is_warmed and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
         conversion.remarks.append(WARMED_EARLIER)
     is_cut = recipe.get("overlength") not in ("drop", "error")
     if is_cut and rows in ("answers", "pairs", "ratings"):
@@ -84,6 +85,11 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(conversion)
     _report_factory_texts(settings, conversion)
     _report_prompts(settings, conversion)
+
+
+def _starts_at_zero(settings: ToolFile) -> bool:
+    """Whether Automodel's warm-up starts as transformers' does."""
+    return read_section(settings, "lr_scheduler").get("init_lr") == 0
 
 
 def _report_attention(settings: ToolFile, conversion: Conversion) -> None:

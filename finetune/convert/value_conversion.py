@@ -219,7 +219,7 @@ def _convert_steps(key: str, value: Any) -> Any:
 
 
 def _convert_resume(value: Any) -> Any:
-    if value in (False, "false"):
+    if value in (False, "false", "LATEST"):  # Automodel's word for auto
         return LEAVE
     return "auto" if value is True else str(value)
 

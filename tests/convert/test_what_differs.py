@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
-from finetune.convert.automodel import AHEAD
+from finetune.config.schema import recipe_keys
+from finetune.convert.automodel import AHEAD, SAVED_IN_EPOCHS
 from finetune.convert.by_tool import (
     CUT_IN_BATCHES,
     DOWN_UNDROPPED,
@@ -36,6 +37,7 @@ from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
     AUTOMODEL_ADAPTERS,
     AUTOMODELS_START,
+    BY_ITS_END,
     CALLS_THOUGHT_OF,
     EMPTY_SYSTEM,
     FAMILIES,
@@ -642,6 +644,94 @@ def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
         assert (AHEAD in said(made)) == is_listed
 
 
+COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 0}
+NEMO_STEPS = NEMO["step_scheduler"]
+ADAM = {"_target_": "torch.optim.AdamW", "lr": 1e-4, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours"),
+    [
+        ({"clip_grad_norm": {"max_norm": None}}, {"max_grad_norm": 1.0}),
+        ({"clip_grad_norm": {"max_norm": 0.5}}, {"max_grad_norm": 0.5}),
+        ({"step_scheduler": {"num_epochs": 1}}, {"global_batch_size": 32}),
+        ({"step_scheduler": {"save_checkpoint_every_epoch": False}}, {"save_steps": 100}),
+        ({"step_scheduler": {"ckpt_every_steps": None}}, {"save_steps": None}),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": None}}, {"warmup_ratio": 0.1}),
+        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "torch.optim.SGD"}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "a.optimizers.FusedAdam"}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "a.AdamWConfig"}}, {"learning_rate": 1e-4}),
+        ({"checkpoint": {"restore_from": "LATEST"}}, {"resume_from_checkpoint": "auto"}),
+        ({"peft": {"match_all_linear": True}}, {"use_peft": True, "lora_r": 8}),
+        ({"neftune": {}}, {"neftune_noise_alpha": 5.0}),
+        ({"tokenizer": {"pretrained_model_name_or_path": "b/c"}}, {"tokenizer_name_or_path": None}),
+        (
+            {"dataset": NEMO["dataset"] | {"tokenizer": {"pretrained_model_name_or_path": "b/c"}}},
+            {"tokenizer_name_or_path": "b/c"},
+        ),
+    ],
+)
+def test_automodels_defaults_are_those_of_its_newest_version(
+    keys: dict[str, object], ours: dict[str, object], convert: Convert
+) -> None:
+    made = convert(NEMO | {"optimizer": ADAM}, **keys)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    assert {key: recipe[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"step_scheduler": NEMO_STEPS}, "num_epochs: 10"),
+        ({"step_scheduler": NEMO_STEPS | {"num_epochs": None}}, SAVED_IN_EPOCHS),
+        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0.2}}, "rises from 0 to it"),
+        ({"lr_scheduler": COSINE | {"start_wd": 0.1, "end_wd": 0.1}}, ""),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5, "init_lr": 0.0}}, "first step is 0"),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5}}, "from a tenth of the rate"),
+        ({"dataloader": {"batch_size": 4}}, "dataloader.batch_size: 4"),
+        ({"dataloader": {"batch_size": 1}}, ""),
+        (
+            {"dataset": NEMO["dataset"] | {"tokenizer": {"truncation_side": "left"}}},
+            "dataset.tokenizer.truncation_side",
+        ),
+        ({"peft": {"target_modules": ["*.layers.0.*.q_proj"]}}, BY_ITS_END),
+        ({"peft": {"target_modules": ["*.self_attn.*"]}}, BY_ITS_END),
+        ({"peft": {"target_modules": ["*.self_attn.q_proj"]}}, ""),
+    ],
+)
+def test_what_a_file_of_automodels_does_otherwise_is_said(
+    keys: dict[str, object], line: str, convert: Convert
+) -> None:
+    lines = {
+        "num_epochs: 10",
+        "rises from",
+        "first step is 0",
+        "from a tenth of the rate",
+        "dataloader.batch_size: ",
+        "dataset.tokenizer.",
+        BY_ITS_END,
+    }
+    steps = {"num_epochs": 1, "ckpt_every_steps": 10}
+    file = NEMO | {"step_scheduler": steps, "optimizer": ADAM}
+    words = said(convert(file, **keys))
+    assert line in words
+    assert all(other in line for other in lines if other in words)
+
+
+def test_no_noise_is_added_to_rows_with_images(convert: Convert) -> None:
+    """Automodel's recipe of text alone reads the key."""
+    made = convert(VLM, neftune={"noise_alpha": 5})
+    assert "neftune_noise_alpha" not in made.recipe and "neftune.noise_alpha: 5" in said(made)
+    assert convert(NEMO, neftune={"noise_alpha": 5}).recipe["neftune_noise_alpha"] == 5
+
+
+def test_a_pattern_of_some_projections_adapts_these_alone(convert: Convert) -> None:
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    made = convert(NEMO, model=model, peft={"target_modules": ["*_proj", "lm_head"]})
+    assert "lm_head" in made.recipe["lora_target_modules"]
+
+
 @pytest.mark.parametrize(
     ("key", "usual", "other"),
     [
@@ -661,6 +751,54 @@ def test_a_value_of_torchtunes_that_does_otherwise_is_listed(
     if other is not None:
         made = convert(file, **{section: inner | {name: other}})
         assert key in said(made) and key not in made.ignored
+
+
+LORA_THERE = {
+    "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
+    "lora_attn_modules": ["q_proj"],
+}
+PAIRS_THERE = {
+    "model": LORA_THERE,
+    "dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"},
+    "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+}
+SCHEDULED = {"_component_": "get_cosine_schedule_with_warmup", "num_warmup_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "unread"),
+    [
+        ("", PAIRS_THERE | {"clip_grad_norm": 1.0}, "clip_grad_norm"),
+        ("", {"clip_grad_norm": 1.0}, ""),
+        ("lora_finetune_single_device", {"clip_grad_norm": 1.0}, ""),
+        ("knowledge_distillation_distributed", {"clip_grad_norm": 1.0}, "clip_grad_norm"),
+        ("qat_single_device", {"lr_scheduler": SCHEDULED}, "lr_scheduler"),
+        ("qat_distributed", {"lr_scheduler": SCHEDULED}, ""),
+        ("full_finetune_single_device", {"dataset_val": dict(TUNE["dataset"])}, "dataset_val"),
+        ("full_finetune_distributed", {"dataset_val": dict(TUNE["dataset"])}, ""),
+    ],
+)
+def test_a_key_that_a_recipe_of_torchtunes_does_not_read_is_said(
+    command: str, keys: dict[str, object], unread: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"# tune run {command} --config a.yaml\n" if command else "")
+    with path.open("a") as file:
+        yaml.safe_dump(TUNE | keys, file)
+    made = convert_file(path)
+    assert ("does not read it" in said(made)) == bool(unread) and f"{unread}: " in said(made)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    if "clip_grad_norm" in keys:
+        assert recipe["max_grad_norm"] == (None if unread else 1.0)
+    if "lr_scheduler" in keys:
+        schedule = ("constant", 0) if unread else ("cosine", 10)
+        assert (recipe["lr_scheduler_type"], recipe["warmup_steps"]) == schedule
+
+
+def test_torchtunes_optimizer_has_its_own_rate(convert: Convert) -> None:
+    assert convert(TUNE, lr=1.0).recipe["learning_rate"] == 1e-5
+    made = convert(TUNE, optimizer={"_component_": "torch.optim.SGD"}, lr=1.0)
+    assert (made.recipe["learning_rate"], made.recipe["weight_decay"]) == (1e-3, 0.0)
 
 
 def test_a_class_of_another_family_is_listed(convert: Convert) -> None:
