@@ -812,3 +812,66 @@ def test_automodels_adapters_may_have_the_dtype_of_those_here(convert: Convert) 
     assert AUTOMODEL_ADAPTERS in said(convert(NEMO, peft={"dim": 8, "match_all_linear": True}))
     made = convert(NEMO, peft={"dim": 8, "match_all_linear": True, "lora_dtype": "torch.float32"})
     assert AUTOMODEL_ADAPTERS not in said(made) and AUTOMODELS_START in made.remarks
+
+
+SWIFT = {
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "tuner_type": "lora",
+    "dataset": ["rows.jsonl"],
+    "torch_dtype": "bfloat16",
+    "gradient_accumulation_steps": 4,
+}
+COSINE_TO = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "line"),
+    [
+        ({"quant_bits": 4}, {"load_in_4bit": False}, "quant_bits: 4"),
+        ({"quant_bits": 4, "quant_method": "bnb"}, {"load_in_4bit": True}, ""),
+        ({"early_stop_interval": 0}, {"early_stopping_patience": None}, ""),
+        ({"label_smoothing_factor": 0.1}, {"label_smoothing": 0.1}, "label_smoothing_factor: "),
+        ({"new_special_tokens": ["<a>", "b.txt"]}, {"added_tokens": ["<a>"]}, '"b.txt"'),
+        ({"modules_to_save": ["all-norm", "head"]}, {"modules_to_save": ["head"]}, '"all-norm"'),
+        (
+            {"target_modules": ["all-linear", "all-embedding"]},
+            {"lora_target_modules": "all-linear"},
+            "target_modules: ",
+        ),
+        (COSINE_TO | {"lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, {"min_lr_ratio": 0.1}, ""),
+        ({"loss_scale": "last_round+hermes"}, {"turns": "last"}, "loss_scale: "),
+        ({"val_dataset": ["a.jsonl"], "save_steps": 20}, {"eval_steps": 20}, ""),
+        ({"val_dataset": ["a.jsonl"]}, {"eval_steps": 500}, ""),
+        (
+            {"split_dataset_ratio": 0.1, "save_strategy": "epoch"},
+            {"eval_strategy": "epoch", "eval_split_size": 0.1},
+            "",
+        ),
+        (
+            {"split_dataset_ratio": 0.1, "eval_strategy": "no"},
+            {"eval_split_size": None},
+            "split_dataset_ratio: ",
+        ),
+        (
+            {"freeze_parameters_ratio": 1, "tuner_type": "full"},
+            {"use_peft": False},
+            "freeze_parameters_ratio: ",
+        ),
+        ({"acc_strategy": "seq"}, {}, ""),
+    ],
+)
+def test_a_value_of_ms_swifts_does_what_it_does_there(
+    keys: dict[str, object], ours: dict[str, object], line: str, convert: Convert
+) -> None:
+    made = convert(SWIFT, **keys)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    assert {key: recipe[key] for key in ours} == ours
+    assert line in said(made)
+    if not line:
+        assert not any(f"{key}: " in said(made) for key in keys if key != "val_dataset")
+
+
+def test_ms_swift_computes_in_fp16_where_weights_are_in_float32(convert: Convert) -> None:
+    made = convert(SWIFT, torch_dtype="float32")
+    assert "mixed_precision: fp16" in str(made.accelerate_file)
+    assert convert(SWIFT, torch_dtype="float32", fp16=False).accelerate_file is None
