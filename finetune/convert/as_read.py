@@ -1,6 +1,5 @@
 """A file as its tool reads it: without the keys that it does not read beside the others."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")  # with transf
 PASSED_ON = ("optimi_adamw", "ao_adamw_fp8", "adopt_adamw", "flash_adamw", "q_galore_adamw8bit")
 # logging_steps of transformers' and of TRL's arguments, which are eval_steps where a file has none
 LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
-SAVE_STEPS = 500
 STRATEGIES = ("eval_strategy", "evaluation_strategy")
 COSINES = ("cosine", "rex")  # rex is a cosine to the trainer until it makes the schedule
 
@@ -73,8 +71,6 @@ UNREAD = (
         ("save_total_limit",),
         lambda file: file.get("save_total_limit") == 0,
     ),
-    # get_quantization_config of its arguments/base_args/quant_args.py
-    Unread(("ms-swift",), ("quant_bits",), lambda file: file.get("quant_method") is None),
     # of its train/sft/trainer.py alone
     Unread(
         ("LLaMA-Factory",),
@@ -104,9 +100,6 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         for key in row.keys
         if _take(file, key)
     ]
-    arguments = file.get("lr_scheduler_kwargs")
-    if tool in TRAINERS and isinstance(arguments, str):
-        file["lr_scheduler_kwargs"] = _read_json(arguments)  # as TrainingArguments reads it
     if tool == "Axolotl":
         _fill_axolotl(file)
     elif not file.get("eval_steps"):
@@ -114,24 +107,10 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     return file, dropped
 
 
-def _read_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _fill_evaluation(tool: Tool, file: dict[str, Any]) -> None:
     """Sets when Trainer measures the held-out loss where a file says no number of steps."""
     if any(file.get(key) == "steps" for key in STRATEGIES) and tool in LOGGING_STEPS:
         file["eval_steps"] = file.get("logging_steps") or LOGGING_STEPS[tool]
-    holds_out = file.get("val_dataset") or file.get("split_dataset_ratio")
-    if tool == "ms-swift" and holds_out:  # _init_eval_strategy of its arguments/sft_args.py
-        strategy = file.get("eval_strategy") or file.get("save_strategy") or "steps"
-        if strategy == "steps":
-            file["eval_steps"] = file.get("save_steps") or SAVE_STEPS
-        else:
-            file["eval_strategy"] = strategy
 
 
 def _fill_axolotl(file: dict[str, Any]) -> None:

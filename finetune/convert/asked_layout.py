@@ -198,7 +198,9 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
     if tool == "ms-swift":
         # the model's own, which is bfloat16 as a rule
         dtype = str(settings.get("torch_dtype") or "bfloat16")
-        asks_fp16 = asks_fp16 or dtype == "float16"
+        # _init_mixed_precision of its arguments/base_args/model_args.py
+        is_half = dtype in ("float16", "float32") and not asks_bf16
+        asks_fp16 = asks_fp16 or (is_half and settings.get("fp16") is not False)
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
     # TRL's true, and Axolotl's auto
     is_default = tool in ("TRL", "Axolotl") and "bf16" not in settings and not asks_fp16

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.foreign_values import convert_number
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.value_conversion import Conversion, read_section
 
@@ -17,8 +18,6 @@ LAST_ROWS = (
 # _load_openai_messages of its components/datasets/llm/chat_dataset.py
 SHUFFLED_BEFORE = "the slice is one of the rows in the order of this seed there, in their own here"
 SHUFFLED_ONCE = "each epoch has the order of shuffle_seed there, another one by the seed here"
-# StepSchedulerConfig of its components/training/step_scheduler.py
-STEP_SCHEDULER = {"global_batch_size": 32, "num_epochs": 10}
 # is_ckpt_step of its StepScheduler
 SAVED_WITH_EPOCHS = "a checkpoint is saved at the end of each epoch too there"
 NOTHING_SAVED = "nothing is saved there; here a checkpoint and an export at the end"
@@ -27,6 +26,10 @@ FIRST_TO_COME = (
     "the run ends with its last epoch there (num_epochs: {}), where that comes first; here "
     "max_steps counts on into the next one"
 )
+# of its StepSchedulerConfig, where a file names no key
+EPOCHS = 10
+SAVE_STEPS = 100
+SAVED_IN_EPOCHS = f"a checkpoint is saved every {SAVE_STEPS} steps too there, its default"
 # its is_val_step
 MEASURED_WITH_SAVES = (
     "eval_loss: measured at each checkpoint and at the end of each epoch too there, whatever "
@@ -47,6 +50,8 @@ NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
     "where local_batch_size is above 1; each is apart here"
 )
+# get_wd of its OptimizerParamScheduler
+RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 APART = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
 BIASES_MOVED = ("deepseek_v3", "glm_moe_dsa", "mistral4")
@@ -69,13 +74,12 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
-    recipe.setdefault("global_batch_size", STEP_SCHEDULER["global_batch_size"])
     stages = recipe.get("pipeline_parallel_size")
     has_stages = isinstance(stages, int) and stages > 1
     leaves_out = has_stages and conversion.images is None
     if leaves_out or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
-    epochs = schedule.get("num_epochs", STEP_SCHEDULER["num_epochs"])
+    epochs = schedule.get("num_epochs", EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
         conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
@@ -95,13 +99,33 @@ def report_loop(settings: ToolFile, conversion: Conversion) -> None:
 def _report_saves(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which checkpoints a file does not name."""
     recipe = conversion.recipe
-    steps = recipe.get("save_steps")
-    at_epochs = read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch")
+    schedule = read_section(settings, "step_scheduler")
+    at_epochs = schedule.get("save_checkpoint_every_epoch")
     if read_section(settings, "checkpoint").get("enabled", True) is False:
         recipe["save_strategy"] = "no"
         conversion.add_difference("checkpoint.enabled", False, NOTHING_SAVED)
-    elif steps is not None and at_epochs is not False:
+        return
+    if "ckpt_every_steps" not in schedule and at_epochs is False:
+        recipe["save_steps"] = SAVE_STEPS
+    elif "ckpt_every_steps" not in schedule:
+        conversion.add_remark("step_scheduler.ckpt_every_steps", None, SAVED_IN_EPOCHS)
+    steps = recipe.get("save_steps")
+    if steps is not None and at_epochs is not False:
         conversion.add_remark("step_scheduler.ckpt_every_steps", steps, SAVED_WITH_EPOCHS)
+
+
+def adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
+    """Takes over the weight decay of a schedule, or reports that it rises there."""
+    start, end = (convert_number(schedule.get(key)) for key in ("start_wd", "end_wd"))
+    decay = conversion.recipe["weight_decay"]
+    if start is None:
+        start = decay
+    if end is None:
+        end = decay
+    if start == end:
+        conversion.recipe["weight_decay"] = end
+    else:
+        conversion.add_difference("lr_scheduler.end_wd", end, RISING_DECAY.format(start))
 
 
 def report_packing(settings: ToolFile, conversion: Conversion) -> None:

@@ -12,7 +12,13 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import count_sharing_ranks, find_zero_stage
-from finetune.convert.automodel import SHUFFLED_ONCE, report_loop, report_packing, report_routers
+from finetune.convert.automodel import (
+    SHUFFLED_ONCE,
+    adapt_decay,
+    report_loop,
+    report_packing,
+    report_routers,
+)
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import convert_number, read_number
@@ -61,6 +67,10 @@ DIONS_MUON = (
 )
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
+# optimizers by the names of their classes: AdamW of torch, torchao, bitsandbytes, and what is
+# AdamW by default; the others have none, as torch's Adam and SGD, and Transformer Engine's
+# FusedAdam
+DECAYING = re.compile("AdamW|Offload|Config$")
 NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 TENTH = "a tenth of the steps, but at most 1000 there"
@@ -90,6 +100,19 @@ SWIFT_TURNS = (
     "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: "
     "compare them"
 )
+# get_quantization_config of its arguments/base_args/quant_args.py
+WITHOUT_METHOD = "no quantization there without quant_method: bnb"
+# compute_loss of its trainers/seq2seq_trainer.py
+SMOOTHED_MEANS = (
+    "the mean of each micro-batch over its labels there; here the mean over those of the whole step"
+)
+# get_target_modules and get_modules_to_save of its pipelines/train/tuner.py
+FOUND_THERE = ("all-embedding", "all-norm")
+FOUND_BY_CLASS = "all modules of this kind there; here modules are named"
+# _init_new_special_tokens of its arguments/base_args/model_args.py
+FILES_OF_TOKENS = "a file of tokens there; added_tokens names each"
+# _init_eval_strategy of its arguments/sft_args.py
+ALL_TRAINED = "no rows are held out where nothing is measured, there and here"
 # Axolotl's names for attention that keeps packed documents apart, and its older switches for the
 # same.
 ISOLATING = re.compile(
@@ -826,14 +849,18 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     scale = str(settings.get("loss_scale") or "default")
-    if scale == "all":
+    parts = scale.split("+")
+    if "all" in parts:
         recipe["assistant_only_loss"] = False
-    elif scale == "last_round":
+    elif "last_round" in parts:
         recipe["turns"] = "last"
-    elif scale != "default":
+    if scale not in ("all", "last_round", "default"):
         conversion.add_difference("loss_scale", scale, "every token of an answer counts alike here")
     if not settings.get("template"):
         conversion.add_difference("template", None, SWIFT_TURNS)
+    _adapt_swifts_values(settings, conversion)
+    if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
+        _measure_with_saves(settings, conversion)
     adapters = convert_names(settings.get("adapters")) or []
     if len(adapters) == 1:
         recipe["adapter_name_or_path"] = adapters[0]
@@ -841,6 +868,48 @@ def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(
             "adapters", adapters, "one adapter is trained further", "several adapters at once"
         )
+
+
+def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
+    """Adapts values of single keys that ask for nothing alone, or for more than a name says."""
+    recipe = conversion.recipe
+    if settings.get("quant_bits") and not settings.get("quant_method"):
+        for key in LOAD_KEYS:
+            recipe.pop(key, None)
+        conversion.add_remark("quant_bits", settings["quant_bits"], WITHOUT_METHOD)
+    if settings.get("early_stop_interval") == 0:
+        recipe.pop("early_stopping_patience", None)
+        conversion.remarks = [
+            line for line in conversion.remarks if not line.startswith("early_stop_interval")
+        ]
+    if recipe.get("label_smoothing"):
+        conversion.add_remark("label_smoothing_factor", recipe["label_smoothing"], SMOOTHED_MEANS)
+    for key in ("target_modules", "modules_to_save"):
+        names = convert_names(settings.get(key)) or []
+        found = [name for name in names if name in FOUND_THERE]
+        if found:
+            conversion.add_difference(key, found, FOUND_BY_CLASS)
+        if found and key == "modules_to_save":
+            recipe[key] = [name for name in names if name not in FOUND_THERE]
+    files = [name for name in recipe.get("added_tokens", ()) if str(name).endswith(".txt")]
+    if files:
+        recipe["added_tokens"] = [name for name in recipe["added_tokens"] if name not in files]
+        conversion.add_difference("new_special_tokens", files, FILES_OF_TOKENS)
+
+
+def _measure_with_saves(settings: ToolFile, conversion: Conversion) -> None:
+    """Measures as often as ms-swift saves, where its file does not say when."""
+    recipe = conversion.recipe
+    strategy = settings.get("eval_strategy", settings.get("evaluation_strategy"))
+    if strategy is None:
+        strategy = settings.get("save_strategy") or "steps"
+        if strategy == "epoch":
+            recipe["eval_strategy"] = "epoch"
+    if strategy == "steps" and "eval_steps" not in recipe:
+        recipe["eval_steps"] = recipe.get("save_steps", 500)
+    if strategy == "no" and recipe.pop("eval_split_size", None):
+        share = settings.get("split_dataset_ratio")
+        conversion.add_remark("split_dataset_ratio", share, ALL_TRAINED)
 
 
 def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -903,8 +972,7 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
     optimizer = read_section(settings, "optimizer")
     if optimizer:
-        recipe.setdefault("weight_decay", _find_decay(optimizer.get("_component_")))
-        recipe.setdefault("learning_rate", 1e-3)
+        _set_optimizers_defaults(str(optimizer.get("_component_")), recipe)
     per_epoch = settings.get("max_steps_per_epoch")
     epochs = settings.get("epochs", 1)
     if isinstance(per_epoch, int) and isinstance(epochs, int):
@@ -912,13 +980,6 @@ def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> N
         conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
-
-
-def _find_decay(optimizer: Any) -> float:
-    """Returns the weight decay of an optimizer of torch, bitsandbytes, torchao or Transformer
-    Engine where a file says none: an AdamW alone has some.
-    """
-    return 0.01 if optimizer is None or "adamw" in str(optimizer).lower() else 0.0
 
 
 def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -981,10 +1042,17 @@ def _adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     report_routers(settings, conversion)
 
 
+def _set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
+    """Sets the rate and the decay of an optimizer that is named by its class, where a file has
+    none.
+    """
+    recipe.setdefault("weight_decay", 0.01 if DECAYING.search(name) else 0.0)
+    recipe.setdefault("learning_rate", 1e-4 if name.endswith("Config") else 1e-3)
+
+
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
     recipe = conversion.recipe
-    recipe.setdefault("weight_decay", _find_decay(optimizer.get("_target_")))
-    recipe.setdefault("learning_rate", 1e-3)
+    _set_optimizers_defaults(str(optimizer.get("_target_")), recipe)
     if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
         recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
 
@@ -992,11 +1060,12 @@ def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Convers
 def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:
     recipe = conversion.recipe
     recipe.setdefault("lr_scheduler_type", "cosine")
-    if "lr_warmup_steps" not in schedule:
+    if schedule.get("lr_warmup_steps") is None:
         recipe["warmup_ratio"] = 0.1
         conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
-    if schedule.get("lr_warmup_steps") != 0:
+    if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
         conversion.remarks.append(SLOW_START)
+    adapt_decay(schedule, conversion)
     recipe.setdefault("min_lr_ratio", 0.01)
     lowest = convert_number(schedule.get("min_lr"))
     rate = recipe["learning_rate"]

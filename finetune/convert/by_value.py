@@ -1,9 +1,10 @@
 """Keys that ask for nothing else than a run here, but for some values together with other keys."""
 
+import re
 from typing import Any
 
 from finetune.config.facts import read_family_source
-from finetune.convert.asked_layout import read_layout
+from finetune.convert.asked_layout import COMMAND, read_layout
 from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
@@ -47,6 +48,22 @@ HELD_OUT_SAMPLED = (
     "eval_reward: each held-out prompt is answered as often as in training there, by sampling; "
     "once, greedily, here"
 )
+# of torchtune, by the names of the recipes that do not read them
+UNREAD = {
+    "clip_grad_norm": "lora_dpo|knowledge_distillation_distributed",
+    "lr_scheduler": "qat_single_device",
+    "dataset_val": "single_device|dpo|knowledge_distillation|early_exit|multi_dataset",
+}
+NOT_READ = "{} does not read it"
+# NEFTune of Automodel's components/training/neftune.py, which its recipes/vlm does not read
+NOISE = 5.0
+DEFAULT_NOISE = f"{NOISE}, its default"
+NO_NOISE = "not read with images there, nor taken over here"
+# _resolve_dataloader of its recipes/_typed_config.py
+ROWS_OF_LOADER = (
+    "a micro-batch has so many rows there, and a step as many micro-batches as local_batch_size "
+    "says; here a micro-batch has local_batch_size rows"
+)
 TOKENIZER_ELSEWHERE = (
     "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
 )
@@ -68,6 +85,9 @@ def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None
         _report_factory(settings, conversion)
     elif conversion.tool == "torchtune":
         _report_tune(settings, conversion)
+        _report_unread(settings, text, conversion)
+    elif conversion.tool == "Automodel":
+        _report_automodel(settings, conversion)
     is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
     if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
         conversion.remarks.append(HELD_OUT_SAMPLED)
@@ -114,6 +134,48 @@ def _report_tune(settings: ToolFile, conversion: Conversion) -> None:
     is_elsewhere = path and folder and not path.startswith(folder.rstrip("/"))
     if is_elsewhere and not path.startswith("$"):  # a name that the file does not have
         conversion.add_difference("tokenizer.path", path, TOKENIZER_ELSEWHERE)
+
+
+def _report_unread(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Reports the keys that a recipe of torchtune's does not read."""
+    recipe = conversion.recipe
+    name = _name_recipe(text, conversion)
+    for key, names in UNREAD.items():
+        value = settings.get(key)
+        if not value or not re.search(names, name):
+            continue
+        conversion.add_remark(key, value, NOT_READ.format(name))
+        if key == "clip_grad_norm":
+            recipe["max_grad_norm"] = None
+        elif key == "lr_scheduler":
+            recipe |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
+
+
+def _name_recipe(text: str, conversion: Conversion) -> str:
+    """Returns the recipe that a file's comments start; else the one for several GPUs."""
+    command = COMMAND.search(text)
+    if command is not None:
+        return command[1]
+    recipe = conversion.recipe
+    if recipe.get("method") == "dpo":
+        return "lora_dpo_distributed" if recipe.get("use_peft") else "full_dpo_distributed"
+    return "knowledge_distillation_distributed" if recipe.get("method") == "distill" else ""
+
+
+def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    noise = settings.get("neftune")
+    if isinstance(noise, dict) and "noise_alpha" not in noise:
+        recipe["neftune_noise_alpha"] = NOISE
+    alpha = recipe.get("neftune_noise_alpha")
+    if alpha and conversion.images is not None:
+        del recipe["neftune_noise_alpha"]
+        conversion.add_remark("neftune.noise_alpha", alpha, NO_NOISE)
+    elif alpha and isinstance(noise, dict) and "noise_alpha" not in noise:
+        conversion.add_remark("neftune.noise_alpha", None, DEFAULT_NOISE)
+    rows = _find(settings, "dataloader.batch_size")
+    if rows and rows != recipe.get("per_device_train_batch_size", 1):
+        conversion.add_difference("dataloader.batch_size", rows, ROWS_OF_LOADER)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

@@ -371,14 +371,25 @@ def _walk(
     """Yields keys with their values; walks a nested mapping where the table names keys inside
     it.
     """
-    for key, value in settings.items():
+    for key, written in settings.items():
         name = f"{prefix}{key}"
+        value = _read_mapping(written)
         if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
             if name in known and known[name].carry == "by-code":
                 yield name, value
             yield from _walk(value, known, f"{name}.")
         else:
-            yield name, value
+            yield name, written
+
+
+def _read_mapping(value: Any) -> Any:
+    """Reads a mapping that is written as JSON, as Trainer's arguments may be."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def _convert_key(
@@ -402,7 +413,7 @@ def _convert_key(
     elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
         conversion.ignored.append(key)
     elif value is None or value == "":
-        if pair.carry == "clip":
+        if pair.carry == "clip" and conversion.tool != "Automodel":  # whose null is 1.0
             conversion.recipe[str(pair.ours)] = None
     elif pair.ours is None:
         _report_missing(key, value, pair, conversion)

@@ -201,6 +201,18 @@ AUTOMODEL_ENDS = {
     ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
+# _build_tokenizer of Automodel's recipes/llm/train_ft.py
+TOKENIZER_KEYS = (
+    "_target_",
+    "pretrained_model_name_or_path",
+    "trust_remote_code",
+    "use_fast",
+    "padding_side",
+)
+TOKENIZER_AS_IT_IS = (
+    "an argument of the tokenizer there; here it is as its own files say, and a row that is cut "
+    "loses its end"
+)
 HEADER_THERE = f"under a chat template {HEADER}"
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
@@ -230,6 +242,7 @@ def _read_automodel(
 def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
     kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
     entry.flatten("column_mapping", "tokenizer")
+    _take_tokenizer(entry, conversion)
     path = _take_first(entry, "path_or_dataset_id", "path_or_dataset", "dataset_name")
     if path is None:
         raise UserError(
@@ -253,6 +266,22 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     paths = path if isinstance(path, list) else [path]
     limit = next(filter(None, limits), None)
     return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
+
+
+def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
+    """Takes the tokenizer of Automodel's data set, which is that of the run; one that reads images
+    is the model's.
+    """
+    keys = {key for key in entry.unread if key.startswith("tokenizer.")}
+    section = {key.partition(".")[2]: entry.take(key) for key in sorted(keys)}
+    if entry.where != "dataset" or conversion.images is not None:
+        return
+    name = section.get("pretrained_model_name_or_path")
+    if name and name != conversion.recipe.get("model_name_or_path"):
+        conversion.recipe["tokenizer_name_or_path"] = name
+    for key, value in section.items():
+        if key not in TOKENIZER_KEYS and value is not None:
+            conversion.add_difference(f"dataset.tokenizer.{key}", value, TOKENIZER_AS_IT_IS)
 
 
 def _take_first(entry: DataSetEntry, *keys: str) -> Any:

@@ -49,7 +49,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
         "learning_rate": 1e-4,
     },
     "torchtune": COMPONENTS | {"max_grad_norm": None},
-    "Automodel": COMPONENTS | {"num_train_epochs": 10.0},
+    "Automodel": COMPONENTS | {"num_train_epochs": 10.0, "global_batch_size": 32},
 }
 LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]},

@@ -278,6 +278,9 @@ OTHER_LAYERS = (
     "gets no adapter there"
 )
 NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
+# a layer by its number, or a part of one that is not named by its end
+PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
+BY_ITS_END = "layers are named by the end of a pattern here, in every block of the model"
 # of a layer's experts, to which a pattern that matches all that are called so gives adapters
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
 AUXILIARY = (
@@ -399,6 +402,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
         conversion.add_difference("model", name, AUXILIARY)
     if peft:
+        conversion.recipe["use_peft"] = True
         is_in_fp32 = "float32" in str(peft.get("lora_dtype"))
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
         _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
@@ -429,7 +433,7 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
         conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
     elif is_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
-    elif targets and "*_proj" not in str(targets):
+    elif targets and names != ["*_proj"]:
         _name_automodel_layers(names, layers, conversion)
     else:  # the default, too
         if len(projections) < len(layers):
@@ -453,6 +457,8 @@ def _name_automodel_layers(
         end = pattern.rpartition(".")[2]
         matching = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
         named |= dict.fromkeys(matching)
+        if PART_OF_MODEL.search(pattern) or (end == "*" and pattern != "*"):
+            conversion.add_difference("peft.target_modules", pattern, BY_ITS_END)
         if not matching and end != "experts":
             conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)
     conversion.recipe["lora_target_modules"] = list(named)

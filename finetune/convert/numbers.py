@@ -91,7 +91,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     rows = find_method_facts(recipe).rows
     steps = recipe.get("warmup_steps")
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
-    if (share if steps is None else steps) and conversion.tool != "Automodel":
+    is_warmed = share if steps is None else steps
+    if is_warmed and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
@@ -110,6 +111,11 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_factory_texts(settings, conversion)
     _report_prompts(settings, conversion)
     _report_ends(settings, conversion)
+
+
+def _starts_at_zero(settings: ToolFile) -> bool:
+    """Whether Automodel's warm-up starts as transformers' does."""
+    return read_section(settings, "lr_scheduler").get("init_lr") == 0
 
 
 def _report_attention(settings: ToolFile, conversion: Conversion) -> None:

@@ -221,7 +221,7 @@ def _convert_steps(key: str, value: Any) -> Any:
 
 
 def _convert_resume(value: Any) -> Any:
-    if value in (False, "false"):
+    if value in (False, "false", "LATEST"):  # Automodel's word for auto
         return LEAVE
     is_newest = value is True or str(value).lower() == "latest"
     return "auto" if is_newest else str(value)

@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
-from finetune.convert.automodel import AHEAD, FIRST_TO_COME
+from finetune.config.schema import recipe_keys
+from finetune.convert.automodel import AHEAD, FIRST_TO_COME, SAVED_IN_EPOCHS
 from finetune.convert.by_tool import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
@@ -41,6 +42,7 @@ from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
     AUTOMODEL_ADAPTERS,
     AUTOMODELS_START,
+    BY_ITS_END,
     CALLS_THOUGHT_OF,
     EMPTY_SYSTEM,
     FAMILIES,
@@ -649,6 +651,94 @@ def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
         assert (AHEAD in said(made)) == is_listed
 
 
+COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 0}
+NEMO_STEPS = NEMO["step_scheduler"]
+ADAM = {"_target_": "torch.optim.AdamW", "lr": 1e-4, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours"),
+    [
+        ({"clip_grad_norm": {"max_norm": None}}, {"max_grad_norm": 1.0}),
+        ({"clip_grad_norm": {"max_norm": 0.5}}, {"max_grad_norm": 0.5}),
+        ({"step_scheduler": {"num_epochs": 1}}, {"global_batch_size": 32}),
+        ({"step_scheduler": {"save_checkpoint_every_epoch": False}}, {"save_steps": 100}),
+        ({"step_scheduler": {"ckpt_every_steps": None}}, {"save_steps": None}),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": None}}, {"warmup_ratio": 0.1}),
+        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "torch.optim.SGD"}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "a.optimizers.FusedAdam"}}, {"weight_decay": 0.0}),
+        ({"optimizer": {"_target_": "a.AdamWConfig"}}, {"learning_rate": 1e-4}),
+        ({"checkpoint": {"restore_from": "LATEST"}}, {"resume_from_checkpoint": "auto"}),
+        ({"peft": {"match_all_linear": True}}, {"use_peft": True, "lora_r": 8}),
+        ({"neftune": {}}, {"neftune_noise_alpha": 5.0}),
+        ({"tokenizer": {"pretrained_model_name_or_path": "b/c"}}, {"tokenizer_name_or_path": None}),
+        (
+            {"dataset": NEMO["dataset"] | {"tokenizer": {"pretrained_model_name_or_path": "b/c"}}},
+            {"tokenizer_name_or_path": "b/c"},
+        ),
+    ],
+)
+def test_automodels_defaults_are_those_of_its_newest_version(
+    keys: dict[str, object], ours: dict[str, object], convert: Convert
+) -> None:
+    made = convert(NEMO | {"optimizer": ADAM}, **keys)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    assert {key: recipe[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"step_scheduler": NEMO_STEPS}, "num_epochs: 10"),
+        ({"step_scheduler": NEMO_STEPS | {"num_epochs": None}}, SAVED_IN_EPOCHS),
+        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0.2}}, "rises from 0 to it"),
+        ({"lr_scheduler": COSINE | {"start_wd": 0.1, "end_wd": 0.1}}, ""),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5, "init_lr": 0.0}}, "first step is 0"),
+        ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5}}, "from a tenth of the rate"),
+        ({"dataloader": {"batch_size": 4}}, "dataloader.batch_size: 4"),
+        ({"dataloader": {"batch_size": 1}}, ""),
+        (
+            {"dataset": NEMO["dataset"] | {"tokenizer": {"truncation_side": "left"}}},
+            "dataset.tokenizer.truncation_side",
+        ),
+        ({"peft": {"target_modules": ["*.layers.0.*.q_proj"]}}, BY_ITS_END),
+        ({"peft": {"target_modules": ["*.self_attn.*"]}}, BY_ITS_END),
+        ({"peft": {"target_modules": ["*.self_attn.q_proj"]}}, ""),
+    ],
+)
+def test_what_a_file_of_automodels_does_otherwise_is_said(
+    keys: dict[str, object], line: str, convert: Convert
+) -> None:
+    lines = {
+        "num_epochs: 10",
+        "rises from",
+        "first step is 0",
+        "from a tenth of the rate",
+        "dataloader.batch_size: ",
+        "dataset.tokenizer.",
+        BY_ITS_END,
+    }
+    steps = {"num_epochs": 1, "ckpt_every_steps": 10}
+    file = NEMO | {"step_scheduler": steps, "optimizer": ADAM}
+    words = said(convert(file, **keys))
+    assert line in words
+    assert all(other in line for other in lines if other in words)
+
+
+def test_no_noise_is_added_to_rows_with_images(convert: Convert) -> None:
+    """Automodel's recipe of text alone reads the key."""
+    made = convert(VLM, neftune={"noise_alpha": 5})
+    assert "neftune_noise_alpha" not in made.recipe and "neftune.noise_alpha: 5" in said(made)
+    assert convert(NEMO, neftune={"noise_alpha": 5}).recipe["neftune_noise_alpha"] == 5
+
+
+def test_a_pattern_of_some_projections_adapts_these_alone(convert: Convert) -> None:
+    model = {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}
+    made = convert(NEMO, model=model, peft={"target_modules": ["*_proj", "lm_head"]})
+    assert "lm_head" in made.recipe["lora_target_modules"]
+
+
 @pytest.mark.parametrize(
     ("key", "usual", "other"),
     [
@@ -670,6 +760,54 @@ def test_a_value_of_torchtunes_that_does_otherwise_is_listed(
         assert key in said(made) and key not in made.ignored
 
 
+LORA_THERE = {
+    "_component_": "torchtune.models.llama3_1.lora_llama3_1_8b",
+    "lora_attn_modules": ["q_proj"],
+}
+PAIRS_THERE = {
+    "model": LORA_THERE,
+    "dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"},
+    "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+}
+SCHEDULED = {"_component_": "get_cosine_schedule_with_warmup", "num_warmup_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "unread"),
+    [
+        ("", PAIRS_THERE | {"clip_grad_norm": 1.0}, "clip_grad_norm"),
+        ("", {"clip_grad_norm": 1.0}, ""),
+        ("lora_finetune_single_device", {"clip_grad_norm": 1.0}, ""),
+        ("knowledge_distillation_distributed", {"clip_grad_norm": 1.0}, "clip_grad_norm"),
+        ("qat_single_device", {"lr_scheduler": SCHEDULED}, "lr_scheduler"),
+        ("qat_distributed", {"lr_scheduler": SCHEDULED}, ""),
+        ("full_finetune_single_device", {"dataset_val": dict(TUNE["dataset"])}, "dataset_val"),
+        ("full_finetune_distributed", {"dataset_val": dict(TUNE["dataset"])}, ""),
+    ],
+)
+def test_a_key_that_a_recipe_of_torchtunes_does_not_read_is_said(
+    command: str, keys: dict[str, object], unread: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"# tune run {command} --config a.yaml\n" if command else "")
+    with path.open("a") as file:
+        yaml.safe_dump(TUNE | keys, file)
+    made = convert_file(path)
+    assert ("does not read it" in said(made)) == bool(unread) and f"{unread}: " in said(made)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    if "clip_grad_norm" in keys:
+        assert recipe["max_grad_norm"] == (None if unread else 1.0)
+    if "lr_scheduler" in keys:
+        schedule = ("constant", 0) if unread else ("cosine", 10)
+        assert (recipe["lr_scheduler_type"], recipe["warmup_steps"]) == schedule
+
+
+def test_torchtunes_optimizer_has_its_own_rate(convert: Convert) -> None:
+    assert convert(TUNE, lr=1.0).recipe["learning_rate"] == 1e-5
+    made = convert(TUNE, optimizer={"_component_": "torch.optim.SGD"}, lr=1.0)
+    assert (made.recipe["learning_rate"], made.recipe["weight_decay"]) == (1e-3, 0.0)
+
+
 def test_a_class_of_another_family_is_listed(convert: Convert) -> None:
     mistral = AXOLOTL | {"base_model": "mistralai/Mistral-7B-v0.1"}
     assert "model_type: " in said(convert(mistral, model_type="LlamaForCausalLM"))
@@ -687,7 +825,7 @@ PAIRS = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.de
 HELD_OUT = {"val_set_size": 0.1, "save_steps": 100, "eval_steps": 100}
 TEXT = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "default"}
 TRL = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows"}
-SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows.jsonl"]}
+SWIFT_ROWS = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows.jsonl"]}
 
 
 @pytest.mark.parametrize(
@@ -700,7 +838,7 @@ SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows.jso
         (AXOLOTL, {"optim_args": {"eps": 1e-6}}, "adam_epsilon", {"optimizer": "flash_adamw"}),
         (TEXT, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
         (TRL, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
-        (SWIFT, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
+        (SWIFT_ROWS, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
         (TEXT, {"save_total_limit": 0}, "save_total_limit", {"save_total_limit": 3}),
         (TRL, {"neftune_noise_alpha": 0}, "neftune_noise_alpha", {"neftune_noise_alpha": 5}),
         (TEXT | {"stage": "pt"}, {"use_dft_loss": True}, "token_loss", {"stage": "sft"}),
@@ -830,9 +968,8 @@ def test_trls_newest_defaults_of_grpo_are_said(convert: Convert) -> None:
         (TRL, "packing_strategy", "bfd", "wrapped"),
         (TRL | {"beta": 0.1}, "truncation_mode", "keep_start", "keep_end"),
         (TEXT, "ignore_pad_token_for_loss", True, False),
-        (SWIFT, "add_non_thinking_prefix", True, False),
-        (SWIFT, "train_dataloader_shuffle", True, False),
-        (SWIFT, "acc_strategy", "token", "seq"),
+        (SWIFT_ROWS, "add_non_thinking_prefix", True, False),
+        (SWIFT_ROWS, "train_dataloader_shuffle", True, False),
     ],
 )
 def test_what_a_tool_does_unless_it_is_turned_off_is_listed_where_it_is(
@@ -843,12 +980,12 @@ def test_what_a_tool_does_unless_it_is_turned_off_is_listed_where_it_is(
 
 
 def test_ms_swift_quantizes_by_its_method_and_measures_with_its_saves(convert: Convert) -> None:
-    assert "load_in_4bit" not in convert(SWIFT, quant_bits=4).recipe
-    assert convert(SWIFT, quant_bits=4, quant_method="bnb").recipe["load_in_4bit"] is True
-    assert convert(SWIFT, split_dataset_ratio=0.01, save_steps=50).recipe["eval_steps"] == 50
-    made = convert(SWIFT, split_dataset_ratio=0.01, save_strategy="epoch")
+    assert "load_in_4bit" not in convert(SWIFT_ROWS, quant_bits=4).recipe
+    assert convert(SWIFT_ROWS, quant_bits=4, quant_method="bnb").recipe["load_in_4bit"] is True
+    assert convert(SWIFT_ROWS, split_dataset_ratio=0.01, save_steps=50).recipe["eval_steps"] == 50
+    made = convert(SWIFT_ROWS, split_dataset_ratio=0.01, save_strategy="epoch")
     assert made.recipe["eval_strategy"] == "epoch"
-    assert "eval_steps" not in convert(SWIFT).recipe
+    assert "eval_steps" not in convert(SWIFT_ROWS).recipe
 
 
 def test_automodels_step_scheduler_has_defaults(convert: Convert) -> None:
@@ -867,3 +1004,66 @@ def test_arguments_of_a_schedule_may_be_written_as_json(convert: Convert) -> Non
 def test_a_key_that_axolotls_newest_version_refuses_is_said(convert: Convert) -> None:
     assert SUM_REFUSED in said(convert(AXOLOTL | PAIRS, rpo_alpha=1.0))
     assert SUM_REFUSED not in said(convert(AXOLOTL | PAIRS))
+
+
+SWIFT_QWEN = {
+    "model": "Qwen/Qwen2.5-7B-Instruct",
+    "tuner_type": "lora",
+    "dataset": ["rows.jsonl"],
+    "torch_dtype": "bfloat16",
+    "gradient_accumulation_steps": 4,
+}
+COSINE_TO = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours", "line"),
+    [
+        ({"quant_bits": 4}, {"load_in_4bit": False}, "quant_bits: 4"),
+        ({"quant_bits": 4, "quant_method": "bnb"}, {"load_in_4bit": True}, ""),
+        ({"early_stop_interval": 0}, {"early_stopping_patience": None}, ""),
+        ({"label_smoothing_factor": 0.1}, {"label_smoothing": 0.1}, "label_smoothing_factor: "),
+        ({"new_special_tokens": ["<a>", "b.txt"]}, {"added_tokens": ["<a>"]}, '"b.txt"'),
+        ({"modules_to_save": ["all-norm", "head"]}, {"modules_to_save": ["head"]}, '"all-norm"'),
+        (
+            {"target_modules": ["all-linear", "all-embedding"]},
+            {"lora_target_modules": "all-linear"},
+            "target_modules: ",
+        ),
+        (COSINE_TO | {"lr_scheduler_kwargs": '{"min_lr": 1e-5}'}, {"min_lr_ratio": 0.1}, ""),
+        ({"loss_scale": "last_round+hermes"}, {"turns": "last"}, "loss_scale: "),
+        ({"val_dataset": ["a.jsonl"], "save_steps": 20}, {"eval_steps": 20}, ""),
+        ({"val_dataset": ["a.jsonl"]}, {"eval_steps": 500}, ""),
+        (
+            {"split_dataset_ratio": 0.1, "save_strategy": "epoch"},
+            {"eval_strategy": "epoch", "eval_split_size": 0.1},
+            "",
+        ),
+        (
+            {"split_dataset_ratio": 0.1, "eval_strategy": "no"},
+            {"eval_split_size": None},
+            "split_dataset_ratio: ",
+        ),
+        (
+            {"freeze_parameters_ratio": 1, "tuner_type": "full"},
+            {"use_peft": False},
+            "freeze_parameters_ratio: ",
+        ),
+        ({"acc_strategy": "seq"}, {}, ""),
+    ],
+)
+def test_a_value_of_ms_swifts_does_what_it_does_there(
+    keys: dict[str, object], ours: dict[str, object], line: str, convert: Convert
+) -> None:
+    made = convert(SWIFT_QWEN, **keys)
+    recipe = {key: field.default for key, field in recipe_keys().items()} | made.recipe
+    assert {key: recipe[key] for key in ours} == ours
+    assert line in said(made)
+    if not line:
+        assert not any(f"{key}: " in said(made) for key in keys if key != "val_dataset")
+
+
+def test_ms_swift_computes_in_fp16_where_weights_are_in_float32(convert: Convert) -> None:
+    made = convert(SWIFT_QWEN, torch_dtype="float32")
+    assert "mixed_precision: fp16" in str(made.accelerate_file)
+    assert convert(SWIFT_QWEN, torch_dtype="float32", fp16=False).accelerate_file is None
