@@ -6,7 +6,7 @@ run calls them.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from finetune.config.schema import Model, Recipe
 from finetune.config.served import NAMES_KEY
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, ALL_LINEAR, CONFIG_FILE, ROTATION, SCORES
 from finetune.errors import UserError, on_one_line
-from finetune.files.json_files import read_json_object, read_tensor_header
+from finetune.files.json_files import load_json, read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
 
 
@@ -268,6 +268,39 @@ COMPARED = (
 )
 
 
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_names_or_pattern(value: Any) -> bool:
+    return isinstance(value, str) or _is_names(value)
+
+
+def _is_layers(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [value]
+    return all(type(layer) is int for layer in layers)
+
+
+def _is_dropout(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+NAMES = "a list of names"
+# keys of adapter_config.json that may be left out -> (what fits, in words)
+ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "target_modules": (_is_names_or_pattern, f"{NAMES} or a pattern"),
+    "exclude_modules": (_is_names_or_pattern, f"{NAMES} or a pattern"),
+    "modules_to_save": (_is_names, NAMES),
+    "target_parameters": (_is_names, NAMES),
+    "layers_to_transform": (_is_layers, "a number or numbers of layers"),
+    "lora_dropout": (_is_dropout, "a number from 0 to below 1"),
+    "use_rslora": (_is_flag, "true or false"),
+    "use_dora": (_is_flag, "true or false"),
+}
 LARGEST_RANK = 1 << 16
 RANK_TIMES = 30  # of a rank, as a multiple of the largest in the adapter's file
 
@@ -281,6 +314,12 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
             f"{where}: {NAMES_KEY}: its modules have the names of {config[NAMES_KEY]}, which alone "
             "opens it; name the folder that it was exported from"
         )
+    for key, (fits, words) in ADAPTER_VALUES.items():
+        value = config.get(key)
+        if value is not None and not fits(value):
+            raise UserError(
+                f"{where}: {key}: {words} is expected, not {value!r:.60}; copy it again"
+            )
     if config.get("peft_type") == "OFT":
         _check_rotation(config, where)
         return
@@ -401,7 +440,7 @@ def complete_lora(recipe: Recipe) -> Recipe:
         return recipe
     folder = find_adapter(name)
     where = str(folder / ADAPTER_CONFIG)
-    config = read_json_object(folder / ADAPTER_CONFIG)
+    config = load_json(folder / ADAPTER_CONFIG)
     check_adapter_config(config, where)
     reason = why_unsupported(config)
     if reason is None and (config.get("bias", "none") != "none" or config.get("lora_bias")):

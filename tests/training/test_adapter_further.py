@@ -219,6 +219,26 @@ REFUSED: dict[str, tuple[Changes, list[str], str]] = {
         [],
         "peft_type: 'IA3' is neither LORA nor OFT",
     ),
+    "targets that are no names": (
+        lambda c: c.update(target_modules=5),
+        [],
+        "adapter_config.json: target_modules: a list of names or a pattern is expected, not 5",
+    ),
+    "a dropout of all": (
+        lambda c: c.update(lora_dropout=2),
+        [],
+        "lora_dropout: a number from 0 to below 1 is expected, not 2",
+    ),
+    "a flag that is text": (
+        lambda c: c.update(use_dora="yes"),
+        [],
+        "use_dora: true or false is expected, not 'yes'",
+    ),
+    "layers that are no numbers": (
+        lambda c: c.update(layers_to_transform="x"),
+        [],
+        "layers_to_transform: a number or numbers of layers is expected, not 'x'",
+    ),
     "a start that changes the base": (
         lambda c: c.update(init_lora_weights="pissa"),
         [],
@@ -263,6 +283,15 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(
     with pytest.raises(UserError) as error:
         complete_lora(read_recipe(str(folder / "lora.yaml"), given))
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ['{"r": 4, ', "[1]", '{"r": 4, "r": 8}'])
+def test_a_damaged_config_of_an_adapter_is_named(text: str, folder: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(folder / "adapter", tmp_path / "adapter"))
+    (adapter / "adapter_config.json").write_text(text)
+    recipe = read_recipe(str(folder / "lora.yaml"), [f"adapter_name_or_path={adapter}"])
+    with pytest.raises(UserError, match=r"adapter_config\.json: .*(JSON|damaged)"):
+        complete_lora(recipe)
 
 
 def test_a_rank_of_a_billion_takes_no_memory_in_chat(folder: Path, tmp_path: Path) -> None:
