@@ -329,6 +329,7 @@ ROUNDED_BEFORE = (
     "rounded to that before it is quantized there; here its own numbers are quantized"
 )
 # param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
+ADAPTERS_LEFT = ("orpo", "simpo")  # whose trainers, of its experimental/orpo and cpo, cast none
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
@@ -445,11 +446,12 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
     if load_key is None:
         return
     is_trained_by_trl = tool == "TRL" or any(map(settings.get, OF_PAIRS))
-    if tool in ("TRL", "Axolotl") and is_trained_by_trl:
+    is_cast = conversion.recipe.get("method") not in ADAPTERS_LEFT
+    if tool in ("TRL", "Axolotl") and is_trained_by_trl and is_cast:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     named = str(settings.get("torch_dtype") or settings.get("dtype")).rpartition(".")[2]
-    is_cast = tool in ("TRL", "ms-swift") and named in ("bfloat16", "float16")
-    if tool == "Axolotl" or is_cast:
+    is_rounded = tool in ("TRL", "ms-swift") and named in ("bfloat16", "float16")
+    if tool == "Axolotl" or is_rounded:
         conversion.add_remark(load_key, True, ROUNDED_BEFORE)
 
 

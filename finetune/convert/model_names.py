@@ -836,6 +836,11 @@ SAVED_TEMPLATE = (
 SAVED_BY_FACTORY = ("chatml",)  # replace_jinja_template, of the names in TEMPLATES
 # add_eos of its trainers, which get Axolotl's rows as texts
 SCORED_EOS = "the EOS token follows {} there unless it is that, and is scored; it is not here"
+# add_bos_token_if_needed and add_eos_token_if_needed of its ORPO and CPO trainers
+ENDS_ADDED = (
+    "the tokenizer's BOS token begins a prompt there, and its EOS token ends an answer and is "
+    "scored, also where the template writes neither; here what the template writes"
+)
 SCORED_BREAK = (
     "chat_template: what it writes after the end of an answer, as ChatML's line break, is scored "
     "too there"
@@ -928,8 +933,12 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     """
     if find_method_facts(conversion.recipe).rows not in ("pairs", "ratings"):
         return
-    if conversion.tool == "TRL":
+    method = conversion.recipe.get("method")
+    # argilla of Axolotl's prompt_strategies/orpo strips no answer
+    if conversion.tool == "TRL" or method == "orpo":
         conversion.remarks.append(SCORED_BREAK)
+    if conversion.tool == "TRL" and method in ("orpo", "simpo"):
+        conversion.remarks.append(ENDS_ADDED)
     if conversion.tool != "Axolotl":
         return
     end = _find_other_end(name_model(settings), conversion)

@@ -69,7 +69,10 @@ COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
     "both here: for such rows set assistant_only_loss: true"
 )
-WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
+WHOLE_ROW = (
+    "the cross entropy is over prompt and answer there, the mean of each micro-batch counting "
+    "alike; over the answer here, a mean over the whole step"
+)
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = (
     "the KL term is estimated on the answers of a batch there, here on each row's successor in the "

@@ -390,6 +390,8 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_lin
         (TRL, LORA | {"beta": 0.1}, True),
         (AXOLOTL, QLORA, False),
         (AXOLOTL, QLORA | {"rl": "dpo"}, True),
+        (AXOLOTL, QLORA | {"rl": "orpo"}, False),
+        (AXOLOTL, QLORA | {"rl": "simpo"}, False),
     ],
 )
 def test_adapters_in_bfloat16_over_a_quantized_base_are_said(

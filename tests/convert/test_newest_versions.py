@@ -34,6 +34,7 @@ from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
     CHATML_ADDED,
     COMMON_TURNS_OF_IMAGES,
+    ENDS_ADDED,
     FIRST_IMAGE,
     GLM_IMAGES,
     GLM_MARKS,
@@ -367,6 +368,18 @@ def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> 
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
     assert SCORED_BREAK in said(convert(file, beta=0.1))
     assert SCORED_BREAK not in said(convert(file))
+
+
+@pytest.mark.parametrize("method", ["orpo", "simpo", "dpo"])
+def test_what_the_trainers_of_orpo_and_simpo_write_around_a_pair_is_said(
+    method: str, convert: Convert
+) -> None:
+    pairs = {"base_model": "org/model", "rl": method, "datasets": PAIRS}
+    assert (SCORED_BREAK in said(convert(AXOLOTL, **pairs))) == (method == "orpo")
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
+    keys = {"loss_type": "simpo", "cpo_alpha": 0} if method == "simpo" else {}
+    made = convert(file | keys, **({"simpo_gamma": 0.5} if method == "simpo" else {}))
+    assert (ENDS_ADDED in said(made)) == (made.recipe["method"] in ("orpo", "simpo"))
 
 
 def test_a_thought_is_none_of_the_tokenizers_where_mistral_common_writes_the_turns(
