@@ -329,10 +329,10 @@ ROUNDED_BEFORE = (
     "rounded to that before it is quantized there; here its own numbers are quantized"
 )
 # param.data.to(torch.bfloat16) of TRL's trainers where the model is quantized
-ADAPTERS_LEFT = ("orpo", "simpo")  # whose trainers, of its experimental/orpo and cpo, cast none
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
+ADAPTERS_LEFT = ("orpo", "simpo")  # methods whose trainers, in its experimental/, cast none
 # autocast_adapter_dtype=False of TRL's trainers under ZeRO-3, since 1.16
 ADAPTERS_UNDER_ZERO_3 = (
     "under DeepSpeed's ZeRO-3 adapters are in bfloat16 there, as the base is, in TRL's newest "

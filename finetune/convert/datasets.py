@@ -649,8 +649,16 @@ class _FactoryData:
     def _read_name(self, name: str) -> Sources:
         keys = self.info.get(name)
         if keys is None:
+            folder = str(self.settings.get("dataset_dir"))
+            # get_dataset_list of its data/parser.py
+            if folder == "ONLINE":
+                return [{"path": name}]
+            where = f"is not in {self.info_path}"
+            if folder.startswith("REMOTE:"):
+                hub = folder.removeprefix("REMOTE:")
+                where = f"is described in dataset_info.json of the hub data set {hub}"
             self.conversion.to_do.append(
-                f"datasets: {name} is not in {self.info_path}; put its file or hub name as path"
+                f"datasets: {name} {where}; put its file or hub name as path"
             )
             return [{"path": name}]
         if not isinstance(keys, dict):

@@ -934,19 +934,23 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     if find_method_facts(conversion.recipe).rows not in ("pairs", "ratings"):
         return
     method = conversion.recipe.get("method")
+    is_axolotl = conversion.tool == "Axolotl"
     # argilla of Axolotl's prompt_strategies/orpo strips no answer
-    if conversion.tool == "TRL" or method == "orpo":
+    if conversion.tool == "TRL" or (is_axolotl and method == "orpo"):
         conversion.remarks.append(SCORED_BREAK)
-    if conversion.tool == "TRL" and method in ("orpo", "simpo"):
+    adds_ends = method in ("orpo", "simpo")
+    if adds_ends and conversion.tool in ("TRL", "Axolotl"):
         conversion.remarks.append(ENDS_ADDED)
-    if conversion.tool != "Axolotl":
+    if not is_axolotl:
         return
     end = _find_other_end(name_model(settings), conversion)
-    if end is not None:
+    if end is not None and not adds_ends:
         conversion.add_remark("rl", settings.get("rl"), SCORED_EOS.format(end))
     if conversion.recipe.get("chat_template") == "gemma4":
         template = settings.get("chat_template")
         conversion.add_difference("chat_template", template, ASKED_WITH_THOUGHT)
+    if adds_ends:
+        return
     template = conversion.recipe.get("chat_template")
     template = template or FAMILY_TEMPLATES.get(guess_family(name_model(settings)) or "")
     if template in WITHOUT_BOS:

@@ -63,6 +63,7 @@ from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 
+POSITIONS = (r"inv_freq$", r"embed_positions$")  # buffers of RoPE
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
 
 
@@ -84,7 +85,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     names = [name for name, _ in model.named_parameters()]
     refuse_other_parameters(lora.lora_target_parameters, _list_expert_parameters(model), names)
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
-    model.to(base_dtype)
+    cast_frozen(model, base_dtype)
     model.requires_grad_(False)
     saved_whole = _find_saved_whole(model, lora)
     with warnings.catch_warnings():  # what peft warns of is refused below
@@ -120,6 +121,24 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # their parameters.
     saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts parameters and buffers, but for the buffers that transformers keeps in fp32 in a model
+    of 16 bits: RoPE's frequencies, and those that its class names.
+
+    At a distance of some hundred tokens a frequency that is rounded to bf16 turns by another angle.
+    """
+    patterns = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *POSITIONS]
+    kept = [
+        (module, name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if any(re.search(pattern, f"{prefix}.{name}") for pattern in patterns)
+    ]
+    model.to(dtype)
+    for module, name, buffer in kept:
+        setattr(module, name, buffer)
 
 
 def adapt_head(model: Any) -> None:

@@ -890,6 +890,22 @@ def test_what_is_left_to_do_is_listed_and_is_exit_code_1(
     assert f"to do: {line}\n" in ended.stderr and f"# To do:\n#   {line}\n" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("ONLINE", None),
+        ("REMOTE:org/data", "is described in dataset_info.json of the hub data set org/data"),
+    ],
+)
+def test_data_sets_of_the_hub_by_llama_factory(
+    folder: str, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"{LLAMA_FACTORY}dataset_dir: {folder}\n")
+    to_do = "\n".join(convert_file(tmp_path / "theirs.yaml").to_do)
+    assert ("datasets: questions" in to_do) == (said is not None)
+    assert said is None or f"questions {said}; put its file" in to_do
+
+
 ALIKE = "rows: those of similar length share a step here; they are drawn at random there"
 
 

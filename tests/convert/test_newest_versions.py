@@ -375,7 +375,9 @@ def test_what_the_trainers_of_orpo_and_simpo_write_around_a_pair_is_said(
     method: str, convert: Convert
 ) -> None:
     pairs = {"base_model": "org/model", "rl": method, "datasets": PAIRS}
-    assert (SCORED_BREAK in said(convert(AXOLOTL, **pairs))) == (method == "orpo")
+    text = said(convert(AXOLOTL, **pairs))
+    assert (SCORED_BREAK in text) == (method == "orpo")
+    assert (ENDS_ADDED in text) == (method != "dpo")
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
     keys = {"loss_type": "simpo", "cpo_alpha": 0} if method == "simpo" else {}
     made = convert(file | keys, **({"simpo_gamma": 0.5} if method == "simpo" else {}))

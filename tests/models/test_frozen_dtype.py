@@ -1,0 +1,30 @@
+"""A base that is frozen in 16 bits under adapters has the buffers of transformers' model in 16 bits."""
+
+import pytest
+import torch
+
+from finetune.models.load import build_on_meta
+from finetune.models.lora import cast_frozen
+from tests.models.families import EVERY, build
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_are_those_of_transformers_in_16_bits(dtype: torch.dtype) -> None:
+    """RoPE's frequencies above all: rounded, they turn by another angle at a distance of some hundred tokens."""
+    frequencies = 0
+    for family in EVERY:
+        config = build(family).config
+        theirs = dict(build_on_meta(config, dtype).named_buffers())
+        model = build_on_meta(config, torch.float32)
+        cast_frozen(model, dtype)
+        ours = dict(model.named_buffers())
+        assert ours.keys() == theirs.keys()
+        for name, buffer in ours.items():
+            if buffer.is_floating_point():
+                assert buffer.dtype == theirs[name].dtype, (family, name)
+                # GPT-J's and CodeGen's are computed in the default dtype, which is that of 16 bits there
+                is_computed_in_16_bits = name.endswith("embed_positions")
+                assert is_computed_in_16_bits or torch.equal(buffer, theirs[name]), (family, name)
+                frequencies += name.endswith("inv_freq")
+        assert all(parameter.dtype == dtype for parameter in model.parameters())
+    assert frequencies > len(EVERY)
