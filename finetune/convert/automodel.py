@@ -150,11 +150,23 @@ def _may_flash(model: Mapping[str, Any]) -> bool:
     return model.get("attn_implementation") not in APART
 
 
+# _apply_index_rope_half_split of its models/glm_moe_dsa, and GlmMoeDsaIndexer of transformers
+INDEXED_OTHERWISE = ("glm_moe_dsa",)
+OTHER_INDEX = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones there: "
+    "the indexer rotates halves of a query there, neighboring pairs here"
+)
+
+
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a class of Automodel's own moves the biases of the routers, or adds a loss."""
+    """Reports where a class of Automodel's own moves the biases of the routers, adds a loss, or
+    attends to other tokens.
+    """
     name = name_model(settings)
     is_own = not read_section(settings, "model").get("force_hf")
     if is_own and guess_family(name) in BIASES_MOVED:
         conversion.add_difference("model", name, MOVED_BIASES)
+    if is_own and guess_family(name) in INDEXED_OTHERWISE:
+        conversion.add_difference("model", name, OTHER_INDEX)
     if is_own and guess_family(name) in PREDICTING_AHEAD:
         conversion.add_difference("model", name, AHEAD)

@@ -292,6 +292,11 @@ RESIZED = (
     "pixels otherwise"
 )
 BY_TORCHVISION = ("llama4",)
+# Mistral3Processor of Axolotl's loaders/processor.py, by mistral-common's tokenizers/image.py
+RESIZED_BY_COMMON = (
+    "mistral-common resizes images by OpenCV there, whose cubic smooths none that is made smaller, "
+    "and rounds the sides of a large one; here by Pillow, and those sides are rounded down"
+)
 BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
 # its utils/schemas/config.py; a plugin of diffusion reads it as warmup_ratio before
@@ -601,7 +606,9 @@ def _is_rewritten(family: str) -> bool:
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
-    if conversion.images and conversion.tool != "torchtune":
+    if conversion.images and settings.get("tokenizer_use_mistral_common"):
+        conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
+    elif conversion.images and conversion.tool != "torchtune":
         conversion.remarks += [RESIZED] if conversion.images not in BY_TORCHVISION else []
     is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
     if conversion.images and is_bounded and settings.get("image_max_pixels") is None:

@@ -226,7 +226,8 @@ MASTER_WEIGHTS = (
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
-    "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, in float32 here"
+    "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
+    "over a step's micro-batches too; in float32 here"
 )
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
 # its name.

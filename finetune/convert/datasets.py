@@ -213,7 +213,10 @@ TOKENIZER_AS_IT_IS = (
     "an argument of the tokenizer there; here it is as its own files say, and a row that is cut "
     "loses its end"
 )
-HEADER_THERE = f"under a chat template {HEADER}"
+HEADER_THERE = (
+    f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
+    "break"
+)
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"

@@ -550,8 +550,11 @@ OWN_THOUGHT = (
 )
 ONE_TEXT = (
     "one text for all answers of a row there, with an empty thought in the last one; here each "
-    "follows the prompt of inference"
-)  # MultiModalChatDataCollator, which trains all that stands between the marks of an answer
+    "follows the prompt of inference, and what that lacks of an empty thought is trained"
+)
+# _encode_normal_content_assistant_message of mistral-common's tokens/tokenizers/instruct.py
+ANSWERS_STRIPPED = "chat_template: spaces at the end of an answer are left out there"
+# MultiModalChatDataCollator, which trains all that stands between the marks of an answer
 THOUGHT_WHOLE = (
     "a thought that the template writes before an answer, an empty one too, is trained from its "
     "first token on there; here from the end of the prompt of inference, which may open it"
@@ -768,6 +771,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
     the files say.
     """
+    if settings.get("tokenizer_use_mistral_common"):
+        conversion.remarks.append(ANSWERS_STRIPPED)
     if settings.get("tokenizer_use_mistral_common") and conversion.images:
         conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
     elif settings.get("tokenizer_use_mistral_common"):
@@ -1079,6 +1084,9 @@ MARKS_TRAINED = "what the processor writes around an image's patches is trained 
 GLM_IMAGES = ("glm4v", "glm46v")
 GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
 # transformers' get_keys_to_not_convert, which leaves the head in 16 bits
+QUANTIZED_PARTS = (
+    "the linear layers of the vision tower and the projector are in as few bits there, in 16 here"
+)
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
 # apply_chat_template of transformers' processors, which encodes as the tokenizer does by itself
 # what begins with no BOS token; the templates of other families begin with it
@@ -1091,6 +1099,11 @@ WITHOUT_BOS_BEFORE_IMAGES = ("llava", "llava_next")
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
 # ProcessingStrategy.__call__ of Axolotl
 FIRST_IMAGE = "of a column of images the first of a row alone is read there, all here"
+# _maybe_adapt_message of transformers' MistralCommonBackend
+COLUMN_REFUSED = (
+    "a row with a column of images ends the run there, where parts of messages name an image by "
+    "path, url or base64; here such a column is read"
+)
 IMAGES_OF_COLUMN = (
     f"{FIRST_IMAGE}; it stands after the words of the first question there, and before them here, "
     "unless a part of a message holds its place; here <image> in the words does too"
@@ -1253,7 +1266,7 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
         return
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
-        conversion.add_difference(load_key, True, QUANTIZED_TOWER)
+        conversion.add_difference(load_key, True, QUANTIZED_PARTS)
     if conversion.tool == "LLaMA-Factory":
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
@@ -1411,8 +1424,8 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where an image stands in a row, and what the row begins with."""
-    is_moved = settings.get("tokenizer_use_mistral_common")  # before the words, as here
-    conversion.remarks.append(f"datasets: {FIRST_IMAGE if is_moved else IMAGES_OF_COLUMN}")
+    is_common = settings.get("tokenizer_use_mistral_common")
+    conversion.remarks.append(f"datasets: {COLUMN_REFUSED if is_common else IMAGES_OF_COLUMN}")
     is_pixtral = PIXTRAL in name_model(settings).lower()
     if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
         conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)

@@ -88,7 +88,8 @@ ROUTERS = (
 )
 MORE_ROWS = (
     "gradient_accumulation_steps: groups of {} ranks share a row there; here each rank has rows of "
-    "its own, and a step on as many GPUs has {} times the rows: divide it by {}"
+    "its own, and a step on as many GPUs has {} times the rows: divide it by {}, "
+    "or train on as many times fewer GPUs"
 )
 REMOTE_CODE = "trust_remote_code is dropped: transformers has the code of {} itself"
 

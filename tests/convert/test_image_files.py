@@ -172,7 +172,7 @@ def test_what_resizes_images_is_said(family: str, tmp_path: Path) -> None:
 
 def test_a_tower_in_few_bits_is_said(tmp_path: Path) -> None:
     """BitsAndBytesConfig without llm_int8_skip_modules in both tools: transformers leaves the head alone as it is."""
-    note = "load_in_4bit: true   (the vision tower's linear layers are in as few bits there"
+    note = "load_in_4bit: true   (the linear layers of the vision tower and the projector are in as few bits there"
     quantized = write_factory(tmp_path, FACTORY + "quantization_bit: 4\n")
     assert any(line.startswith(note) for line in convert_file(quantized).differences)
     plain = write_factory(tmp_path / "plain")

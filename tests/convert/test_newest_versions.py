@@ -33,9 +33,9 @@ from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.model_names import (
     CHATML_ADDED,
+    COLUMN_REFUSED,
     COMMON_TURNS_OF_IMAGES,
     ENDS_ADDED,
-    FIRST_IMAGE,
     GLM_IMAGES,
     GLM_MARKS,
     IMAGES_OF_COLUMN,
@@ -477,7 +477,7 @@ def test_the_turns_of_mistral_common_around_images_are_said(convert: Convert) ->
     keys = {"base_model": "mistralai/Magistral-Small-2509", "tokenizer_use_mistral_common": True}
     images = convert(AXOLOTL, **keys, processor_type="AutoProcessor")
     assert COMMON_TURNS_OF_IMAGES in said(images)
-    assert FIRST_IMAGE in said(images) and IMAGES_OF_COLUMN not in said(images)
+    assert COLUMN_REFUSED in said(images) and IMAGES_OF_COLUMN not in said(images)
     assert THOUGHTS_LEFT_OUT not in said(images)
     text = convert(AXOLOTL, **keys)
     assert COMMON_TURNS_OF_IMAGES not in said(text) and THOUGHTS_LEFT_OUT in said(text)

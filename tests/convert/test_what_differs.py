@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import recipe_keys
-from finetune.convert.automodel import AHEAD, FIRST_TO_COME, SAVED_IN_EPOCHS
+from finetune.convert.automodel import AHEAD, FIRST_TO_COME, OTHER_INDEX, SAVED_IN_EPOCHS
 from finetune.convert.by_tool import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
@@ -33,6 +33,8 @@ from finetune.convert.by_tool import (
     NEW_UNDER_TRL,
     NOT_NEAT,
     RANKS_ALIKE,
+    RESIZED,
+    RESIZED_BY_COMMON,
     SHARE_REFUSED,
 )
 from finetune.convert.by_value import HELD_OUT_SAMPLED, SUM_REFUSED
@@ -40,10 +42,12 @@ from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED
 from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
+    ANSWERS_STRIPPED,
     AUTOMODEL_ADAPTERS,
     AUTOMODELS_START,
     BY_ITS_END,
     CALLS_THOUGHT_OF,
+    COLUMN_REFUSED,
     EMPTY_SYSTEM,
     FAMILIES,
     MAYBE_EARLIER_THOUGHTS,
@@ -1067,3 +1071,15 @@ def test_ms_swift_computes_in_fp16_where_weights_are_in_float32(convert: Convert
     made = convert(SWIFT_QWEN, torch_dtype="float32")
     assert "mixed_precision: fp16" in str(made.accelerate_file)
     assert convert(SWIFT_QWEN, torch_dtype="float32", fp16=False).accelerate_file is None
+
+
+def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Convert) -> None:
+    common = {"base_model": "mistralai/Mistral-Small-3.1-24B-Instruct-2503", "tokenizer_use_mistral_common": True}  # fmt: skip
+    text = said(convert(AXOLOTL, **common))
+    assert ANSWERS_STRIPPED in text and RESIZED_BY_COMMON not in text
+    seen = said(convert(AXOLOTL, **common, processor_type="AutoProcessor"))
+    assert RESIZED_BY_COMMON in seen and RESIZED not in seen and COLUMN_REFUSED in seen
+    model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
+    for name, is_said in (("zai-org/GLM-5.2", True), ("Qwen/Qwen3-8B", False)):
+        made = convert(NEMO, model=model | {"pretrained_model_name_or_path": name})
+        assert (OTHER_INDEX in said(made)) == is_said
