@@ -7,7 +7,7 @@ rest, and never computed.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -143,6 +143,23 @@ def base_of(model: Any) -> Any:
 def has_trained(model: nn.Module) -> bool:
     """Whether any parameter of `model` is trained."""
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def find_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
+    """Finds the names of parameters and buffers that transformers keeps in fp32 whatever the
+    model's dtype.
+    """
+    modules = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if not modules:
+        return frozenset()
+    pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, modules))})(\.|$)")
+    return frozenset(filter(pattern.search, names))
+
+
+def set_buffer(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Replaces the buffer of that name."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, buffer)
 
 
 def unwrap(model: nn.Module) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE
-from finetune.distributed.model_parts import text_names
+from finetune.distributed.model_parts import find_float32, text_names
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
@@ -166,7 +166,7 @@ def describe_target(
         shapes=shapes,
         files=boxes_of_files(model, shapes),
         tied=tied,
-        float32=_find_float32(model, state),
+        float32=find_float32(model, state),
         beside=frozenset(name for name in shapes if not name.startswith(text_names(model))),
         untied=untied,
     )
@@ -190,14 +190,6 @@ def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) ->
         raise UserError(
             f"{path}: describes no causal language model that transformers can build: {reason}"
         ) from None
-
-
-def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
-    modules = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if not modules:
-        return frozenset()
-    pattern = re.compile(rf"(^|\.)({'|'.join(map(re.escape, modules))})(\.|$)")
-    return frozenset(filter(pattern.search, names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,10 @@ from finetune.config.schema import (
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
 from finetune.distributed.model_parts import (
     Values,
+    find_float32,
     head_of,
     other_parts,
+    set_buffer,
     take_language_model,
     text_names,
     unwrap,
@@ -375,6 +377,9 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             f"{config.model_type}: transformers cannot build the model of this config ({reason}); "
             "name another model"
         ) from error
+    buffers = dict(model.named_buffers())
+    for name in find_float32(model, buffers):  # which from_pretrained alone minds
+        set_buffer(model, name, buffers[name].float())
     if not model.config.architectures:  # as in a recipe's model_config
         model.config.architectures = [type(model).__name__]
     set_experts_implementation(model, "eager")  # loops over experts; exact on every device

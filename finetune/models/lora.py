@@ -45,12 +45,14 @@ from finetune.distributed.model_parts import (
     Slices,
     Values,
     expert_modules,
+    find_float32,
     gather_whole,
     has_other_parts,
     has_scores,
     head_of,
     is_experts,
     product_dtype,
+    set_buffer,
     text_modules,
     text_names,
     trunk_of,
@@ -63,7 +65,7 @@ from finetune.models.loss_chunks import HeadProduct
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 from finetune.units import counted
 
-POSITIONS = (r"inv_freq$", r"embed_positions$")  # buffers of RoPE
+POSITIONS = ("inv_freq", "embed_positions")  # ends of the names of RoPE's buffers
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
 
 
@@ -129,16 +131,13 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
     At a distance of some hundred tokens a frequency that is rounded to bf16 turns by another angle.
     """
-    patterns = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *POSITIONS]
-    kept = [
-        (module, name, buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if any(re.search(pattern, f"{prefix}.{name}") for pattern in patterns)
-    ]
+    buffers = dict(model.named_buffers())
+    in_fp32 = find_float32(model, buffers)
+    kept = {name: buffer for name, buffer in buffers.items() if name in in_fp32}
+    kept |= {name: buffer for name, buffer in buffers.items() if name.endswith(POSITIONS)}
     model.to(dtype)
-    for module, name, buffer in kept:
-        setattr(module, name, buffer)
+    for name, buffer in kept.items():
+        set_buffer(model, name, buffer)
 
 
 def adapt_head(model: Any) -> None:

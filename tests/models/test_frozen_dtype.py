@@ -1,7 +1,10 @@
-"""A base that is frozen in 16 bits under adapters has the buffers of transformers' model in 16 bits."""
+"""A model in 16 bits, frozen under adapters or trained, has the buffers of transformers' model in 16 bits."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from finetune.models.load import build_on_meta
 from finetune.models.lora import cast_frozen
@@ -28,3 +31,20 @@ def test_buffers_are_those_of_transformers_in_16_bits(dtype: torch.dtype) -> Non
                 frequencies += name.endswith("inv_freq")
         assert all(parameter.dtype == dtype for parameter in model.parameters())
     assert frequencies > len(EVERY)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4_moe", "nemotron_h"])
+def test_biases_of_routers_are_in_fp32_as_from_pretrained_opens_them(
+    family: str, tmp_path: Path
+) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    theirs = {name: buffer.dtype for name, buffer in opened.named_buffers()}
+    trained = build_on_meta(model.config, torch.bfloat16)
+    frozen = build_on_meta(model.config, torch.float32)
+    cast_frozen(frozen, torch.bfloat16)
+    for ours in (trained, frozen):
+        assert {name: buffer.dtype for name, buffer in ours.named_buffers()} == theirs
+    has_biases = any("e_score_correction_bias" in name for name in theirs)
+    assert has_biases == (family != "llama")
