@@ -71,6 +71,9 @@ UNREAD = (
         ("save_total_limit",),
         lambda file: file.get("save_total_limit") == 0,
     ),
+    Unread(
+        ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0
+    ),
     # of its train/sft/trainer.py alone
     Unread(
         ("LLaMA-Factory",),

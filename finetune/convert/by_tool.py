@@ -886,11 +886,6 @@ def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
         for key in LOAD_KEYS:
             recipe.pop(key, None)
         conversion.add_remark("quant_bits", settings["quant_bits"], WITHOUT_METHOD)
-    if settings.get("early_stop_interval") == 0:
-        recipe.pop("early_stopping_patience", None)
-        conversion.remarks = [
-            line for line in conversion.remarks if not line.startswith("early_stop_interval")
-        ]
     if recipe.get("label_smoothing"):
         conversion.add_remark("label_smoothing_factor", recipe["label_smoothing"], SMOOTHED_MEANS)
     for key in ("target_modules", "modules_to_save"):

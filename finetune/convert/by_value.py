@@ -49,7 +49,7 @@ HELD_OUT_SAMPLED = (
     "once, greedily, here"
 )
 # of torchtune, by the names of the recipes that do not read them
-UNREAD = {
+UNREAD_BY_RECIPES = {
     "clip_grad_norm": "lora_dpo|knowledge_distillation_distributed",
     "lr_scheduler": "qat_single_device",
     "dataset_val": "single_device|dpo|knowledge_distillation|early_exit|multi_dataset",
@@ -140,7 +140,7 @@ def _report_unread(settings: ToolFile, text: str, conversion: Conversion) -> Non
     """Reports the keys that a recipe of torchtune's does not read."""
     recipe = conversion.recipe
     name = _name_recipe(text, conversion)
-    for key, names in UNREAD.items():
+    for key, names in UNREAD_BY_RECIPES.items():
         value = settings.get(key)
         if not value or not re.search(names, name):
             continue

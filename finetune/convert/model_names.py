@@ -1097,16 +1097,16 @@ TOKENIZERS_BOS_OF_IMAGES = (
 WITHOUT_BOS_BEFORE_IMAGES = ("llava", "llava_next")
 # utils/collators/mm_chat.py of Axolotl
 IMAGES_UNCUT = "a row is trained on at any length there; a longer one is dropped here"
-# ProcessingStrategy.__call__ of Axolotl
-FIRST_IMAGE = "of a column of images the first of a row alone is read there, all here"
 # _maybe_adapt_message of transformers' MistralCommonBackend
 COLUMN_REFUSED = (
     "a row with a column of images ends the run there, where parts of messages name an image by "
     "path, url or base64; here such a column is read"
 )
+# ProcessingStrategy.__call__ of Axolotl
 IMAGES_OF_COLUMN = (
-    f"{FIRST_IMAGE}; it stands after the words of the first question there, and before them here, "
-    "unless a part of a message holds its place; here <image> in the words does too"
+    "of a column of images the first of a row alone is read there, all here; it stands after the "
+    "words of the first question there, and before them here, unless a part of a message holds its "
+    "place; here <image> in the words does too"
 )
 CHATML = "<|im_end|>"
 CHATML_ADDED = (
@@ -1389,19 +1389,23 @@ def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)
 
 
-def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
-    targets = (
-        "all-linear" if settings.get("lora_target_linear") else settings.get("lora_target_modules")
-    )
-    if settings.get("freeze_mm_modules"):
-        pass  # the tower and the projector, with adapters on them: utils/freeze.py
-    elif not settings.get("adapter"):
+def _report_tower(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl trains the vision tower, or adapters on it."""
+    if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
-    elif not re.search("language_model|text_model", str(targets)) and _may_adapt_tower(
-        targets, str(conversion.images)
-    ):
+        return
+    targets = settings.get("lora_target_modules")
+    if settings.get("lora_target_linear"):
+        targets = "all-linear"
+    is_of_text = re.search("language_model|text_model", str(targets))
+    if not is_of_text and _may_adapt_tower(targets, str(conversion.images)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
+
+
+def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
+    if not settings.get("freeze_mm_modules"):  # tower and projector: its utils/freeze.py
+        _report_tower(settings, conversion)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
     knows_roles = (
         settings.get("chat_template") in ROLES_BY_TEMPLATE
