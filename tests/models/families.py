@@ -240,3 +240,8 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
     """The largest difference, in units of the largest true value."""
     difference = (found.detach() - truth.detach()).abs().max()
     return float(difference / truth.detach().abs().max().clamp(min=1e-30))
+
+
+def relative_distance(found: Tensor, truth: Tensor) -> float:
+    """The norm of the difference, in units of the norm of the truth."""
+    return float((found.float() - truth.float()).norm() / truth.float().norm().clamp(min=1e-30))
