@@ -127,17 +127,17 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts parameters and buffers, but for the buffers that transformers keeps in fp32 in a model
-    of 16 bits: RoPE's frequencies, and those that its class names.
+    of 16 bits: RoPE's frequencies, those that its class names, and complex numbers.
 
     At a distance of some hundred tokens a frequency that is rounded to bf16 turns by another angle.
+    `nn.Module.to` would make complex numbers real: those of RoPE in Llama 4's image tower.
     """
     buffers = dict(model.named_buffers())
     in_fp32 = find_float32(model, buffers)
-    kept = {name: buffer for name, buffer in buffers.items() if name in in_fp32}
-    kept |= {name: buffer for name, buffer in buffers.items() if name.endswith(POSITIONS)}
     model.to(dtype)
-    for name, buffer in kept.items():
-        set_buffer(model, name, buffer)
+    for name, buffer in buffers.items():
+        if name in in_fp32 or name.endswith(POSITIONS) or buffer.is_complex():
+            set_buffer(model, name, buffer)
 
 
 def adapt_head(model: Any) -> None:

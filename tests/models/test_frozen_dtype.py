@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finetune.models.load import build_on_meta
 from finetune.models.lora import cast_frozen
+from tests import vision
 from tests.models.families import EVERY, build
 
 
@@ -48,3 +49,18 @@ def test_biases_of_routers_are_in_fp32_as_from_pretrained_opens_them(
         assert {name: buffer.dtype for name, buffer in ours.named_buffers()} == theirs
     has_biases = any("e_score_correction_bias" in name for name in theirs)
     assert has_biases == (family != "llama")
+
+
+@pytest.mark.parametrize("family", vision.FAMILIES | vision.MORE | vision.PIXTRAL)
+def test_image_towers_under_adapters_are_those_that_from_pretrained_opens_in_16_bits(
+    family: str, tmp_path: Path
+) -> None:
+    """RoPE of Llama 4's tower is complex: cast by torch it would lose its imaginary half."""
+    vision.make_vision_model(tmp_path, family)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = type(theirs).from_pretrained(tmp_path, dtype=torch.float32)
+    cast_frozen(ours, torch.bfloat16)
+    expected = dict(theirs.named_buffers()) | dict(theirs.named_parameters())
+    for name, tensor in [*ours.named_buffers(), *ours.named_parameters()]:
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor, expected[name]), name

@@ -2,6 +2,7 @@
 transformers alone, or it is refused in a sentence that says what to do."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,29 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Data, Lora, Model
 from finetune.distributed.join import join, leave
 from finetune.errors import UserError
+from finetune.models import probe
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from tests.conftest import make_model, slow_but
 from tests.models.families import HYBRIDS, MASKED, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
+MIXTURE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "n_routed_experts": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": {"layout": "ddp"}},
     "fsdp1": {"sharding": {"layout": "fsdp1"}},
@@ -165,13 +183,40 @@ def test_rounding_of_the_size_of_bf16s_is_a_fault_in_float32(
     try:
         model: Any = load_model(recipe, Lora(), 0, world)[0]
         check_training_forward(model, recipe, Data(), world)
-
-        def leak_a_little(_module: Any, _args: Any, output: Any) -> Any:
-            earlier = output.cumsum(1) - output
-            return output + 0.05 * earlier / torch.arange(1, output.shape[1] + 1)[None, :, None]
-
-        model.model.layers[0].mlp.register_forward_hook(leak_a_little)
+        model.model.layers[0].mlp.register_forward_hook(leak(0.05))
         with pytest.raises(UserError, match="do not keep documents apart"):
             check_training_forward(model, recipe, Data(), world)
     finally:
         leave(world)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 9])
+def test_a_token_that_rounding_sends_to_other_experts_does_not_refuse_the_model(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of such models are refused by one text alone; a forward that is another is refused by every text."""
+    make_model(tmp_path, model_type="deepseek_v3", seed=seed, initializer_range=0.15, **MIXTURE)
+    recipe = Model(model_name_or_path=str(tmp_path))
+    world = join(Sharding(layout="single", mixed_precision="bf16", use_cpu=True))
+    try:
+        model: Any = load_model(recipe, Lora(), 0, world)[0]
+        check_training_forward(model, recipe, Data(), world)
+        with monkeypatch.context() as patched:
+            patched.setattr(probe, "FIRST_IDS", probe.FIRST_IDS[:1])
+            with pytest.raises(UserError, match="does not compute what the model's own forward"):
+                check_training_forward(model, recipe, Data(), world)
+        model.model.layers[0].mlp.register_forward_hook(leak(1))
+        with pytest.raises(UserError, match="do not keep documents apart"):
+            check_training_forward(model, recipe, Data(), world)
+    finally:
+        leave(world)
+
+
+def leak(share: float) -> Callable[..., Any]:
+    """A hook that adds to each token a share of the mean of those before it in the row."""
+
+    def add_earlier(_module: Any, _args: Any, output: Any) -> Any:
+        earlier = output.cumsum(1) - output
+        return output + share * earlier / torch.arange(1, output.shape[1] + 1)[None, :, None]
+
+    return add_earlier
