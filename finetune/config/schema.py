@@ -224,7 +224,7 @@ class Lora:
 
     @property
     def is_fused(self) -> bool:
-        """Whether every adapter is computed with its layer (models/lora.py), and the rest is
+        """Whether every adapter is computed with its layer (models/fused_lora.py), and the rest is
         frozen.
         """
         others = (

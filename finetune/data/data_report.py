@@ -103,7 +103,8 @@ def count_groups(examples: Examples) -> dict[str, int]:
 
 
 def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: int = 0) -> str:
-    """
+    """Says how many examples there are, in the words of their kind.
+
     >>> count_examples(6, 0), count_examples(6, 3), count_examples(6, 0, 2, 1)
     ('6 examples', '3 pairs', '3 rated answers (2 good, 1 bad)')
     >>> count_examples(6, 2)
@@ -119,7 +120,8 @@ def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: i
 
 
 def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
-    """
+    """Says what share of a source's tokens `max_length` cuts off; empty where it cuts none.
+
     >>> print(*describe_loss("a.jsonl", 640720, 656080, 640720))
     a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained
     """

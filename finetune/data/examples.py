@@ -56,7 +56,7 @@ class Examples:
         return len(self) // self.group_size
 
     def __getitem__(self, example_id: int) -> Example:
-        store = self._store_of(example_id)
+        store = self.store_of(example_id)
         start = int(self.start[example_id])
         length = int(self.lengths[example_id])
         return Example(
@@ -110,15 +110,15 @@ class Examples:
 
     def count_images(self, example_id: int) -> int:
         """The images of an example."""
-        return self._store_of(example_id).count_images(int(self.document[example_id]))
+        return self.store_of(example_id).count_images(int(self.document[example_id]))
 
     def read_images(self, example_id: int) -> list[EncodedImage]:
         """The images of an example, which holds all of its document's."""
-        return self._store_of(example_id).read_images(int(self.document[example_id]))
+        return self.store_of(example_id).read_images(int(self.document[example_id]))
 
     def read_row(self, example_id: int) -> Any:
         """Reads the row that a prompt comes from, for the rewards."""
-        return self._store_of(example_id).read_row(int(self.document[example_id]))
+        return self.store_of(example_id).read_row(int(self.document[example_id]))
 
     @property
     def has_images(self) -> bool:
@@ -126,9 +126,9 @@ class Examples:
 
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
-        return self._store_of(example_id).where(int(self.document[example_id]))
+        return self.store_of(example_id).where(int(self.document[example_id]))
 
-    def _store_of(self, example_id: int) -> TokenStore:
+    def store_of(self, example_id: int) -> TokenStore:
         return self.stores[int(self.store[example_id])]
 
     def refuse_typed_images(self, image_token_ids: Sequence[int]) -> None:

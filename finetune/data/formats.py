@@ -20,7 +20,7 @@ from finetune.data.messages import (
     Tool,
     describe_value,
     list_columns,
-    parse_json,
+    parse_if_json,
     parse_messages,
     parse_tools,
 )
@@ -254,8 +254,8 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')
     """
-    common = find_common_pair(row, source)
-    if common is None:
+    recognized = find_common_pair(row, source)
+    if recognized is None:
         row_format = source.type or recognize_format(row, source)
     else:
         row_format = "messages"
@@ -263,8 +263,8 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
     findings: tuple[str, ...] = ()
-    if common is not None:
-        source = replace(source, prompt_column=common[0], completion_column=common[1])
+    if recognized is not None:
+        source = replace(source, prompt_column=recognized[0], completion_column=recognized[1])
         findings = ("columns_recognized",)
     group = Group((PARSERS[row_format](columns, source),))
     return ParsedRow((group,), row_format, columns.unused, findings)
@@ -484,7 +484,7 @@ def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
 
 def _parse_history(columns: Columns) -> list[Message]:
     """The earlier turns of an Alpaca row, from its list of [question, answer]."""
-    history = parse_json(columns.take("history")) or []
+    history = parse_if_json(columns.take("history")) or []
     turns = []
     for pair in history if isinstance(history, list) else [history]:
         if (
@@ -642,7 +642,7 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         if system and messages[0] != make_message("system", system):
             messages = (make_message("system", system), *messages)
             trained = (False, *trained)
-    variables = parse_json(columns.take(VARIABLES)) or {}
+    variables = parse_if_json(columns.take(VARIABLES)) or {}
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills mappings with nulls

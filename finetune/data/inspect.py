@@ -351,7 +351,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
     ids = example.input_ids.tolist()
     texts: list[str] = []
-    before = 0  # the last tokens that gave whole characters are ids[before:begin]
+    # ids[before:begin] gave the last whole characters; ids[begin:end] may not be whole ones yet
+    before = 0
     begin = 0
     for end in range(1, len(ids) + 1):
         context = decode(before, begin) if begin else ""
@@ -371,7 +372,7 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     """bool[tokens]: whether each token stands for a part of an image."""
-    ids = examples.stores[examples.store[example_id]].facts.get("image_token_ids", [])
+    ids = examples.store_of(example_id).facts.get("image_token_ids", [])
     is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
     return is_image
 
@@ -388,20 +389,20 @@ def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
 
 def _is_pooled(examples: Examples, example_id: int) -> bool:
     """Whether the tokens with a label are those whose states are an example's embedding."""
-    return bool(examples.stores[examples.store[example_id]].facts.get("is_pooled", False))
+    return bool(examples.store_of(example_id).facts.get("is_pooled", False))
 
 
 def _name_scores(examples: Examples, example_id: int) -> list[str]:
     """The names of the scores of an example whose last token is scored; none where its tokens are
     predicted.
     """
-    names: list[str] = examples.stores[examples.store[example_id]].facts.get("scores", [])
+    names: list[str] = examples.store_of(example_id).facts.get("scores", [])
     return names
 
 
 def _label_kind(examples: Examples, example_id: int) -> str:
     """Names the kind of label of an example's scored token; see `RowFacts`."""
-    return str(examples.stores[examples.store[example_id]].facts.get("label", "margin"))
+    return str(examples.store_of(example_id).facts.get("label", "margin"))
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:

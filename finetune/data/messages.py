@@ -189,12 +189,12 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     >>> parse_tools('[{"name": "now", "parameters": {}}]')
     ({'type': 'function', 'function': {'name': 'now', 'parameters': {}}},)
     """
-    tools = parse_json(value)
+    tools = parse_if_json(value)
     if not tools:
         return ()
     listed = tools if isinstance(tools, list | tuple) else [tools]
     schemas = []
-    for tool in map(parse_json, listed):
+    for tool in map(parse_if_json, listed):
         if not isinstance(tool, dict) or not tool.keys() & {"name", "function", "type"}:
             raise BadRow(
                 "tools: a list of JSON schemas, each with its name, is expected, found "
@@ -233,7 +233,7 @@ def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> 
     return {**schema, "function": schema["function"] | {"name": called}}
 
 
-def parse_json(value: Any) -> Any:
+def parse_if_json(value: Any) -> Any:
     """Parses a JSON text. Text that is not JSON, and a value that is no text, stay as they are;
     what is empty becomes None.
     """
@@ -373,13 +373,13 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
         BadRow: A role of CALL_ROLES without a call.
     """
     content = turn.get("content", turn.get("value"))
-    calls = parse_json(turn.get("tool_calls"))
-    older = parse_json(turn.get("function_call"))  # OpenAI's name of one call
+    calls = parse_if_json(turn.get("tool_calls"))
+    older = parse_if_json(turn.get("function_call"))  # OpenAI's name of one call
     if calls and older and calls not in (older, [older]):
         raise BadRow(f"message {number}: has tool_calls and function_call; keep one")
     calls = calls or older
     if name in CALL_ROLES:
-        calls = parse_json(content)
+        calls = parse_if_json(content)
         content = ""
         if not calls:
             raise BadRow(
@@ -488,7 +488,7 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
 
     Raises `BadRow`.
     """
-    call = parse_json(value)
+    call = parse_if_json(value)
     if isinstance(call, dict) and not _read_train(call, number):
         raise BadRow(
             f"message {number}: a tool call with train or weight; a message is trained as a whole: "
@@ -507,7 +507,7 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
             f"{describe_value(value)}"
         )
     if "arguments" in function:
-        arguments = parse_json(function["arguments"])
+        arguments = parse_if_json(function["arguments"])
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):

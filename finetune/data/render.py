@@ -35,7 +35,7 @@ from finetune.data.messages import (
     THOUGHT,
     BadRow,
     Message,
-    parse_json,
+    parse_if_json,
     read_reasoning,
 )
 from finetune.data.preferences import check_prompt
@@ -463,7 +463,7 @@ def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
     listed = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
-        arguments = dict(parse_json(function.get("arguments")) or {})
+        arguments = dict(parse_if_json(function.get("arguments")) or {})
         listed.append(
             (function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()})
         )

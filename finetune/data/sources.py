@@ -351,7 +351,7 @@ def _hash_samples(path: str, most: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-RUN_ROWS = 64  # rows read from one source before the next is chosen
+TURN_ROWS = 64  # rows read from one source before the next is chosen
 
 
 def interleave_sources(
@@ -359,14 +359,18 @@ def interleave_sources(
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """Yields (source, some of its rows, full passes over every source so far), endlessly.
 
-    The next is the source whose rows are furthest behind its weight: a run at the end of a file has
-    few rows. A source that ends is read again. The first `skip` runs are skipped.
+    The next source is the one whose rows are furthest behind its weight, for a batch at the end of
+    a file has few rows. A source that ends is read again.
+
+    Args:
+        sources: With their weights.
+        skip: So many batches at the beginning are read, and not yielded.
     """
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
     passes = [0] * len(sources)
-    readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
+    readers = [read_rows(source, streaming=True, batch_rows=TURN_ROWS) for source in sources]
     given = [0] * len(sources)  # rows
-    runs = 0
+    batches = 0
     while True:
         due = [
             weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)
@@ -375,13 +379,13 @@ def interleave_sources(
         batch = next(readers[i], None)
         if batch is None:
             passes[i] += 1
-            readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
+            readers[i] = read_rows(sources[i], streaming=True, batch_rows=TURN_ROWS)
             batch = next(readers[i], None)
             if batch is None:
                 raise UserError(f"{sources[i].origin}: it has no rows")
         given[i] += len(batch.rows)
-        runs += 1
-        if runs > skip:
+        batches += 1
+        if batches > skip:
             yield sources[i], batch, min(passes)
 
 

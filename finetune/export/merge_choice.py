@@ -63,7 +63,8 @@ def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -
     """Writes the first labeled `examples` within ROW_TOKENS, at most MAX_TOKENS in all; of pairs,
     chosen sides.
     """
-    each = (examples.answers()[number] for number in range(len(examples.answers())))
+    answers = examples.answers()
+    each = (answers[number] for number in range(len(answers)))
     cut = ((example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]) for example in each)
     rows = _take_within((row for row in cut if (row[1] != IGNORE_INDEX).any()), MAX_TOKENS)
     written = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]

@@ -15,14 +15,14 @@ LIMITS = "sentence_bert_config.json"  # how many tokens it reads
 
 def is_embedder(recipe: Mapping[str, Any]) -> bool:
     """Whether a recipe, as a flat mapping, trains embeddings."""
-    method = str(recipe.get("method"))
-    return method in METHODS and METHODS[method].embeds
+    method = METHODS.get(str(recipe.get("method")))
+    return method is not None and method.embeds
 
 
 def is_reranker(recipe: Mapping[str, Any]) -> bool:
     """Whether a recipe, as a flat mapping, trains a reranker."""
-    method = str(recipe.get("method"))
-    return method in METHODS and METHODS[method].ranks
+    method = METHODS.get(str(recipe.get("method")))
+    return method is not None and method.ranks
 
 
 def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dict[str, Any]:

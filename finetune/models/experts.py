@@ -270,15 +270,15 @@ def _add_adapter(
     """
     # peft adds left @ right to a weight [out, in]: A is right and B is left, else the transposes
     left, right, scale = factors
-    down = left.mT if is_transposed else right  # A: [experts, rank, in]
-    up = right.mT if is_transposed else left  # B: [experts, out, rank]
-    padding = -down.shape[1] % EXPERT_RANK_MULTIPLE
+    a = left.mT if is_transposed else right  # [experts, rank, in]
+    b = right.mT if is_transposed else left  # [experts, out, rank]
+    padding = -a.shape[1] % EXPERT_RANK_MULTIPLE
     if padding:
-        down = F.pad(down, (0, 0, 0, padding))
-        up = F.pad(up, (0, padding))
-    inner = multiply_grouped(rows, down.mT, ends)  # [n, rank]
+        a = F.pad(a, (0, 0, 0, padding))
+        b = F.pad(b, (0, padding))
+    inner = multiply_grouped(rows, a.mT, ends)  # [n, rank]
     # peft keeps B of all experts in one matrix, in which the columns of one expert are apart.
-    added = multiply_grouped(inner, up.contiguous().mT, ends)
+    added = multiply_grouped(inner, b.contiguous().mT, ends)
     return product.add(added, alpha=scale)
 
 

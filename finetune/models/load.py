@@ -52,6 +52,7 @@ from finetune.files.run_files import find_origin
 from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.carried import find_carried, predicts
+from finetune.models.contrast import head_states
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import HeadFunction, LossHead, install_loss
 from finetune.models.decoder_layers import (
@@ -76,19 +77,14 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fake_quantize import fake_quantize
+from finetune.models.fused_lora import fuse_adapters
 from finetune.models.log_probabilities import (
     DivergenceOptions,
     TeacherScores,
     find_top,
     head_divergence,
 )
-from finetune.models.lora import (
-    add_adapters,
-    fuse_adapters,
-    names_of_parameters,
-    read_adapter,
-    with_adapters,
-)
+from finetune.models.lora import add_adapters, names_of_parameters, read_adapter, with_adapters
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
@@ -595,13 +591,7 @@ class Teacher:
 
     def _states(self, inputs: Mapping[str, Any]) -> Tensor:
         """Returns the inputs of the teacher's head at the trained positions."""
-
-        def select(
-            _head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None
-        ) -> Tensor:
-            return hidden if positions is None else hidden[positions]
-
-        states: Tensor = self.model(**inputs, head_function=select)
+        states: Tensor = self.model(**inputs, head_function=head_states)
         return states
 
 

@@ -36,7 +36,8 @@ from finetune.models.experts import (
     register_grouped,
     set_experts_implementation,
 )
-from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.lora import add_adapters
 from finetune.models.outline import build_class, list_layers
 
 # The lengths of the traced rows, in units. One unit would be a single chunk, which some layers

@@ -114,7 +114,7 @@ class Computation:
     @property
     def fuses_adapters(self) -> bool:
         """Whether an adapted layer keeps its input as it came, shared, and no cast copy
-        (models/lora.py).
+        (models/fused_lora.py).
         """
         lora = self.lora
         return lora is not None and not (lora.lora_dropout or lora.use_dora or lora.oft_block_size)
@@ -225,20 +225,22 @@ def checkpointed_tensors(architecture: Architecture, computation: Computation) -
 
 
 def _selected_tensors(architecture: Architecture, computation: Computation) -> list[int]:
+    """Lists the bytes per token of each tensor that selective checkpointing keeps in a layer."""
     if computation.keeps == "nothing":
         return []
-    attended = [  # the output of attention, and its log-sum-exp
-        _kernel_itemsize(computation) * architecture.query_width,
-        FP32 * architecture.heads,
-    ]
-    is_hidden = (
+    # written out, or in what torch.compile makes of flex_attention
+    has_no_operator = (
         materializes_scores(architecture, computation)
         or attends_in_blocks(architecture, computation)
         or (architecture.latent is not None and computation.cpu)
     )
-    # written out, or in what torch.compile makes of flex_attention: no operator of its own
-    if is_hidden:
+    if has_no_operator:
         attended = []
+    else:
+        attended = [  # the output of attention, and its log-sum-exp
+            _kernel_itemsize(computation) * architecture.query_width,
+            FP32 * architecture.heads,
+        ]
     if computation.keeps == "attention":
         return attended
     width = max(architecture.hidden, architecture.query_width)

@@ -160,7 +160,10 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
-    """The backward of the embedding and its reduction; of the tail's unit, where that waited."""
+    """The backward of the embedding and its reduction.
+
+    Where head and embedding are one unit whose reduction waited (`tail_waits`), it is reduced here.
+    """
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_waits else memory.embedding

@@ -214,7 +214,11 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
-    """The loss and the head's backward, when the activations of all layers are kept."""
+    """The loss and the head's backward, when the activations of all layers are kept.
+
+    `kept_in_forward` ends with the loss; of it, `layer_staying` is what the backward finds of a
+    layer.
+    """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered
     yield replace(

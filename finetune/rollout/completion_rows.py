@@ -91,7 +91,8 @@ def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
 def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
     """Makes this rank's micro-batches of completions without columns.
 
-    Their `example_ids` are places in the rollout.
+    Where completions share prompts, several rows of `max_length` may be packed as one longer row.
+    The `example_ids` of a micro-batch are places in the rollout, and each completion is a group.
     """
     rows_together = _count_rows_together(rollout, options)
     row_tokens = rows_together * options.recipe.data.max_length

@@ -240,11 +240,12 @@ class _Wave:
     ) -> None:
         device = stop_ids.device
         limits = [sampling.limit(request) for request in requests]
+        count = len(requests)
         self._transformer = reader.transformer
         self._sampling = sampling
         self._stop_ids = stop_ids
-        self._most = max(limits)
-        prompts = _read_prompts(reader, requests, self._most)
+        self._max_tokens = max(limits)
+        prompts = _read_prompts(reader, requests, self._max_tokens)
         self._cache = prompts.cache
         self._mask = prompts.mask
         self._positions = prompts.positions
@@ -258,25 +259,28 @@ class _Wave:
                 for end, request in zip(ends, requests, strict=True)
             ]
             # [requests, tokens, layers, chosen]: the experts of each sampled token
-            self._experts = read.new_full((len(requests), self._most, *read.shape[1:]), -1)
-        self._longest = self._mask.shape[-1] - self._most  # the tokens of a padded prompt
+            self._experts = read.new_full((count, self._max_tokens, *read.shape[1:]), -1)
+        self._prompt_width = (
+            self._mask.shape[-1] - self._max_tokens
+        )  # the tokens of a padded prompt
         self._places = torch.arange(self._mask.shape[-1], device=device)
         # [requests]
         self._limits = torch.tensor(limits, device=device)
-        uniforms = np.stack([request.draw_uniforms(self._most) for request in requests])
+        uniforms = np.stack([request.draw_uniforms(self._max_tokens) for request in requests])
         self._uniforms = torch.from_numpy(uniforms).to(device)
-        self._tokens = torch.zeros(len(requests), self._most, dtype=torch.int64, device=device)
-        self._log_probabilities = torch.zeros(len(requests), self._most, device=device)
-        self._entropies = torch.zeros(len(requests), self._most, device=device)
+        self._tokens = torch.zeros(count, self._max_tokens, dtype=torch.int64, device=device)
+        self._log_probabilities = torch.zeros(count, self._max_tokens, device=device)
+        self._entropies = torch.zeros(count, self._max_tokens, device=device)
         self._lengths = self._limits.clone()
-        self._is_open = torch.ones(len(requests), dtype=torch.bool, device=device)
-        self._is_stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self._is_open = torch.ones(count, dtype=torch.bool, device=device)
+        self._is_stopped = torch.zeros(count, dtype=torch.bool, device=device)
         # [rows]: a row is a completion that is still sampled
-        self._requests = torch.arange(len(requests), device=device)
-        self._drawn = torch.zeros(len(requests), dtype=torch.int64, device=device)
+        self._requests = torch.arange(count, device=device)
+        self._drawn = torch.zeros(count, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # tokens drawn so far
-        packs = self._mask.dtype == torch.bool
-        self._graph = _CapturedStep(self._advance_captured) if can_capture and packs else None
+        self._graph: _CapturedStep | None = None
+        if can_capture and prompts.packs:
+            self._graph = _CapturedStep(self._advance_captured)
 
     def run(self) -> None:
         """Samples every completion to its end."""
@@ -289,14 +293,14 @@ class _Wave:
     def _run(self) -> None:
         between_looks = TOKENS_BETWEEN_LOOKS if self._drawn.is_cuda else 1
         self._draw(self._logits)
-        for step in range(1, self._most):
+        for step in range(1, self._max_tokens):
             if step % between_looks == 0 and not self._keep_open_rows():
                 break
             self._advance(step)
 
     def _advance(self, step: int) -> None:
         """Draws token number `step` of each row."""
-        seen = self._longest + step
+        seen = self._prompt_width + step
         if self._graph is None:
             mask = self._mask[..., :seen]
             positions = self._positions + (step - 1)
@@ -310,7 +314,7 @@ class _Wave:
 
         shown: The tokens of the cache to which attention attends.
         """
-        place = self._longest + self._step - 1
+        place = self._prompt_width + self._step - 1
         for layer in self._cache.layers:
             layer.fix(place, shown)
         mask = self._mask[..., :shown] & (self._places[:shown] <= place)
@@ -480,6 +484,7 @@ class _ReadyRequests(NamedTuple):
     positions: Tensor  # int64[requests, 1]: of the next token
     logits: Tensor  # fp32[requests, vocabulary]: of the next token
     ends: Tensor  # int64[requests, 1]: the prompt's end among all tokens that were read
+    packs: bool  # whether the model computes attention by our code, with a bool mask
 
 
 def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int) -> _ReadyRequests:
@@ -516,6 +521,7 @@ def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int)
         positions=read.positions[of_request],
         logits=read.logits[of_request],
         ends=ends[of_request],
+        packs=packs,
     )
 
 

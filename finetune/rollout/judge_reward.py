@@ -82,8 +82,8 @@ class JudgeReward:
             said = printable(answer[:SHOWN].decode(errors="replace"))
             return Fault(f"{url}: no answer of a chat completion: {said}")
         try:
-            group = 1 if matches[-1].re.groups else 0
-            return float(matches[-1][group])
+            last = matches[-1]
+            return float(last[1] if last.groups() else last[0])
         except (LookupError, ValueError, TypeError):
             return Fault(f"{url}: no number for {self._judge.regex} in {text[-SHOWN:]!r}")
 

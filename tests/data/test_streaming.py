@@ -30,7 +30,7 @@ Stream = Callable[..., StreamedBatches]
 def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
     """A maker of streams over two files, 100 and 50 rows, in blocks of about 64."""
     monkeypatch.setattr(streaming, "BLOCK_ROWS", 64)
-    monkeypatch.setattr("finetune.data.sources.RUN_ROWS", 8)
+    monkeypatch.setattr("finetune.data.sources.TURN_ROWS", 8)
     sources = []
     for name, rows in (("a", 100), ("b", 50)):
         path = tmp_path / f"{name}.jsonl"

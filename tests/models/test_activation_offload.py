@@ -22,7 +22,8 @@ from finetune.models.decoder_layers import (
     compile_layers,
 )
 from finetune.models.documents import install_attention
-from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
 from tests.conftest import slow_but

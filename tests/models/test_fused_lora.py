@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.schema import Quantization
 from finetune.models.cpu_products import OVERRIDES
-from finetune.models.lora import fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear
 from tests.plan.traced import allocated_peak, saved_for_backward
 

@@ -23,7 +23,8 @@ from finetune.models.experts import (
     register_grouped,
     set_experts_implementation,
 )
-from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes

@@ -18,7 +18,8 @@ from finetune.config.schema import Lora, Model
 from finetune.distributed.model_parts import trunk_of
 from finetune.models.documents import install_attention
 from finetune.models.experts import GROUPED, register_grouped, set_experts_implementation
-from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import Architecture, read_architecture, split_config
 from finetune.plan.built import BuiltArchitecture, read_built_architecture

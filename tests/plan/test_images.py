@@ -10,7 +10,8 @@ from finetune.config.schema import Lora
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
-from finetune.models.lora import add_adapters, fuse_adapters
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.lora import add_adapters
 from finetune.models.vision import forward_images
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture, split_config

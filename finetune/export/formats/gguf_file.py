@@ -52,7 +52,7 @@ class PlannedFile:
     @property
     def byte_count(self) -> int:
         return len(self.header) + sum(
-            _padded(byte_count(tensor, kind)) for tensor, kind in self.tensors
+            round_up(byte_count(tensor, kind), ALIGNMENT) for tensor, kind in self.tensors
         )
 
 
@@ -68,10 +68,6 @@ def file_name(title: str) -> str:
 def byte_count(tensor: FileTensor, kind: gguf.GGMLQuantizationType) -> int:
     shape: tuple[int, ...] = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
     return math.prod(shape)
-
-
-def _padded(size: int) -> int:
-    return round_up(size, ALIGNMENT)
 
 
 def choose_kind(tensor: FileTensor, file_type: str) -> gguf.GGMLQuantizationType:
@@ -110,7 +106,7 @@ def plan_file(
         writer.write_ti_data_to_file()
         writer.close()
         header = path.read_bytes()
-    return PlannedFile(name, header.ljust(_padded(len(header)), b"\0"), chosen)
+    return PlannedFile(name, header.ljust(round_up(len(header), ALIGNMENT), b"\0"), chosen)
 
 
 def write_file(folder: Path, file: PlannedFile, advance: Callable[[int], object]) -> dict[str, str]:
@@ -128,7 +124,7 @@ def write_file(folder: Path, file: PlannedFile, advance: Callable[[int], object]
                 digests[tensor.name].update(packed)
                 advance(len(packed))
                 yield packed
-            yield bytes(_padded(size) - size)
+            yield bytes(round_up(size, ALIGNMENT) - size)
 
     make_file(folder / file.name, file.header, file.byte_count)
     fill_file(folder / file.name, len(file.header), content())

@@ -11,9 +11,9 @@ HALVINGS = 60  # of the interval in which the temperature lies
 def describe_probabilities(scores: Tensor, are_true: Tensor, has_several: bool) -> dict[str, float]:
     """Measures the order and the calibration of all held-out documents.
 
-    auc: how often a document of a class has a larger probability of it than a document that is not
-    of it (Hand and Till 2001, one against the rest); the mean over the classes with documents of
-    both kinds.
+    auc: for one class, how often a document that has it gets a larger probability of it than one
+    that has not (Hand and Till 2001, one against the rest). The mean over those classes that some
+    documents have and others have not.
 
     ece: the mean distance of confidence from accuracy, over 15 bins of confidence (Guo et al. 2017,
     arXiv:1706.04599, eq. 5). temperature: the divisor of scores with the least cross entropy of
