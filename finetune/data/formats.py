@@ -223,8 +223,10 @@ class Columns:
         return value
 
     def take_messages(self, column: str) -> list[Any]:
-        """As `take`. Raises `BadRow` if the column holds no list."""
+        """As `take`, of a list or its JSON text. Raises `BadRow` if the column holds neither."""
         value = self.take(column)
+        if isinstance(value, str):
+            value = parse_if_json(value)
         if not isinstance(value, list):
             raise BadRow(
                 f"{column}: a list of messages is expected, found {self._describe(column, value)}"

@@ -17,7 +17,9 @@ Tool = dict[str, Any]
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bard", "bing", "model", "ai", "bot", "chatbot"), "assistant"
+    ),
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
     **dict.fromkeys(
         ("function", "ipython", "observation", "tool_response", "function_response"), "tool"

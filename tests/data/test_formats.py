@@ -1,5 +1,6 @@
 """Rows of every format, recognized from their columns or named by `type`, and rows that fit none."""
 
+import json
 from typing import Any
 
 import pytest
@@ -245,6 +246,14 @@ def test_rows_for_another_training_method_are_rejected(row: dict[str, Any], word
     with pytest.raises(BadRow) as problem:
         parse_row(row, SOURCE)
     assert words in str(problem.value)
+
+
+def test_messages_may_be_their_json_text() -> None:
+    turns = [{"role": "User", "content": "Q"}, {"role": "Chatbot", "content": "A"}]
+    expected = parse_row(
+        {"messages": [USER | {"content": "Q"}, ASSISTANT | {"content": "A"}]}, SOURCE
+    )
+    assert parse_row({"messages": json.dumps(turns)}, SOURCE) == expected
 
 
 def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> None:
