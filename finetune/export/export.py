@@ -4,13 +4,10 @@ verify, publish.
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
@@ -30,6 +27,7 @@ from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
 from finetune.export.card import CARD_FILE
 from finetune.export.formats import PlannedFormat, load_planners
+from finetune.export.logits import CheckpointLogits
 from finetune.export.merge_choice import choose_merge
 from finetune.export.metadata import has_chat_template, has_tokenizer, write_metadata
 from finetune.export.publish import (
@@ -250,7 +248,7 @@ class PlannedFiles:
     def _write_folder(
         self,
         folder: Path,
-        logits: Future[torch.Tensor] | None,
+        logits: CheckpointLogits | None,
         reload: ReloadProcess | None,
         phases: Phases,
     ) -> str:

@@ -4,9 +4,10 @@ machine.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from finetune.distributed.model_parts import (
 from finetune.errors import UserError, first_line, on_one_line
 from finetune.export.target import prefetch, row_blocks
 from finetune.models.load import build_on_meta
+from finetune.models.routing import GivenChoices
 
 ROWS = 2
 TOKENS = 16
@@ -46,18 +48,64 @@ def prompts(vocabulary: int) -> torch.Tensor:
     return (torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 7919 + 11) % vocabulary
 
 
-@torch.no_grad()
-def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
-    """The logits of `prompts`, float32[ROWS, TOKENS, vocabulary], computed in float32.
+class Logits(NamedTuple):
+    """What a model computes of `prompts`."""
 
-    Raises `UserError` where the model computes with something that has no values.
+    values: torch.Tensor  # float32[ROWS, TOKENS, vocabulary]
+    choices: list[torch.Tensor]  # int64, the places of each `topk`: a token's experts, say
+
+    def differ_from(self, other: "Logits") -> float:
+        """The norm of the difference from the values of `other`, in units of their norm."""
+        difference = (self.values - other.values).norm() / other.values.norm().clamp_min(1e-30)
+        return float(difference)
+
+    def chooses_as(self, other: "Logits") -> bool:
+        """Whether both take the same experts for each token."""
+        pairs = zip(self.choices, other.choices, strict=True)
+        return all(torch.equal(own, theirs) for own, theirs in pairs)
+
+
+@torch.no_grad()
+def stream_logits(model: nn.Module, rows: Rows, choices: Sequence[torch.Tensor] = ()) -> Logits:
+    """Computes the logits of `prompts` in float32.
+
+    Args:
+        model: On meta.
+        rows: Reads its values.
+        choices: Of `Logits`; what this model takes too, whatever its scores.
+
+    Raises:
+        UserError: The model computes with something that has no values.
     """
     plain: Any = model
-    with stream(model, [rows]):
+    with stream(model, [rows]), GivenChoices(choices) as made:
         logits: torch.Tensor = plain(
             input_ids=prompts(plain.config.get_text_config().vocab_size), use_cache=False
         ).logits
-    return logits.float()
+    return Logits(logits.float(), made.chosen)
+
+
+class CheckpointLogits:
+    """The logits of a checkpoint, which a thread computes."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, compute: Callable[[Sequence[torch.Tensor]], Logits]
+    ) -> None:
+        """
+        Args:
+            pool: Of the thread.
+            compute: Computes them, with the given choices.
+        """
+        self._compute = compute
+        self._future = pool.submit(compute, ())
+
+    def result(self) -> Logits:
+        """Returns them once they are computed."""
+        return self._future.result()
+
+    def with_choices(self, choices: Sequence[torch.Tensor]) -> Logits:
+        """Computes them again, with these choices in place of its own."""
+        return self._compute(choices)
 
 
 @contextmanager
@@ -299,7 +347,7 @@ def check_streamed_logits(
         try:
             logits = stream_logits(
                 streamed, lambda name, start, stop: _rows(values[name], start, stop)
-            )
+            ).values
         except Exception as error:
             raise _unverifiable(twin, on_one_line(error)) from error
     difference = float((logits - expected).norm() / expected.norm())

@@ -56,11 +56,12 @@ class ReloadProcess:
         """The first `end` bytes of `file` may be read."""
         self._send({"file": file, "end": end})
 
-    def read_results(self) -> "tuple[torch.Tensor, dict[str, str]]":
+    def read_results(self) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
         """Waits for the process to end.
 
         Returns:
-            The logits of the folder's model; and each tensor's digest, in hexadecimal, by name.
+            What it computed of the folder's model, by name; and the digest of each tensor in the
+            folder, in hexadecimal, by name.
 
         Raises:
             UserError: The folder could not be used.
@@ -73,7 +74,8 @@ class ReloadProcess:
         from safetensors import safe_open
 
         with safe_open(self.results, framework="pt") as opened:
-            return opened.get_tensor("logits"), dict(opened.metadata() or {})
+            computed = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return computed, dict(opened.metadata() or {})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None

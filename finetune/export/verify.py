@@ -14,8 +14,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from finetune.config.module_names import peft_name
 from finetune.constants import TOKENIZER_CONFIG
 from finetune.errors import UserError
-from finetune.export.logits import stream_logits
+from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
@@ -146,6 +147,7 @@ def read_digests(
 # rounding explains. Zero where nothing was rounded; else it allows for rounding every weight once
 # (bfloat16 keeps 8 bits, float16 11) and for the order of the sums in a merge.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+LOGITS = "logits"  # a tensor of the separate process's results; the others are the choices
 # PEFT's name for a module that one in modules_to_save replaces
 ORIGINAL_MODULE = ".original_module."
 LISTED_DIFFERENCES = 10
@@ -156,7 +158,7 @@ def start_verification(
     folder: Path,
     weights: Weights,
     options: ExportOptions,
-    logits: Future[torch.Tensor] | None,
+    logits: CheckpointLogits | None,
     reload: ReloadProcess | None = None,
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
@@ -196,14 +198,10 @@ def start_verification(
             process.open_folder(folder, files, trust_remote_code=trust_remote_code)
 
             def verify_model(written: Digests) -> str:
-                its_logits, digests = process.read_results()
+                results, digests = process.read_results()
                 compare_values(folder, weights, written, digests)
-                bound = _logits_bound(weights)
-                difference = _compare_logits(logits.result(), its_logits, bound)
-                if difference:
-                    agreement = f"logits within {difference:.1g}"
-                else:
-                    agreement = "identical logits"
+                exported = Logits(results.pop(LOGITS), [results[name] for name in sorted(results)])
+                agreement = compare_logits(logits, exported, _logits_bound(weights))
                 return f", verified: every value, and {agreement} in a separate process"
 
             yield process.on_disk, verify_model
@@ -239,7 +237,7 @@ def compare_values(
 @contextmanager
 def start_logits(
     source: Source, target: TargetModel, weights: Weights, trust_remote_code: bool
-) -> Iterator[Future[torch.Tensor]]:
+) -> Iterator[CheckpointLogits]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
     An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a
@@ -283,7 +281,7 @@ def start_logits(
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
-            yield pool.submit(stream_logits, model, rows)
+            yield CheckpointLogits(pool, partial(stream_logits, model, rows))
         finally:
             ended.set()
 
@@ -322,23 +320,33 @@ def _logits_bound(weights: Weights) -> float:
     return BOUNDS[weights.dtype]
 
 
-def _compare_logits(expected: torch.Tensor, logits: torch.Tensor, bound: float) -> float:
-    """The relative difference of the separate process's `logits` from the checkpoint's.
+def compare_logits(checkpoint: CheckpointLogits, exported: Logits, bound: float) -> str:
+    """Says how far the separate process's logits are from the checkpoint's.
 
-    Raises `UserError` where it is over `bound`.
+    In a mixture, rounding can send a token to other experts where two of them have nearly the same
+    score. Then the checkpoint's logits are computed again, with the experts of the export.
+
+    Raises `UserError` where the difference is over `bound`.
     """
-    if not torch.isfinite(expected).all():
+    expected = checkpoint.result()
+    if not torch.isfinite(expected.values).all():
         raise UserError(
             "the checkpoint's logits are not finite: the training has diverged; export an earlier "
             "checkpoint"
         )
-    difference = float((logits - expected).norm() / expected.norm().clamp_min(1e-30))
+    difference = exported.differ_from(expected)
+    with_the_same = ""
+    if bound and difference > bound and not exported.chooses_as(expected):
+        difference = exported.differ_from(checkpoint.with_choices(exported.choices))
+        with_the_same = " with the same experts"
     if not difference <= bound:
         raise UserError(
             f"not exported: in a separate process the logits differ by {difference:.2g} from the "
-            f"checkpoint's; rounding explains at most {bound:g}"
+            f"checkpoint's{with_the_same}; rounding explains at most {bound:g}"
         )
-    return difference
+    if not difference:
+        return "identical logits"
+    return f"logits within {difference:.1g}{with_the_same}"
 
 
 def refuse_differences(differences: list[str], what: str) -> None:
@@ -370,7 +378,10 @@ def main(arguments: list[str]) -> int:
                 read_digests, WrittenFiles(folder, tuple(given["files"]), progress.wait_for)
             )
             logits = _compute_logits(folder, target, progress)
-            save_file({"logits": logits.contiguous()}, results, metadata=digests.result())
+            tensors = {LOGITS: logits.values.contiguous()}
+            for number, chosen in enumerate(logits.choices):
+                tensors[f"choice {number:06}"] = chosen.contiguous()
+            save_file(tensors, results, metadata=digests.result())
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -465,7 +476,7 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
         )
 
 
-def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> torch.Tensor:
+def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -> Logits:
     if (folder / SINGLE_FILE).exists():
         paths = [folder / SINGLE_FILE]
     else:

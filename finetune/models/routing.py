@@ -118,7 +118,7 @@ class Routing:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = None if self._replayed is None else self._replayed[:, layer]
-            with _GivenExperts(given) as choice:
+            with GivenChoices([given]) as choice:
                 output = plain(*args, **kwargs)
             if len(choice.chosen) != 1 or choice.chosen[0].dim() != 2:
                 raise UserError(
@@ -267,24 +267,32 @@ class Routing:
         return metrics
 
 
-class _GivenExperts(TorchFunctionMode):
-    """While a router's forward runs, the highest of its scores are at `given` experts.
+class GivenChoices(TorchFunctionMode):
+    """In this block the highest of some scores are where they are said to be.
 
-    `given`: int[tokens, chosen]; where it is negative, or None, the router chooses.
+    A router takes a token's experts by `topk`, sparse attention its keys.
     """
 
-    def __init__(self, given: Tensor | None) -> None:
+    def __init__(self, given: Sequence[Tensor | None] = ()) -> None:
+        """
+        Args:
+            given: For each call of `topk`, int[..., chosen] along the last dimension; where one is
+                negative, None or missing, the scores decide.
+        """
         super().__init__()
-        self._given = given
-        self.chosen: list[Tensor] = []  # of each choice, int64[tokens, chosen]
+        self._given = iter(given)
+        self.chosen: list[Tensor] = []  # of each choice, int64[..., chosen]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
+        highest = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk):
-            return found
-        chosen = found.indices
-        if self._given is not None:
-            chosen = torch.where(self._given < 0, chosen, self._given.long())
+            return highest
+        chosen = highest.indices
+        given = next(self._given, None)
+        if given is None:
+            self.chosen.append(chosen)
+            return highest
+        chosen = torch.where(given < 0, chosen, given.long())
         self.chosen.append(chosen)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 

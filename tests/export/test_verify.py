@@ -3,7 +3,9 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,15 @@ from finetune.export import export as exporting
 from finetune.export import reload_process, target, values, verify
 from finetune.export import verify as read_back
 from finetune.export import write as shard_files
+from finetune.export.logits import CheckpointLogits, stream_logits
+from finetune.export.target import describe_target
 from finetune.export.write import Digests, Weights
-from finetune.files.tensors import StoredTensor, read_files
+from finetune.files.tensors import StoredTensor, read_files, read_folder
+from finetune.models.weights import convert_to_parameters
+from tests.conftest import make_model
 from tests.ranks import run_python
+
+MIXTURE = {"num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 MakeModel = Callable[..., Path]
 
@@ -183,7 +191,7 @@ def test_a_failed_write_does_not_wait_for_the_logits(
     started = threading.Event()
 
     def endless(
-        model: torch.nn.Module, rows: Callable[[str, int, int], torch.Tensor]
+        model: torch.nn.Module, rows: Callable[[str, int, int], torch.Tensor], _choices: Any
     ) -> torch.Tensor:
         while True:
             rows("model.norm.weight", 0, 1)
@@ -230,3 +238,36 @@ def test_both_logits_are_computed_without_torchs_own_threads(
         torch.set_num_threads(before)
     assert seen == {"1 here", "1 in the separate process"}
     assert "identical logits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", [2, 8, 9])
+def test_tokens_that_rounding_sends_to_other_experts_do_not_refuse_a_mixture(
+    seed: int, tmp_path: Path
+) -> None:
+    """Weights rounded to bf16 are the same model; one layer of other weights is not, whatever its experts."""
+    make_model(tmp_path, model_type="mixtral", seed=seed, initializer_range=0.15, **MIXTURE)
+    mixture = describe_target(tmp_path)
+    stored = convert_to_parameters(mixture.model, read_folder(tmp_path), str(tmp_path))
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        return verify.read_rows(stored[mixture.tied.get(name, name)], start, stop)
+
+    def rounded(name: str, start: int, stop: int) -> torch.Tensor:
+        return rows(name, start, stop).bfloat16().float()
+
+    def other(name: str, start: int, stop: int) -> torch.Tensor:
+        scale = 1.5 if name == "model.layers.1.self_attn.o_proj.weight" else 1
+        return scale * rounded(name, start, stop)
+
+    bound = verify.BOUNDS[torch.bfloat16]
+    with ThreadPoolExecutor(1) as pool:
+        checkpoint = CheckpointLogits(pool, partial(stream_logits, mixture.model, rows))
+        expected = checkpoint.result()
+        exported = stream_logits(mixture.model, rounded)
+        assert exported.differ_from(expected) > 2 * bound
+        assert verify.compare_logits(checkpoint, exported, bound).endswith("with the same experts")
+        wrong = stream_logits(mixture.model, other)
+        with pytest.raises(
+            UserError, match=r"differ by 0\.\d+ from .* with the same experts; round"
+        ):
+            verify.compare_logits(checkpoint, wrong, bound)

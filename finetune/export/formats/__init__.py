@@ -4,13 +4,11 @@ config/.
 
 import importlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from finetune.config.export_formats import EXPORT_FORMATS
+from finetune.export.logits import CheckpointLogits
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
@@ -24,7 +22,7 @@ class PlannedFormat(Protocol):
     def byte_count(self) -> int:
         """The bytes on disk at once, at most."""
 
-    def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
+    def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
         """Writes into `folder`, and returns a line on each file.
 
         `logits`: the checkpoint's; None: nothing is verified.

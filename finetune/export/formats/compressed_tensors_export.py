@@ -7,7 +7,6 @@ read the result back.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from finetune.config.schema import QuantizationAware
 from finetune.distributed.model_parts import expert_modules
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, insert_section
+from finetune.export.logits import CheckpointLogits
 from finetune.export.merge_choice import (
     ComparisonRows,
     MergedScore,
@@ -164,7 +164,7 @@ class CompressedPlan:
     def byte_count(self) -> int:
         return self.weights.byte_count
 
-    def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
+    def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
         """Writes the folder into `folder`, measures it beside the unquantized model, and returns a
         line on both.
         """

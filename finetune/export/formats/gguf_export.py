@@ -4,7 +4,6 @@ they are right.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from finetune.export.formats.gguf_tokenizer import (
     describe_tokenizer,
     write_tokenizer,
 )
-from finetune.export.logits import prompts
+from finetune.export.logits import CheckpointLogits, prompts
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -87,7 +86,7 @@ class GgufPlan:
             + len(self.quantized) * self.files[0].byte_count
         )
 
-    def write(self, folder: Path, logits: Future[torch.Tensor] | None) -> list[str]:
+    def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
         """Writes the files into `folder`, and returns a line on each.
 
         `logits`: of `prompts`; None: unverified.
@@ -247,7 +246,7 @@ def _write_keys(
 
 
 def _compare_with_llama_cpp(
-    path: Path, plan: GgufPlan, logits: Future[torch.Tensor], bound: float
+    path: Path, plan: GgufPlan, logits: CheckpointLogits, bound: float
 ) -> str:
     if not is_installed("llama_cpp"):
         return f"not run under llama.cpp, which is not installed ({LLAMA_CPP})"
@@ -259,7 +258,7 @@ def _compare_with_llama_cpp(
         # no warning of the length
         ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)
         _compare_tokens(path.name, plan.tokenizer, text, ours, theirs)
-    expected = logits.result()
+    expected = logits.result().values
     difference = float(
         (torch.from_numpy(np.stack(logits_found)) - expected).norm() / expected.norm()
     )
