@@ -396,6 +396,8 @@ REWRITTEN = re.compile(
 )
 REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
 LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
+# which get_attention_cls_from_config sends to the file of its language model
+IN_ANOTHER_FILE = ("mistral3",)
 BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
 DOWN_UNDROPPED = (
     f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
@@ -591,14 +593,18 @@ def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
     is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
     has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
     is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
-    return adapter in ("lora", "qlora") and not is_stopped and _is_rewritten(family)
+    if adapter not in ("lora", "qlora") or is_stopped:
+        return False
+    return _is_rewritten(name_model(settings), family)
 
 
-def _is_rewritten(family: str) -> bool:
-    """Whether Axolotl's kernels take a family's attention, and do not refuse it; in doubt they
-    do.
+def _is_rewritten(name: str, family: str) -> bool:
+    """Whether Axolotl's kernels take a model's attention, and do not refuse it; in doubt they do.
+
+    `family`: of its language model.
     """
-    source = read_family_source(family)
+    whole = str(guess_vision_family(name))
+    source = read_family_source(family if whole in IN_ANOTHER_FILE else whole)
     if not source or family in LEFT_ALONE:
         return True
     return REWRITTEN.search(source) is not None and REWRITTEN_OUTPUT in source
@@ -629,7 +635,8 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     are_all_saved = recipe.get("save_steps") == recipe.get("eval_steps")
     is_said = any(BEST_AT_END in line for line in conversion.remarks)
     if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
-        conversion.add_remark("load_best_model_at_end", True, BEST_AT_END)
+        asked = settings.get("load_best_model_at_end")
+        conversion.add_remark("load_best_model_at_end", asked, BEST_AT_END)
     keeps_best = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
     limit = recipe.get("save_total_limit")
     if (
@@ -742,7 +749,11 @@ def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
             and per_epoch * epochs > 1
         ):
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
-    if settings.get("load_best_model_at_end") and not _loads_best(recipe):
+    # null is not False, which its core/builders/causal.py asks
+    asks_best = settings.get("load_best_model_at_end", False) is not False
+    if asks_best and _loads_best(recipe):
+        recipe["keep_best_checkpoint"] = True
+    elif settings.get("load_best_model_at_end"):
         recipe.pop("keep_best_checkpoint", None)
         conversion.add_remark("load_best_model_at_end", True, BEST_ON_STEPS)
     if settings.get("early_stopping_patience"):
@@ -800,7 +811,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     if packs and (are_texts or trains_prompts or settings.get("pretraining_dataset")):
         conversion.remarks.append(FIRST_TRAINED)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
-    if packs and settings.get("eval_sample_packing") is False and holds_out:
+    is_measured = holds_out and {"eval_steps", "eval_strategy"} & conversion.recipe.keys()
+    if packs and settings.get("eval_sample_packing") is False and is_measured:
         conversion.remarks.append(LAST_UNMEASURED)
 
 

@@ -15,7 +15,7 @@ from finetune.config.facts import (
     read_family_source,
 )
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.module_names import find_alias
+from finetune.config.module_names import find_alias, find_renames, rename_pattern
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
@@ -1189,6 +1189,49 @@ ADAPTERS_FROZEN = (
 )
 
 
+HEAD_CLASS = re.compile(
+    r"^class \w+For(?:CausalLM|ConditionalGeneration)\(.*?(?=^class |\Z)", re.DOTALL | re.MULTILINE
+)
+# LayerNamePattern of its utils/freeze.py, where each dot of a pattern is a dot, beside the names of
+# transformers 5
+NAMED_OTHERWISE = (
+    "a pattern is the start of a name in transformers 5 there, and a dot in it is a dot: what is "
+    "meant by {} is frozen there, trained here"
+)
+
+
+def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports patterns of Axolotl's that name nothing there, and something here."""
+    patterns = settings.get("unfrozen_parameters")
+    if not isinstance(patterns, list) or not conversion.recipe.get("trainable_modules"):
+        return
+    family = guess_vision_family(name_model(settings)) or ""
+    unnamed = [each for each in map(str, patterns) if _names_nothing(each, family)]
+    if unnamed:
+        note = NAMED_OTHERWISE.format(", ".join(unnamed))
+        conversion.add_difference("unfrozen_parameters", patterns, note)
+
+
+def _names_nothing(pattern: str, family: str) -> bool:
+    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of
+    one.
+
+    >>> [
+    ...     _names_nothing(pattern, "mixtral")
+    ...     for pattern in ("model.layers.1.mlp", "model.layers.1.block_sparse_moe", "layers.1")
+    ... ]
+    [False, True, True]
+    """
+    start = pattern.removeprefix("^")
+    is_other = rename_pattern(start, find_renames(family)) != start
+    if is_other or "\\." in start or ".*" in start.removesuffix(".*"):
+        return True
+    heads = HEAD_CLASS.findall(read_family_source(family))
+    parts = set(re.findall(r"self\.(\w+) = ", "".join(heads)))
+    first = re.split(r"\W", start)[0]
+    return bool(parts and first) and not any(part.startswith(first) for part in parts)
+
+
 def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
     """Adds what is trained of a model in full: layers by their numbers, and names of a model with
     images.
@@ -1208,6 +1251,7 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
         unfrozen = settings.get("unfrozen_parameters")
         if unfrozen and recipe.get("use_peft") and not names_adapters:
             conversion.add_difference("unfrozen_parameters", unfrozen, ADAPTERS_FROZEN)
+    _report_unnamed(settings, conversion)
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)

@@ -763,7 +763,12 @@ def test_alpacas_prompt_beside_another_is_a_difference(converted: Convert) -> No
         in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
     )
     _, styled, _ = converted(_datasets("[{path: a/b, type: 'alpaca:chat'}]"))
-    assert 'datasets[0].type: "alpaca:chat"   (chat_template: alpaca writes the' in styled
+    assert 'datasets[0].type: "alpaca:chat"   (each prompt is in this style there' in styled
+    assert "here the tokenizer's chat template writes the conversation" in styled
+    ours, usual, _ = converted(_datasets("[{path: a/b, type: 'alpaca:instruct'}]"))
+    assert ours["chat_template"] == "alpaca" and "datasets[0].type" not in usual
+    asked = _datasets("[{path: a/b, type: 'alpaca:phi'}]") + "chat_template: phi_3\n"
+    assert "here chat_template: phi3 writes the conversation" in converted(asked)[1]
 
 
 @pytest.mark.parametrize(
