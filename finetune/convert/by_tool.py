@@ -131,6 +131,13 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
+# for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
+# documents in a packed row where there is none
+SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
+HIDDEN_BY_MASK = (
+    "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
+    "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"
+)
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
@@ -861,10 +868,19 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
     if not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    elif settings.get("pretraining_dataset") and _sees_no_starts(settings):
+        conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)
     if family in PASSING_STATES_ON:
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
     elif family in APART_SINCE:
         conversion.add_remark("sample_packing", True, APART_IN_21)
+
+
+def _sees_no_starts(settings: ToolFile) -> bool:
+    """Whether the attention of a file is one that reads a mask before it looks for documents."""
+    switches = ("sdp_attention", "eager_attention", "flex_attention")
+    is_named = SEES_NO_STARTS.fullmatch(str(settings.get("attn_implementation")))
+    return is_named is not None or any(map(settings.get, switches))
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
