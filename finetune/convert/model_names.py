@@ -1177,8 +1177,28 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(CHATML_ADDED)
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
-    if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
+    if conversion.tool == "Axolotl":
+        _adapt_rows(settings, given, conversion)
+
+
+# load_tokenizer of its loaders/tokenizer.py
+SPECIAL_FIRST = (
+    "special_tokens: those that the tokenizer does not have get the first of the new ids there, "
+    "and here those behind added_tokens"
+)
+
+
+def _adapt_rows(settings: ToolFile, special: Mapping[str, str], conversion: Conversion) -> None:
+    """Sets how many rows an embedding gets for new tokens by Axolotl (_resize_token_embeddings of
+    its loaders/model.py), and reports in which order.
+    """
+    recipe = conversion.recipe
+    if settings.get("resize_token_embeddings_to_32x"):
         recipe["pad_vocab_to_multiple_of"] = 32
+    elif special or recipe.get("added_tokens"):
+        recipe["pad_vocab_to_multiple_of"] = 1
+    if special and settings.get("tokens") and recipe.get("added_tokens"):
+        conversion.remarks.append(SPECIAL_FIRST)
 
 
 # freeze_layers_except of Axolotl, which its train.py calls once the adapters are in place: it

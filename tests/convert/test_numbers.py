@@ -22,7 +22,7 @@ from finetune.convert.by_tool import (
     V1_ALPACA,
 )
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import MAYBE_BOS, TOKENIZERS_BOS
+from finetune.convert.model_names import MAYBE_BOS, SPECIAL_FIRST, TOKENIZERS_BOS
 from finetune.convert.numbers import (
     ALL_CLIPPED,
     BOS_BY_KEY,
@@ -509,3 +509,24 @@ def test_packed_documents_of_pretraining_that_see_each_other_are_said(
     packed = AXOLOTL | texts | {"sample_packing": True} | attention
     assert (HIDDEN_BY_MASK in convert(packed)) == is_said
     assert HIDDEN_BY_MASK not in convert(AXOLOTL | {"sample_packing": True} | attention)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "is_said"),
+    [
+        ({}, None, False),
+        ({"tokens": ["<a>"]}, 1, False),
+        ({"special_tokens": {"eos_token": "<b>"}}, 1, False),
+        ({"tokens": ["<a>"], "special_tokens": {"eos_token": "<b>"}}, 1, True),
+        ({"tokens": ["<a>"], "resize_token_embeddings_to_32x": True}, 32, False),
+    ],
+)
+def test_new_tokens_get_the_rows_that_axolotl_gives_them(
+    keys: dict[str, object], rows: int | None, is_said: bool, tmp_path: Path
+) -> None:
+    """Of 512 rows Axolotl 0.21 made 514 for two tokens, and 576 were made here."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | keys))
+    made = convert_file(path)
+    assert made.recipe.get("pad_vocab_to_multiple_of") == rows
+    assert (SPECIAL_FIRST in made.remarks) == is_said
