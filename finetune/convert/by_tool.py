@@ -134,6 +134,11 @@ NOT_ISOLATED = (
 # for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
 # documents in a packed row where there is none
 SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
+MASK_REMOVED = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)  # by compute_loss of its core/trainers/base.py
 HIDDEN_BY_MASK = (
     "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
     "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"
@@ -878,6 +883,8 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
 
 def _sees_no_starts(settings: ToolFile) -> bool:
     """Whether the attention of a file is one that reads a mask before it looks for documents."""
+    if guess_vision_family(name_model(settings)) in MASK_REMOVED:
+        return False
     switches = ("sdp_attention", "eager_attention", "flex_attention")
     is_named = SEES_NO_STARTS.fullmatch(str(settings.get("attn_implementation")))
     return is_named is not None or any(map(settings.get, switches))

@@ -499,6 +499,7 @@ def test_a_switch_of_gptqs_kernels_is_without_effect(tmp_path: Path) -> None:
         ({"attn_implementation": "flex_attention"}, True),
         ({"attn_implementation": "flash_attention_2"}, False),
         ({"flash_attention": True}, False),
+        ({"attn_implementation": "sdpa", "base_model": "google/gemma-3-4b-pt"}, False),
     ],
 )
 def test_packed_documents_of_pretraining_that_see_each_other_are_said(
