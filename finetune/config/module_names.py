@@ -379,14 +379,25 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
 def _rename(value: Any, renames: Mapping[str, str]) -> Any:
     """Renames the modules in patterns: a list of them, or a mapping's keys."""
     if isinstance(value, Mapping):
-        return {_rename_pattern(pattern, renames): each for pattern, each in value.items()}
-    return tuple(_rename_pattern(pattern, renames) for pattern in value)
+        return {rename_pattern(pattern, renames): each for pattern, each in value.items()}
+    return tuple(rename_pattern(pattern, renames) for pattern in value)
 
 
-def _rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
+def rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
+    """Returns a pattern with the names that `find_renames` has; one that has them stays as it is.
+
+    >>> renames = {"language_model": "model.language_model"}
+    >>> [rename_pattern(name, renames) for name in ("language_model.a", "model.language_model.a")]
+    ['model.language_model.a', 'model.language_model.a']
+    """
     for old, new in renames.items():
         parts = r"\\?\.".join(map(re.escape, old.split(".")))
-        pattern = re.sub(rf"(?<!\w){parts}(?!\w)", new, pattern)
+        before = new.removesuffix(old)
+        if before and before != new:
+            renamed = rf"(?<!{re.escape(before)})(?<!{re.escape(re.escape(before))})"
+        else:
+            renamed = ""
+        pattern = re.sub(rf"(?<!\w){renamed}{parts}(?!\w)", new, pattern)
     return pattern
 
 

@@ -131,6 +131,18 @@ NOT_ISOLATED = (
     "documents in a packed row attend to those before under this attention there; each is apart "
     "here"
 )
+# for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
+# documents in a packed row where there is none
+SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
+MASK_REMOVED = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+)  # by compute_loss of its core/trainers/base.py
+HIDDEN_BY_MASK = (
+    "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
+    "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"
+)
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
@@ -396,6 +408,8 @@ REWRITTEN = re.compile(
 )
 REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
 LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
+# which get_attention_cls_from_config sends to the file of its language model
+IN_ANOTHER_FILE = ("mistral3",)
 BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
 DOWN_UNDROPPED = (
     f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
@@ -591,14 +605,18 @@ def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
     is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
     has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
     is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
-    return adapter in ("lora", "qlora") and not is_stopped and _is_rewritten(family)
+    if adapter not in ("lora", "qlora") or is_stopped:
+        return False
+    return _is_rewritten(name_model(settings), family)
 
 
-def _is_rewritten(family: str) -> bool:
-    """Whether Axolotl's kernels take a family's attention, and do not refuse it; in doubt they
-    do.
+def _is_rewritten(name: str, family: str) -> bool:
+    """Whether Axolotl's kernels take a model's attention, and do not refuse it; in doubt they do.
+
+    `family`: of its language model.
     """
-    source = read_family_source(family)
+    whole = str(guess_vision_family(name))
+    source = read_family_source(family if whole in IN_ANOTHER_FILE else whole)
     if not source or family in LEFT_ALONE:
         return True
     return REWRITTEN.search(source) is not None and REWRITTEN_OUTPUT in source
@@ -629,7 +647,8 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     are_all_saved = recipe.get("save_steps") == recipe.get("eval_steps")
     is_said = any(BEST_AT_END in line for line in conversion.remarks)
     if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
-        conversion.add_remark("load_best_model_at_end", True, BEST_AT_END)
+        asked = settings.get("load_best_model_at_end")
+        conversion.add_remark("load_best_model_at_end", asked, BEST_AT_END)
     keeps_best = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
     limit = recipe.get("save_total_limit")
     if (
@@ -742,7 +761,11 @@ def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
             and per_epoch * epochs > 1
         ):
             recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
-    if settings.get("load_best_model_at_end") and not _loads_best(recipe):
+    # null is not False, which its core/builders/causal.py asks
+    asks_best = settings.get("load_best_model_at_end", False) is not False
+    if asks_best and _loads_best(recipe):
+        recipe["keep_best_checkpoint"] = True
+    elif settings.get("load_best_model_at_end"):
         recipe.pop("keep_best_checkpoint", None)
         conversion.add_remark("load_best_model_at_end", True, BEST_ON_STEPS)
     if settings.get("early_stopping_patience"):
@@ -800,7 +823,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     if packs and (are_texts or trains_prompts or settings.get("pretraining_dataset")):
         conversion.remarks.append(FIRST_TRAINED)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
-    if packs and settings.get("eval_sample_packing") is False and holds_out:
+    is_measured = holds_out and {"eval_steps", "eval_strategy"} & conversion.recipe.keys()
+    if packs and settings.get("eval_sample_packing") is False and is_measured:
         conversion.remarks.append(LAST_UNMEASURED)
 
 
@@ -849,10 +873,21 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
     if not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    elif settings.get("pretraining_dataset") and _sees_no_starts(settings):
+        conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)
     if family in PASSING_STATES_ON:
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
     elif family in APART_SINCE:
         conversion.add_remark("sample_packing", True, APART_IN_21)
+
+
+def _sees_no_starts(settings: ToolFile) -> bool:
+    """Whether the attention of a file is one that reads a mask before it looks for documents."""
+    if guess_vision_family(name_model(settings)) in MASK_REMOVED:
+        return False
+    switches = ("sdp_attention", "eager_attention", "flex_attention")
+    is_named = SEES_NO_STARTS.fullmatch(str(settings.get("attn_implementation")))
+    return is_named is not None or any(map(settings.get, switches))
 
 
 def _adapt_swift(settings: ToolFile, conversion: Conversion) -> None:

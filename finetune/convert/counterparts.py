@@ -47,6 +47,7 @@ Carry = Literal[
     "names",
     "parameters",
     "module-patterns",
+    "compile",
     "bits",
     "quantizer",
     "schedule-argument",

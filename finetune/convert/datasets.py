@@ -447,7 +447,11 @@ ALPACA_PROMPT = (
 ALPACA_SAVED = (
     "chat_template: alpaca's, which writes the prompts, is saved with the tokenizer here; there {}"
 )
-ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
+# _build_result of its prompters.py, and _tokenize of its prompt_tokenizers.py
+ALPACA_STYLE = (
+    "each prompt is in this style there, with Alpaca's own words as the system message, and the "
+    "EOS token alone ends an answer; here {} writes the conversation"
+)
 # strip_bos_token of its _tokenize, where there is no BOS token
 STARTS_TWICE = (
     "where the tokenizer begins every text with [gMASK]<sop>, the answer begins with it too there, "
@@ -551,7 +555,7 @@ def _read_axolotl(
 
     def read(key: str) -> Sources:
         entries = list_entries(settings.get(key), key, source)
-        styles.update(str(entry.unread.get("type")) for entry in entries)
+        styles.update(_name_type(entry) for entry in entries)
         return read_each("Axolotl", entries, read_entry, conversion)
 
     train = read("datasets") + read("pretraining_dataset")
@@ -562,6 +566,11 @@ def _read_axolotl(
     elif "alpaca" in styles:
         conversion.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
     return train, held_out
+
+
+def _name_type(entry: DataSetEntry) -> str:
+    """Returns an entry's type, without the style that type alpaca has by itself."""
+    return str(entry.unread.get("type")).removesuffix(":instruct")
 
 
 def _report_saved_template(asked: str, conversion: Conversion) -> None:
@@ -617,8 +626,10 @@ def _take_instruction(
         keys["completion_column"] = entry.take(f"{prefix}field_output") or "output"
     if has_columns and "type.format" not in entry.unread:
         conversion.add_difference(where, None, SPACE_AFTER)
-    if not has_columns and kind != "alpaca":
-        conversion.add_difference(where, kind, ALPACA_STYLE)
+    if not has_columns and kind not in ("alpaca", "alpaca:instruct"):
+        template = conversion.recipe.get("chat_template")
+        writer = f"chat_template: {template}" if template else "the tokenizer's chat template"
+        conversion.add_difference(where, kind, ALPACA_STYLE.format(writer))
     family = guess_family(str(conversion.recipe.get("model_name_or_path")))
     if str(family).startswith("glm"):
         conversion.add_remark(where, kind, STARTS_TWICE)

@@ -15,7 +15,7 @@ from finetune.config.facts import (
     read_family_source,
 )
 from finetune.config.families import IMAGE_FAMILIES, find_family
-from finetune.config.module_names import find_alias
+from finetune.config.module_names import find_alias, find_renames, rename_pattern
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
@@ -1177,8 +1177,28 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(CHATML_ADDED)
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
-    if conversion.tool == "Axolotl" and settings.get("resize_token_embeddings_to_32x"):
+    if conversion.tool == "Axolotl":
+        _adapt_rows(settings, given, conversion)
+
+
+# load_tokenizer of its loaders/tokenizer.py
+SPECIAL_FIRST = (
+    "special_tokens: those that the tokenizer does not have get the first of the new ids there, "
+    "and here those behind added_tokens"
+)
+
+
+def _adapt_rows(settings: ToolFile, special: Mapping[str, str], conversion: Conversion) -> None:
+    """Sets how many rows an embedding gets for new tokens by Axolotl (_resize_token_embeddings of
+    its loaders/model.py), and reports in which order.
+    """
+    recipe = conversion.recipe
+    if settings.get("resize_token_embeddings_to_32x"):
         recipe["pad_vocab_to_multiple_of"] = 32
+    elif special or recipe.get("added_tokens"):
+        recipe["pad_vocab_to_multiple_of"] = 1
+    if special and settings.get("tokens") and recipe.get("added_tokens"):
+        conversion.remarks.append(SPECIAL_FIRST)
 
 
 # freeze_layers_except of Axolotl, which its train.py calls once the adapters are in place: it
@@ -1187,6 +1207,49 @@ ADAPTERS_FROZEN = (
     "no pattern names the adapters, and all that none names is frozen there, so that nothing is "
     "trained; the adapters are trained here"
 )
+
+
+HEAD_CLASS = re.compile(
+    r"^class \w+For(?:CausalLM|ConditionalGeneration)\(.*?(?=^class |\Z)", re.DOTALL | re.MULTILINE
+)
+# LayerNamePattern of its utils/freeze.py, where each dot of a pattern is a dot, beside the names of
+# transformers 5
+NAMED_OTHERWISE = (
+    "a pattern is the start of a name in transformers 5 there, and a dot in it is a dot: what is "
+    "meant by {} is frozen there, trained here"
+)
+
+
+def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports patterns of Axolotl's that name nothing there, and something here."""
+    patterns = settings.get("unfrozen_parameters")
+    if not isinstance(patterns, list) or not conversion.recipe.get("trainable_modules"):
+        return
+    family = guess_vision_family(name_model(settings)) or ""
+    unnamed = [each for each in map(str, patterns) if _names_nothing(each, family)]
+    if unnamed:
+        note = NAMED_OTHERWISE.format(", ".join(unnamed))
+        conversion.add_difference("unfrozen_parameters", patterns, note)
+
+
+def _names_nothing(pattern: str, family: str) -> bool:
+    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of
+    one.
+
+    >>> [
+    ...     _names_nothing(pattern, "mixtral")
+    ...     for pattern in ("model.layers.1.mlp", "model.layers.1.block_sparse_moe", "layers.1")
+    ... ]
+    [False, True, True]
+    """
+    start = pattern.removeprefix("^")
+    is_other = rename_pattern(start, find_renames(family)) != start
+    if is_other or "\\." in start or ".*" in start.removesuffix(".*"):
+        return True
+    heads = HEAD_CLASS.findall(read_family_source(family))
+    parts = set(re.findall(r"self\.(\w+) = ", "".join(heads)))
+    first = re.split(r"\W", start)[0]
+    return bool(parts and first) and not any(part.startswith(first) for part in parts)
 
 
 def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
@@ -1208,6 +1271,7 @@ def _adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
         unfrozen = settings.get("unfrozen_parameters")
         if unfrozen and recipe.get("use_peft") and not names_adapters:
             conversion.add_difference("unfrozen_parameters", unfrozen, ADAPTERS_FROZEN)
+    _report_unnamed(settings, conversion)
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)

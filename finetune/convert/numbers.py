@@ -7,6 +7,7 @@ import re
 from finetune.config.schema import recipe_keys
 from finetune.convert.by_tool import TEXTS_CUT, V1_ALPACA
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
@@ -59,6 +60,11 @@ BOS_BY_KEY = (
 ROUNDED_MORE_OFTEN = (
     "the bfloat16 iteration rounds more often there: an update differs by some 3% from the one here"
 )
+BOUNDS = {"torchtune": "clip_grad_norm", "Automodel": "clip_grad_norm.max_norm"}
+ALL_CLIPPED = (
+    "every gradient is 0 there, but in torchtune's full_finetune_single_device; here none is "
+    "clipped"
+)
 # xformers_attention_forward of Axolotl, and the kernel's own description
 OTHER_ATTENTION = {
     "xformers": (
@@ -106,6 +112,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
     if settings.get("use_muon"):
         conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
+    _report_clipping(settings, conversion)
     _report_attention(settings, conversion)
     _report_copies(conversion)
     _report_factory_texts(settings, conversion)
@@ -116,6 +123,16 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
 def _starts_at_zero(settings: ToolFile) -> bool:
     """Whether Automodel's warm-up starts as transformers' does."""
     return read_section(settings, "lr_scheduler").get("init_lr") == 0
+
+
+def _report_clipping(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a bound of 0, by which torch's clip_grad_norm_ multiplies."""
+    key = BOUNDS.get(conversion.tool)
+    bound = settings.get("clip_grad_norm")
+    if isinstance(bound, dict):
+        bound = bound.get("max_norm")
+    if key and bound is not None and convert_number(bound) == 0:
+        conversion.add_difference(key, bound, ALL_CLIPPED)
 
 
 def _report_attention(settings: ToolFile, conversion: Conversion) -> None:

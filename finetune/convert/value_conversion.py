@@ -159,21 +159,34 @@ def _matching_layers(pattern: str) -> list[str]:
 
 
 def _convert_patterns(value: Any) -> list[str] | None:
-    """Converts Axolotl's patterns of the start of a parameter's name; None where one names a range
-    of rows.
+    """Converts Axolotl's patterns of the start of a parameter's name; None where one names rows of
+    a tensor.
 
-    A dot there is a dot, not any character; at the end of a pattern it says that a module's name is
-    complete.
-
-    >>> patterns = ["^lm_head.weight$", r"model.layers.4[4-7]+.mlp", "transformer.blocks.[0-7]."]
-    >>> _convert_patterns(patterns), _convert_patterns(["lm_head.weight[:32000]"])
-    (['lm_head.weight', 'model.layers.4[4-7]+.mlp', 'transformer.blocks.[0-7]'], None)
+    >>> _convert_patterns(["^lm_head.weight$", "model.layers.1", "model.embed_tokens.weight[:9]"])
+    >>> _convert_patterns(["^lm_head.weight$", "model.layers.4[4-7]+.mlp"])
+    ['lm_head.weight', 'model.layers.4[4-7]+.mlp']
     """
     if not isinstance(value, list) or any(
-        re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value
+        re.search(r"\[\d*(:\d*)?\]$", str(pattern)) for pattern in value
     ):
         return None
-    return [re.sub(r"^\^|\\?\.?\$?$", "", str(pattern)) for pattern in value]
+    return [_complete_pattern(str(pattern)) for pattern in value]
+
+
+def _complete_pattern(pattern: str) -> str:
+    """Returns a pattern of whole names for one of their start, in which a dot is a dot.
+
+    A dot or a dollar at its end says that the last name is complete; where it is not, layer 1 is
+    the layers 10 to 19 too, and `gate` is `gate_proj`.
+
+    >>> _complete_pattern("blocks.[0-7]."), _complete_pattern("layers.1"), _complete_pattern("gate")
+    ('blocks.[0-7]', 'layers.1\\\\w*', 'gate\\\\w*')
+    """
+    whole = re.sub(r"^\^|\\?\.?\$?$", "", pattern)
+    last = re.split(r"\.", whole)[-1]
+    begins_another = any(name != last and name.startswith(last) for name in LINEAR_LAYERS)
+    is_open = begins_another or re.search(r"[\d\])+]$", whole) is not None
+    return rf"{whole}\w*" if is_open and not pattern.endswith((".", "$")) else whole
 
 
 def _convert_attention(value: Any) -> Any:
@@ -273,6 +286,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "parameters": _convert_parameters,
     "module-patterns": _convert_patterns,
     "clip": lambda value: convert_number(value) or "null",
+    "compile": lambda value: value.get("model", True) if isinstance(value, dict) else value,
     "bits": lambda value: True if value in (4, 8) else None,
     "quantizer": lambda value: LEAVE if str(value) in ("bnb", "bitsandbytes") else None,
     "betas": lambda value: value if isinstance(value, list) and len(value) == 2 else None,

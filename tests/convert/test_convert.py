@@ -31,7 +31,7 @@ from finetune.convert.counterparts import (
     Tool,
     list_counterparts,
 )
-from finetune.convert.model_names import TEMPLATES, UNKNOWN_IMAGES, guess_family
+from finetune.convert.model_names import SPECIAL_FIRST, TEMPLATES, UNKNOWN_IMAGES, guess_family
 from finetune.convert.numbers import ENDS_OF_TEXTS, LABEL_BEHIND_CUT
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
@@ -763,7 +763,12 @@ def test_alpacas_prompt_beside_another_is_a_difference(converted: Convert) -> No
         in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
     )
     _, styled, _ = converted(_datasets("[{path: a/b, type: 'alpaca:chat'}]"))
-    assert 'datasets[0].type: "alpaca:chat"   (chat_template: alpaca writes the' in styled
+    assert 'datasets[0].type: "alpaca:chat"   (each prompt is in this style there' in styled
+    assert "here the tokenizer's chat template writes the conversation" in styled
+    ours, usual, _ = converted(_datasets("[{path: a/b, type: 'alpaca:instruct'}]"))
+    assert ours["chat_template"] == "alpaca" and "datasets[0].type" not in usual
+    asked = _datasets("[{path: a/b, type: 'alpaca:phi'}]") + "chat_template: phi_3\n"
+    assert "here chat_template: phi3 writes the conversation" in converted(asked)[1]
 
 
 @pytest.mark.parametrize(
@@ -1304,7 +1309,7 @@ def test_tokens_of_other_tools(converted: Convert) -> None:
     assert (ours["eot_tokens"], ours["pad_vocab_to_multiple_of"]) == (["<b>"], 32)
     assert ours["special_tokens"] == {"eos_token": "<b>", "pad_token": "<p>"}
     about = [line for line in said.splitlines() if "token" in line.replace("tokenize", "")]
-    assert about == [START_OF_ROWS.format(NEW_ROWS["Axolotl"])]
+    assert about == [SPECIAL_FIRST, START_OF_ROWS.format(NEW_ROWS["Axolotl"])]
     adapted, _, _ = converted(
         _datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n"
     )

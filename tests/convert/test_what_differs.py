@@ -222,6 +222,8 @@ def test_a_template_that_may_forget_earlier_thinking_is_named(
         ({"lora_qkv_kernel": True}, False),  # the others are off then
         ({"lora_mlp_kernel": True}, True),
         ({"trust_remote_code": True}, False),
+        ({"base_model": "alpindale/Llama-3.2-11B-Vision-Instruct"}, False),  # of another layout
+        ({"base_model": "mistralai/Mistral-Small-3.1-24B-Base-2503"}, True),
         ({"base_model": "meta-models/Muse-Glimmer-30B"}, False),  # whose support turns them off
         ({"base_model": "Qwen/Qwen3-30B-A3B"}, False),  # whose layers have experts in its place
         ({"base_model": "google/gemma-4-26B-A4B"}, True),  # which has both

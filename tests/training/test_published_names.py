@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.module_names import adopt_published_names
+from finetune.config.module_names import adopt_published_names, find_renames, rename_pattern
 from finetune.config.reader import read_recipe
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
@@ -84,3 +84,12 @@ def test_names_of_the_modules_stay(folder: Path, printed: str) -> None:
     for family in ("mixtral", "llama", "qwen3_moe", "unheard_of"):
         recipe = read_recipe(str(folder / "lora-own.yaml"))
         assert adopt_published_names(recipe, family) is recipe
+
+
+def test_a_name_that_ends_as_the_published_one_stays() -> None:
+    """The names of a tower's modules end as those of Gemma 3's files do."""
+    renames = find_renames("gemma3")
+    assert renames["language_model"] == "model.language_model"
+    for pattern in (r"model\.language_model.layers.1", "model.language_model.layers.1.mlp"):
+        assert rename_pattern(pattern, renames) == pattern
+    assert rename_pattern("language_model.norm", renames) == "model.language_model.norm"
