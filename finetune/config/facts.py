@@ -314,12 +314,15 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
 LINEAR = re.compile(
     r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL
 )
+# nn.Linear(...) -> its name and arguments
+LINEAR_ARGUMENTS = re.compile(r"self\.(\w+) = nn\.Linear\(((?:[^()]|\([^()]*\))*)\)")
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @cache
-def read_family_source(model_type: str) -> str:
-    """Returns the text of transformers' modeling file for a family; empty where there is none.
+def read_family_source(model_type: str, kind: str = "modeling") -> str:
+    """Returns the text of transformers' modeling file for a family, or its configuration file;
+    empty where there is none.
 
     Importing it would take seconds, and torch.
     """
@@ -335,7 +338,7 @@ def read_family_source(model_type: str) -> str:
     # gemma3_text is in gemma3's file
     of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
     folder = of_another[1] if of_another else model_type
-    source = models / folder / f"modeling_{folder}.py"
+    source = models / folder / f"{kind}_{folder}.py"
     if source.is_file():
         return source.read_text(encoding="utf-8")
     return ""
@@ -370,6 +373,27 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
     classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
     of_text = "".join(text for text in classes if not re.match(r"class \w*Vision", text))
     return frozenset(LINEAR.findall(of_text)) - HEADS
+
+
+@cache
+def find_biased_layers(model_type: str) -> frozenset[str]:
+    """Returns the names of a family's linear layers with a bias, where its config does not say,
+    without heads and vision towers.
+
+    >>> sorted(find_biased_layers("qwen2")), sorted(find_biased_layers("llama"))
+    (['k_proj', 'q_proj', 'v_proj'], [])
+    """
+    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
+    of_text = "".join(text for text in classes if not re.match(r"class \w*(Vision|For[A-Z])", text))
+    defaults = read_family_source(model_type, "configuration")
+    biased = set()
+    for name, arguments in LINEAR_ARGUMENTS.findall(of_text):
+        bias = re.search(r"bias=([\w.]+)", arguments)
+        value = bias[1] if bias else "True"  # of nn.Linear
+        key = value.removeprefix("config.")
+        if value == "True" or re.search(rf"\b{key}(: [^=\n]+)? ?= ?True", defaults):
+            biased.add(name)
+    return frozenset(biased)
 
 
 def find_vision_layers(model_type: str) -> frozenset[str]:

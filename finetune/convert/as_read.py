@@ -59,6 +59,15 @@ UNREAD = (
         ("optim_args.betas", "optim_args.eps", "optim_args.weight_decay"),
         lambda file: not _takes_arguments(str(file.get("optimizer"))),
     ),
+    # the same function, which passes both on or none
+    Unread(
+        ("Axolotl",),
+        ("adam_beta1", "adam_beta2"),
+        lambda file: (
+            _takes_arguments(str(file.get("optimizer")))
+            and not (file.get("adam_beta1") and file.get("adam_beta2"))
+        ),
+    ),
     # get_warmup_steps of transformers 4; transformers 5 has the ratio decide wherever it is given
     Unread(
         TRAINERS,

@@ -675,7 +675,7 @@ THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omn
 # Of these some may.
 MAYBE_THINKING = re.compile(
     r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
-    r"mimo|seed-oss|\bbeam-\d"
+    r"mimo|seed-oss|\bbeam-\d|minicpm-?5|deepcoder"
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.config.facts import find_biased_layers
 from finetune.config.keys import keys_of
 from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
@@ -15,7 +16,7 @@ from finetune.convert.async_grpo import adapt_async, is_async
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
-from finetune.convert.model_names import Unsupported, compare_scored_turns
+from finetune.convert.model_names import Unsupported, compare_scored_turns, guess_family, name_model
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -869,6 +870,8 @@ ADAPTER_APART = (
 # toggle_fake_quant of Axolotl looks for quantizers, which torchao's layers of these do not have
 ROUNDED_THROUGHOUT = ("mxfp4", "nvfp4")
 FROM_THE_START = "has no effect on this rounding there, which begins with the first step, as here"
+# the backward of torchao's prototype/qat/nvfp4.py and mx.py, which returns None for the bias
+BIASES_FIXED = "the biases of rounded layers are not trained there; they are here"
 # swap_lora_linear_with_qat of torchtune
 ADAPTED_ALONE = (
     "layers that get no adapter are not rounded there; here all linear layers but the output head"
@@ -923,10 +926,9 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    after = "fake_quant_after_n_steps"
     is_axolotl = conversion.tool == "Axolotl"
-    if is_axolotl and after in keys and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
-        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    if is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
+        _compare_rounding_to_floats(settings, conversion)
     if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
     model = read_section(settings, "model")
@@ -942,3 +944,13 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     adapted = conversion.recipe.get("lora_target_modules") or ()
     if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
         conversion.add_difference(key, settings[key], ADAPTED_ALONE)
+
+
+def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what torchao's layers of MXFP4 and NVFP4, which Axolotl trains, do otherwise."""
+    after = "fake_quant_after_n_steps"
+    if after in conversion.recipe:
+        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    has_biases = find_biased_layers(guess_family(name_model(settings)) or "")
+    if has_biases and not settings.get("adapter"):
+        conversion.add_difference("qat", settings["qat"], BIASES_FIXED)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
+from finetune.config.facts import find_biased_layers
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
@@ -75,6 +76,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
+    BIASES_FIXED,
     FROM_THE_START,
     HEAD_ROUNDED,
     KTO_ROWS_OF_FACTORY,
@@ -302,6 +304,51 @@ def test_a_head_whose_weight_a_kernel_reads_is_not_rounded(
     """lm_head.weight in Axolotl's integrations/liger/models/base.py."""
     qat = {"activation_dtype": "nvfp4", "weight_dtype": "nvfp4"}
     assert (HEAD_ROUNDED in said(convert(AXOLOTL, qat=qat, **keys))) == is_rounded
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "adapter", "is_said"),
+    [
+        ("Qwen/Qwen2.5-72B", "nvfp4", None, True),
+        ("Qwen/Qwen1.5-MoE-A2.7B", "mxfp4", None, True),  # by its config's default
+        ("Qwen/Qwen2.5-72B", "nvfp4", "lora", False),
+        ("Qwen/Qwen2.5-72B", "int4", None, False),
+        ("meta-llama/Llama-3.2-3B", "nvfp4", None, False),
+    ],
+)
+def test_biases_under_rounding_to_floats_of_4_bits_are_not_trained_by_axolotl(
+    model: str, dtype: str, adapter: str | None, is_said: bool, convert: Convert
+) -> None:
+    inputs = "int8" if dtype == "int4" else dtype
+    qat = {"activation_dtype": inputs, "weight_dtype": dtype}
+    made = convert(AXOLOTL, base_model=model, qat=qat, adapter=adapter)
+    assert (BIASES_FIXED in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen2_moe", "phi", "gpt_neox", "starcoder2", "gemma2", "gpt_oss"]
+)
+def test_the_layers_with_a_bias_are_those_of_the_family(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))
+    named = {
+        name.rpartition(".")[2]
+        for name, layer in model.base_model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer.bias is not None
+    }
+    assert find_biased_layers(family) == named
+
+
+def test_torchao_gives_a_bias_no_gradient_under_mxfp4() -> None:
+    from torchao.prototype.qat import MXFakeQuantizeConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 32)).bfloat16()
+    keys = MXFakeQuantizeConfig(dtype=torch.float4_e2m1fn_x2, block_size=32)
+    quantize_(layer, QATConfig(activation_config=keys, weight_config=keys))
+    layer(torch.randn(2, 4, 64).bfloat16()).sum().backward()
+    assert layer[0].weight.grad is not None and layer[0].bias.grad is None
 
 
 @pytest.mark.parametrize(

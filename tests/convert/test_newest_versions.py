@@ -511,6 +511,8 @@ def test_a_share_of_a_data_set_is_said(convert: Convert) -> None:
         ("Qwen/Qwen3-8B", ONE_TEXT),
         ("Qwen/Qwen3-4B-Instruct-2507", None),
         ("zai-org/GLM-5", OWN_THOUGHT),
+        ("openbmb/MiniCPM5-2B", OWN_THOUGHT),
+        ("agentica-org/DeepCoder-14B-Preview", OWN_THOUGHT),
         ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", OWN_THOUGHT),
         ("meta-llama/Llama-3.1-8B-Instruct", None),
     ],

@@ -842,6 +842,8 @@ SWIFT_ROWS = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/row
         (AXOLOTL | PAIRS | HELD_OUT, {"early_stopping_patience": 3}, "early_stopping_patience", None),
         (AXOLOTL | PAIRS | HELD_OUT, {"load_best_model_at_end": True}, "keep_best_checkpoint", None),
         (AXOLOTL, {"optim_args": {"eps": 1e-6}}, "adam_epsilon", {"optimizer": "flash_adamw"}),
+        (AXOLOTL | {"optimizer": "optimi_adamw"}, {"adam_beta1": 0.8}, "adam_beta1", {"adam_beta2": 0.95}),
+        (AXOLOTL | {"optimizer": "muon"}, {"adam_beta1": 0.8}, "adam_beta1", {"optimizer": "adamw_torch_fused"}),
         (TEXT, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
         (TRL, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
         (SWIFT_ROWS, {"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", {"warmup_ratio": 0}),
