@@ -59,6 +59,11 @@ class Logits(NamedTuple):
         difference = (self.values - other.values).norm() / other.values.norm().clamp_min(1e-30)
         return float(difference)
 
+    def median_difference(self, other: "Logits") -> float:
+        """The same for the logits of one token: the median over the tokens."""
+        differences = (self.values - other.values).norm(dim=-1)
+        return float((differences / other.values.norm(dim=-1).clamp_min(1e-30)).median())
+
     def chooses_as(self, other: "Logits") -> bool:
         """Whether both take the same experts for each token."""
         pairs = zip(self.choices, other.choices, strict=True)

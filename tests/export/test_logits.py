@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.export.logits import prompts, stream_logits
+from finetune.export.logits import Logits, prompts, stream_logits
 from finetune.export.merge_choice import ComparisonRows, measure
 from finetune.export.target import describe_target, read_rows
 from finetune.files.tensors import read_folder
@@ -61,3 +61,14 @@ def test_merges_aremeasured_on_each_row_as_if_it_were_alone(
     for found in measure(target.model, [read, read], rows):
         assert found.loss == pytest.approx(truth, rel=1e-6)
         assert found.logit_difference == 0
+
+
+def test_the_median_difference_is_that_of_most_tokens() -> None:
+    """However far a third of the tokens are, as those that another program sends to other experts."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 16, 50, generator=generator)
+    near = values * (1 + 0.01 * torch.randn(values.shape, generator=generator))
+    near[:, ::3] = torch.randn(2, 6, 50, generator=generator)
+    of_all = Logits(near, []).differ_from(Logits(values, []))
+    of_half = Logits(near, []).median_difference(Logits(values, []))
+    assert of_all > 0.5 and 0.005 < of_half < 0.02
