@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import Tool, ToolFile
+from finetune.convert.value_conversion import read_section
 
 TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")  # with transformers' arguments
 # _configure_custom_optimizer of Axolotl's core/builders/base.py passes optim_args on; of the others
@@ -82,6 +83,12 @@ UNREAD = (
     ),
     Unread(
         ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0
+    ),
+    # null is 1.0 to its recipes/llm/train_ft.py, as no key is
+    Unread(
+        ("Automodel",),
+        ("clip_grad_norm.max_norm",),
+        lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
     ),
     # of its train/sft/trainer.py alone
     Unread(

@@ -1324,3 +1324,14 @@ def test_the_decay_of_doras_magnitudes_is_listed(
     assert MAGNITUDES_DECAYED in convert(file, **keys, **decay).remarks
     assert MAGNITUDES_DECAYED not in convert(file, **keys, **none).remarks
     assert MAGNITUDES_DECAYED not in convert(file, **decay).remarks
+
+
+@pytest.mark.parametrize(
+    ("section", "bound"), [({"max_norm": None}, 1.0), ({"max_norm": 0.5}, 0.5)]
+)
+def test_no_bound_of_gradients_is_automodels_default(
+    section: dict[str, float | None], bound: float, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, clip_grad_norm=section)
+    assert made.recipe.get("max_grad_norm", 1.0) == bound
+    assert "clip_grad_norm" not in said(made)
