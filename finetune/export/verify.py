@@ -340,9 +340,10 @@ def compare_logits(checkpoint: CheckpointLogits, exported: Logits, bound: float)
         difference = exported.differ_from(checkpoint.with_choices(exported.choices))
         with_the_same = " with the same experts"
     if not difference <= bound:
+        advice = "; export with --dtype float32, which rounds nothing" if bound >= 0.01 else ""
         raise UserError(
             f"not exported: in a separate process the logits differ by {difference:.2g} from the "
-            f"checkpoint's{with_the_same}; rounding explains at most {bound:g}"
+            f"checkpoint's{with_the_same}; rounding explains at most {bound:g}{advice}"
         )
     if not difference:
         return "identical logits"
