@@ -161,6 +161,7 @@ def widen(source: Path, folder: Path, width: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4600)  # three runs of at most 1500 s each
 @pytest.mark.parametrize("width", [172, 176])
 def test_200_steps_end_within_a_percent_of_bf16(width: int, shared: Path, tmp_path: Path) -> None:
     """Real questions. 172, the width of stories260k's MLPs, does not divide by 16, so that they stay in bf16; padded to 176
