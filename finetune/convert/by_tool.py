@@ -134,11 +134,8 @@ NOT_ISOLATED = (
 # for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
 # documents in a packed row where there is none
 SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
-MASK_REMOVED = (
-    "gemma3",
-    "gemma4",
-    "gemma4_unified",
-)  # by compute_loss of its core/trainers/base.py
+# whose mask compute_loss of its core/trainers/base.py removes
+MASK_REMOVED = ("gemma3", "gemma4", "gemma4_unified")
 HIDDEN_BY_MASK = (
     "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
     "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"

@@ -1233,8 +1233,7 @@ def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _names_nothing(pattern: str, family: str) -> bool:
-    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of
-    one.
+    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of one.
 
     >>> [
     ...     _names_nothing(pattern, "mixtral")
