@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS, QLORA
@@ -22,7 +20,7 @@ from finetune.convert.automodel import (
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import convert_number, read_number
-from finetune.convert.hints import find_texts, is_factory_v1
+from finetune.convert.hints import find_texts
 from finetune.convert.model_names import (
     HEADER_TRAINED,
     guess_family,
@@ -439,13 +437,14 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     elif tool == "ms-swift":
         _adapt_swift(settings, conversion)
     elif tool == "LLaMA-Factory":
-        _adapt_factory(settings, text, conversion)
+        _adapt_factory(settings, conversion)
     elif tool == "torchtune":
         _adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
         _adapt_automodel(settings, conversion)
-    is_v1 = tool == "LLaMA-Factory" and is_factory_v1(yaml.safe_load(text))
-    decays_all = tool in ("torchtune", "Automodel") or is_v1 or settings.get("use_muon")
+    decays_all = (
+        tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or settings.get("use_muon")
+    )
     if (
         decays_all
         and not conversion.recipe.get("use_peft")
@@ -948,12 +947,12 @@ def _measure_with_saves(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("split_dataset_ratio", share, ALL_TRAINED)
 
 
-def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> None:
+def _adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         recipe["oft_block_size"] = int(block)
-    if is_factory_v1(yaml.safe_load(text)):
+    if conversion.is_factory_v1:
         conversion.remarks += [V1_COMMAND, V1_ALPACA, WHOLE_STEPS]
         _report_v1_turns(settings, conversion)
     elif settings.get("stage") == "pt" and settings.get("packing", True):
@@ -963,7 +962,7 @@ def _adapt_factory(settings: ToolFile, text: str, conversion: Conversion) -> Non
     elif settings.get("stage") != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
     reads_images = conversion.images is not None or has_tower(name_model(settings))
-    has_processor = reads_images and not is_factory_v1(yaml.safe_load(text))
+    has_processor = reads_images and not conversion.is_factory_v1
     if has_processor and settings.get("stage") in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     packs = settings.get("packing") and settings.get("stage", "sft") == "sft"

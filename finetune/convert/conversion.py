@@ -38,18 +38,10 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import report_values
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
-from finetune.convert.counterparts import (
-    GRPO,
-    NOTES,
-    Counterpart,
-    Tool,
-    ToolFile,
-    list_counterparts,
-)
+from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
-from finetune.convert.hints import is_factory_v1
 from finetune.convert.model_names import (
     BITSANDBYTES_MODEL,
     adapt_model,
@@ -66,7 +58,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.numbers import report_numbers
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
-from finetune.convert.recognize import load_settings, refuse_other_methods
+from finetune.convert.recognize import LoadedFile, load_settings, refuse_other_methods
 from finetune.convert.runnable import make_runnable
 from finetune.convert.value_conversion import (
     LEAVE,
@@ -271,14 +263,15 @@ def convert_file(source: Path) -> Conversion:
         UserError: The file cannot be read, or holds a value that its own tool would not read.
     """
     try:
-        return _convert(*load_settings(source), source)
+        return _convert(load_settings(source))
     except WrongValue as wrong:
         raise UserError(f"{source}: {wrong}") from None
 
 
-def _convert(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> Conversion:
+def _convert(file: LoadedFile) -> Conversion:
+    tool, settings, text, is_v1, source = file
     refuse_other_methods(tool, settings, source)
-    conversion = Conversion(tool, images=find_images(tool, settings)[1])
+    conversion = Conversion(tool, images=find_images(tool, settings)[1], is_factory_v1=is_v1)
     settings, unread = read_as_tool(tool, settings)
     conversion.ignored += unread
     method = find_method(tool, settings, source)
@@ -540,11 +533,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         conversion.tool == "Automodel"
         or settings.get("lora_fp32_gradients")
         # the reduce_dtype of its v1/plugins/trainer_plugins/distributed/fsdp2.py
-        or (
-            conversion.tool == "LLaMA-Factory"
-            and is_factory_v1(yaml.safe_load(text))
-            and not settings.get("deepspeed")
-        )
+        or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     if is_sharded and layout.precision != "no" and not in_fp32:
         conversion.remarks.append(REDUCED_IN_16_BITS)

@@ -5,7 +5,7 @@ its labels, and what is trained.
 import re
 
 from finetune.config.schema import recipe_keys
-from finetune.convert.by_tool import TEXTS_CUT, V1_ALPACA
+from finetune.convert.by_tool import TEXTS_CUT
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
@@ -186,7 +186,7 @@ def _report_copies(conversion: Conversion) -> None:
 
 def _report_factory_texts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the tokens that LLaMA-Factory writes otherwise around and within a row's texts."""
-    if conversion.tool != "LLaMA-Factory" or V1_ALPACA in conversion.remarks:
+    if conversion.tool != "LLaMA-Factory" or conversion.is_factory_v1:
         return
     if settings.get("stage") == "pt":
         conversion.remarks.append(BOS_BY_KEY)

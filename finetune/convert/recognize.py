@@ -5,7 +5,7 @@ refused by name.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -191,16 +191,26 @@ class Refusal(UserError):
         return refusal
 
 
-def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
-    """Returns the tool that a file was written for, its mapping with `${name}` references resolved,
-    and its text.
+class LoadedFile(NamedTuple):
+    """A training file of another tool."""
+
+    tool: Tool
+    settings: dict[str, Any]  # in the keys of the tables, with `${name}` references resolved
+    text: str
+    is_factory_v1: bool  # whether it is in LLaMA-Factory's v1 schema
+    source: Path  # what it names is looked for from there
+
+
+def load_settings(source: Path) -> LoadedFile:
+    """Reads a training file, or a command line, of another tool.
 
     Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a
     known tool.
     """
     if is_command(source):
-        named, options, command = read_command(source)
-        return named, _adapt_settings(named, options, source), command
+        # one that was typed names files from the working folder
+        named = source if source.is_file() else Path("the command line")
+        return _adapt_settings(*read_command(source), named)
     _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
     if problems:
         raise UserError.of(problems)
@@ -211,18 +221,17 @@ def load_settings(source: Path) -> tuple[Tool, dict[str, Any], str]:
     tool = recognize_tool(settings)
     if tool is None:
         raise _refuse_unknown(settings, source)
-    return tool, _adapt_settings(tool, settings, source), text
+    return _adapt_settings(tool, settings, text, source)
 
 
-def _adapt_settings(tool: Tool, settings: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Returns the settings in the keys of the tables, with `${name}` references resolved."""
-    if tool == "LLaMA-Factory" and is_factory_v1(settings):
+def _adapt_settings(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> LoadedFile:
+    is_v1 = tool == "LLaMA-Factory" and is_factory_v1(settings)
+    if is_v1:
         _refuse_v1_method(settings, source)
         settings = rename_v1(settings)
     if tool == "torchtune" and is_async(settings):
         settings = rename_async(settings)
-    resolved: dict[str, Any] = _resolve_references(settings, settings)
-    return resolved
+    return LoadedFile(tool, _resolve_references(settings, settings), text, is_v1, source)
 
 
 def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:

@@ -18,6 +18,7 @@ class Conversion:
     """The recipe made from a file of `tool`, and what to report about it."""
 
     tool: Tool
+    is_factory_v1: bool = False  # of LLaMA-Factory's v1 schema
     recipe: dict[str, Any] = field(default_factory=dict)
     # what this recipe does otherwise, or not at all
     differences: list[str] = field(default_factory=list)

@@ -1,5 +1,7 @@
 """`finetune convert` on command lines: those of TRL, ms-swift, LLaMA-Factory and Axolotl, from scripts and as an argument."""
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,48 @@ def test_what_stands_on_the_command_line_prevails(tmp_path: Path) -> None:
         ]
         == 3e-4
     )
+
+
+def test_every_flat_file_of_llama_factory_is_its_command_line(shared: Path) -> None:
+    compared = 0
+    for path in sorted((shared / "peer_configs" / "llama_factory").glob("*.yaml")):
+        theirs = yaml.safe_load(path.read_text())
+        if any(isinstance(value, list | dict) for value in theirs.values()):
+            continue
+        options = [f"--{key}={yaml_word(value)}" for key, value in theirs.items()]
+        command = f"llamafactory-cli train {shlex.join(options)}"
+        try:
+            by_file = convert_file(path)
+        except UserError:
+            with pytest.raises(UserError):
+                convert(command)
+            continue
+        by_command = convert(command)
+        # a comment of the file may name the Accelerate file beside which it is launched
+        for each in (by_file, by_command):
+            each.recipe.pop("accelerate_config", None)
+        assert same(by_file, by_command), path
+        compared += 1
+    assert compared > 10
+
+
+def yaml_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def test_a_typed_command_names_files_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"mine": {"file_name": "mine.jsonl"}}')
+    (tmp_path / "data" / "mine.jsonl").write_text('{"instruction": "a", "output": "b"}')
+    monkeypatch.chdir(tmp_path)
+    options = "--model_name_or_path org/model --stage sft --template llama3 --dataset mine"
+    made = convert(f"llamafactory-cli train {options} --output_dir saves/dpo/first")
+    assert made.recipe["datasets"][0]["path"] == "data/mine.jsonl"
+    refused = f"llamafactory-cli train {options} --mixture_of_depths convert"
+    with pytest.raises(UserError, match=r"^the command line: "):
+        convert(refused)
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "reward"])
