@@ -5,8 +5,9 @@ its labels, and what is trained.
 import re
 
 from finetune.config.schema import recipe_keys
-from finetune.convert.by_tool import TEXTS_CUT, V1_ALPACA
+from finetune.convert.by_tool import TEXTS_CUT
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.factory_v1 import V1_ALPACA
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.objectives import find_masked_diffusion
