@@ -49,7 +49,7 @@ PADDED_ROWS = (
 )
 # pack_dataset of its components/datasets/llm/packed_sequence.py, as torchtune's PackedDataset
 PACKED_IN_ORDER = (
-    "packing: rows are packed in their order there, a new packed row for each that does not fit; "
+    "packing: rows are packed as they come there, a new packed row for each that does not fit; "
     "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
 )
 # transformers' _is_packed_sequence, which looks at one row alone

@@ -681,13 +681,19 @@ class _FactoryData:
             # get_dataset_list of its data/parser.py
             if folder == "ONLINE":
                 return [{"path": name}]
+            # _get_dataset_info of v1's core/data_engine.py
+            is_v1 = "batching_strategy" in self.settings
+            if is_v1 and not name.endswith(".yaml"):
+                return [{"path": name}]
             where = f"is not in {self.info_path}"
-            if folder.startswith("REMOTE:"):
+            its = "its file or hub name"
+            if is_v1:
+                where = "lists the data sets there"
+                its = "the path of each"
+            elif folder.startswith("REMOTE:"):
                 hub = folder.removeprefix("REMOTE:")
                 where = f"is described in dataset_info.json of the hub data set {hub}"
-            self.conversion.to_do.append(
-                f"datasets: {name} {where}; put its file or hub name as path"
-            )
+            self.conversion.to_do.append(f"datasets: {name} {where}; put {its} as path")
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(

@@ -1091,6 +1091,14 @@ def test_the_batches_of_llama_factorys_v1(
     assert [line for line in known if line in said(made)] == lines
 
 
+def test_the_data_of_llama_factorys_v1_is_a_path_a_hub_name_or_a_list(convert: Convert) -> None:
+    """_get_dataset_info of its core/data_engine.py."""
+    named = convert(V1, train_dataset="a/rows")
+    assert named.recipe["datasets"] == [{"path": "a/rows"}] and not named.to_do
+    (listed,) = convert(V1).to_do
+    assert "lists the data sets there" in listed and "dataset_info.json" not in listed
+
+
 def test_llama_factorys_v1_has_a_row_for_each_answer(convert: Convert) -> None:
     """_prefix_cuts of its core/data_engine.py, and _escape_special of its core/rendering/escape.py."""
     made = convert(V1)
