@@ -1093,6 +1093,14 @@ def test_a_value_of_ms_swifts_does_what_it_does_there(
         assert not any(f"{key}: " in said(made) for key in keys if key != "val_dataset")
 
 
+@pytest.mark.parametrize(("strategy", "is_said"), [("binpack", False), ("sequential", True)])
+def test_ms_swifts_packing_in_order_is_said(strategy: str, is_said: bool, convert: Convert) -> None:
+    """calculate_matched_group of its dataset/packing.py."""
+    made = convert(SWIFT_QWEN, packing=True, packing_strategy=strategy)
+    assert ("each row is packed where it fits best" in said(made)) is is_said
+    assert ("packing_strategy" in made.ignored) is not is_said
+
+
 def test_ms_swift_computes_in_fp16_where_weights_are_in_float32(convert: Convert) -> None:
     made = convert(SWIFT_QWEN, torch_dtype="float32")
     assert "mixed_precision: fp16" in str(made.accelerate_file)
