@@ -2,9 +2,11 @@
 here.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.config.facts import read_family_source
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.model_names import guess_family, name_model
@@ -45,6 +47,11 @@ PADDED_ROWS = (
     "each row is padded to the longest of the data before it is packed there: a packed row has "
     "fewer rows, and an epoch more steps"
 )
+# pack_dataset of its components/datasets/llm/packed_sequence.py, as torchtune's PackedDataset
+PACKED_IN_ORDER = (
+    "packing: rows are packed as they come there, a new packed row for each that does not fit; "
+    "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
+)
 # transformers' _is_packed_sequence, which looks at one row alone
 NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
@@ -54,7 +61,7 @@ NOT_APART = (
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 APART = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
-BIASES_MOVED = ("deepseek_v3", "glm_moe_dsa", "mistral4")
+BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
 MOVED_BIASES = (
     "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
     "here"
@@ -134,12 +141,15 @@ def report_packing(settings: ToolFile, conversion: Conversion) -> None:
     if not size:
         return
     dataset = read_section(settings, "dataset")
-    is_padded = str(dataset.get("_target_")).endswith("HellaSwag")
-    if is_padded and dataset.get("pad_to_max_length", True):
+    is_class = str(dataset.get("_target_")).endswith("HellaSwag")
+    is_padded = is_class and dataset.get("pad_to_max_length", True)
+    if is_padded:
         conversion.add_difference("packed_sequence.packed_sequence_size", size, PADDED_ROWS)
     rows = read_section(settings, "step_scheduler").get("local_batch_size") or 1
     model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
+    if is_thd and not is_padded:  # of rows of one length both pack alike
+        conversion.remarks.append(PACKED_IN_ORDER)
     is_batch = isinstance(rows, int) and rows > 1
     if is_thd and is_batch and not model.get("backend") and _may_flash(model):
         conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
@@ -150,12 +160,29 @@ def _may_flash(model: Mapping[str, Any]) -> bool:
     return model.get("attn_implementation") not in APART
 
 
-# _apply_index_rope_half_split of its models/glm_moe_dsa, and GlmMoeDsaIndexer of transformers
-INDEXED_OTHERWISE = ("glm_moe_dsa",)
-OTHER_INDEX = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones there: "
-    "the indexer rotates halves of a query there, neighboring pairs here"
+# whose own classes give their Gate, of components/moe/layers.py, no dtype by default
+GATED_IN_16_BITS = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
+IN_16_BITS = (
+    "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
+IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
+# of transformers' classes
+GATE_IN_FP32 = re.compile(
+    r"F\.linear\(hidden_states\.(type\(torch\.float32\)|float\(\)), "
+    r"self\.weight\.(type\(torch\.float32\)|float\(\))\)"
+)
+# the indexers of its models/glm_moe_dsa and models/deepseek_v32, and those of transformers
+OTHER_TOKENS = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones there: "
+    "the indexer rotates "
+)
+INDEXED_OTHERWISE = {
+    "glm_moe_dsa": f"{OTHER_TOKENS}halves of a query there, neighboring pairs here",
+    "deepseek_v32": (
+        f"{OTHER_TOKENS}neighboring pairs of a query's last numbers there, halves of its first "
+        "ones here"
+    ),
+}
 
 
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:
@@ -163,10 +190,24 @@ def report_routers(settings: ToolFile, conversion: Conversion) -> None:
     attends to other tokens.
     """
     name = name_model(settings)
-    is_own = not read_section(settings, "model").get("force_hf")
-    if is_own and guess_family(name) in BIASES_MOVED:
+    family = str(guess_family(name))
+    _report_gates(family, settings, conversion)
+    if read_section(settings, "model").get("force_hf"):
+        return
+    if family in BIASES_MOVED:
         conversion.add_difference("model", name, MOVED_BIASES)
-    if is_own and guess_family(name) in INDEXED_OTHERWISE:
-        conversion.add_difference("model", name, OTHER_INDEX)
-    if is_own and guess_family(name) in PREDICTING_AHEAD:
+    if family in INDEXED_OTHERWISE:
+        conversion.add_difference("model", name, INDEXED_OTHERWISE[family])
+    if family in PREDICTING_AHEAD:
         conversion.add_difference("model", name, AHEAD)
+
+
+def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where routers are computed in another dtype than by transformers' class."""
+    model = read_section(settings, "model")
+    asked = read_section(model, "backend").get("gate_precision")
+    is_in_fp32 = GATE_IN_FP32.search(read_family_source(family)) is not None
+    if asked is not None and not (is_in_fp32 and "float32" in str(asked)):
+        conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
+    elif asked is None and family in GATED_IN_16_BITS and not model.get("force_hf"):
+        conversion.add_difference("model", name_model(settings), IN_16_BITS)

@@ -19,16 +19,15 @@ from finetune.convert.automodel import (
 )
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
+from finetune.convert.factory_v1 import WHOLE_STEPS, adapt_v1
 from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import (
-    HEADER_TRAINED,
     guess_family,
     guess_vision_family,
     has_tower,
     is_mixture,
     name_model,
-    report_own_thoughts,
     report_turn_ends,
 )
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss, find_masked_diffusion
@@ -73,22 +72,9 @@ NOT_CUT = (None, False, "do_not_truncate")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 TENTH = "a tenth of the steps, but at most 1000 there"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
-V1_ALPACA = (
-    "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
-    "between; on lines of their own here"
-)
-# _render_messages of its v1/core/rendering/rendering.py
-V1_BREAK = (
-    "chat_template: what the tokenizer's template writes after the end of an answer, as ChatML's "
-    "line break, is trained too there"
-)
 AN_EPOCH_AT_MOST = (
     "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
     "where the rows make fewer steps"
-)
-V1_COMMAND = (
-    "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it "
-    "does not)"
 )
 JOINED = (
     "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
@@ -257,12 +243,15 @@ OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
 }
-# drop_last=True of its recipes, and _steps_per_epoch
-WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
 # whose gradients no zero_grad takes away between two epochs
 CARRIED_OVER = (
     "epochs: micro-batches that fill no step are added to the next epoch's first one there, and "
     "left out after the last; here they are a last, short step"
+)
+# of its full_finetune recipes, whose newest source ends an epoch with its last whole step
+CARRIED_IN_06 = (
+    "epochs: micro-batches that fill no step are added to the next epoch's first one in 0.6, and "
+    "left out by the newest source, and after the last one; here they are a last, short step"
 )
 # its calculate_total_num_steps, and _configure_warmup_and_logging
 FEWER_STEPS = (
@@ -379,6 +368,17 @@ MERGED_DEQUANTIZED = (
     "the exported model is merged onto the dequantized base there; here onto that or the original "
     "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
     "dequantized"
+)
+# FullModelMetaCheckpointer of torchtune
+METAS_FILES = "the trained weights are saved as Meta's files there, as Hugging Face's here"
+# torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py
+LOADED_IN_16_BITS = (
+    "without bf16 and fp16 what is not trained has the dtype of the model's files there, as a rule "
+    "16 bits, and is computed in it; all is in float32 here"
+)
+TRAINED_IN_16_BITS = (
+    "without bf16 and fp16 all weights have the dtype of the model's files there, those that BAdam "
+    "trains too, and are computed in it; all is in float32 here"
 )
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 # by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
@@ -530,7 +530,8 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     epochs = recipe.get("num_train_epochs", 1)
     if tool == "torchtune" and "max_steps" not in recipe:
         accumulates = recipe.get("gradient_accumulation_steps", 1) > 1
-        conversion.remarks.append(CARRIED_OVER if epochs != 1 and accumulates else WHOLE_STEPS)
+        is_carried = epochs != 1 and accumulates
+        conversion.remarks.append(_find_carried(conversion) if is_carried else WHOLE_STEPS)
     elif (
         tool == "Axolotl"
         and "max_steps" not in recipe
@@ -546,6 +547,16 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
         conversion.remarks.append(ALIKE_LENGTHS)
+
+
+def _find_carried(conversion: Conversion) -> str:
+    """Returns what torchtune's recipe does with micro-batches that fill no step: all but those for
+    full fine-tuning add them to the next epoch.
+    """
+    recipe = conversion.recipe
+    others = ("use_peft", "quantization_aware_training")
+    is_full = recipe.get("method", "sft") == "sft" and not any(map(recipe.get, others))
+    return CARRIED_IN_06 if is_full else CARRIED_OVER
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
@@ -952,9 +963,10 @@ def _adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         recipe["oft_block_size"] = int(block)
+    if not conversion.is_factory_v1:
+        _report_loaded_dtype(settings, conversion)
     if conversion.is_factory_v1:
-        conversion.remarks += [V1_COMMAND, V1_ALPACA, WHOLE_STEPS]
-        _report_v1_turns(settings, conversion)
+        adapt_v1(settings, conversion)
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
     elif settings.get("stage") == "pt":
@@ -968,9 +980,20 @@ def _adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("packing") and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
-    if packs and not settings.get("neat_packing"):
+    if packs and not (conversion.is_factory_v1 or settings.get("neat_packing")):
         conversion.add_difference("packing", True, NOT_NEAT)
     _adapt_factorys_adapters(settings, conversion)
+
+
+def _report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which weights are in 16 bits in a file of LLaMA-Factory that names no precision."""
+    if any(map(settings.get, ("bf16", "fp16", "pure_bf16", "deepspeed"))):
+        return
+    asked = settings.get("bf16")
+    if settings.get("use_badam"):
+        conversion.add_remark("bf16", asked, TRAINED_IN_16_BITS)
+    elif settings.get("finetuning_type", "lora") != "full":
+        conversion.add_remark("bf16", asked, LOADED_IN_16_BITS)
 
 
 def _adapt_factorys_adapters(settings: ToolFile, conversion: Conversion) -> None:
@@ -984,15 +1007,6 @@ def _adapt_factorys_adapters(settings: ToolFile, conversion: Conversion) -> None
     has_reference = settings.get("stage") in ("dpo", "kto") and not settings.get("ref_model")
     if names and has_reference and settings.get("pref_loss") not in ("orpo", "simpo"):
         conversion.add_difference("adapter_name_or_path", names[-1], BASE_IS_REFERENCE)
-
-
-def _report_v1_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which tokens of a turn LLaMA-Factory's v1 trains beside its words."""
-    if settings.get("template"):
-        conversion.remarks.append(HEADER_TRAINED)  # its older versions, with templates of their own
-        return
-    conversion.remarks.append(V1_BREAK)
-    report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
 
 
 def _adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -1022,11 +1036,16 @@ def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
     into the folder.
     """
     downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
+    # of Meta's own files, beside those of the hub
+    downloaded |= {f"{local}/original": hub for local, hub in downloaded.items()}
     folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
     conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
     if folder.rstrip("/") in downloaded:
         note = "downloaded there from this hub name, says the file"
         conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
+    checkpointer = str(read_section(settings, "checkpointer").get("_component_"))
+    if checkpointer.endswith("MetaCheckpointer"):
+        conversion.add_remark("checkpointer._component_", checkpointer, METAS_FILES)
     if "teacher_model" in settings:
         teacher = str(
             read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or ""

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
-from finetune.convert.automodel import SHUFFLED_BEFORE
+from finetune.convert.automodel import PACKED_IN_ORDER, SHUFFLED_BEFORE
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
@@ -93,6 +93,8 @@ TORCHTUNE_SOURCES = {
     "the_cauldron": "HuggingFaceM4/the_cauldron",
     "gsm8k": "openai/gsm8k",
 }
+# split_across_pack of its text_completion_dataset, which is true by default
+SPLIT_BY_PACKING = "a text that does not fit is split over two packed rows there; none is here"
 R1_PROMPT = (
     "a question stands in a text there that asks for reasoning and an answer in tags, and opens "
     "<think>, without a chat template; here it is a user's turn"
@@ -148,6 +150,7 @@ def _read_torchtune_entry(
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")
         entry.take("transform._component_")
+    _report_torchtune_packing(entry, component, conversion)
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]
     if not paths or paths[0] in BUILDERS:
@@ -163,6 +166,17 @@ def _read_torchtune_entry(
     if weight not in (None, 1.0):
         keys["weight"] = weight
     return make_sources(paths, **named | {"name": subset or named["name"]}, **keys)
+
+
+def _report_torchtune_packing(entry: DataSetEntry, component: str, conversion: Conversion) -> None:
+    """Reports how torchtune packs rows: in their order, or split where they do not fit."""
+    if not conversion.recipe.get("packing"):
+        return
+    split = entry.unread.get("split_across_pack")
+    if component == "text_completion" and split is None:
+        conversion.add_difference(f"{entry.where}.split_across_pack", split, SPLIT_BY_PACKING)
+    elif not split and PACKED_IN_ORDER not in conversion.remarks:
+        conversion.remarks.append(PACKED_IN_ORDER)
 
 
 def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, Any]:
@@ -667,13 +681,19 @@ class _FactoryData:
             # get_dataset_list of its data/parser.py
             if folder == "ONLINE":
                 return [{"path": name}]
+            # _get_dataset_info of v1's core/data_engine.py
+            is_v1 = "batching_strategy" in self.settings
+            if is_v1 and not name.endswith(".yaml"):
+                return [{"path": name}]
             where = f"is not in {self.info_path}"
-            if folder.startswith("REMOTE:"):
+            its = "its file or hub name"
+            if is_v1:
+                where = "lists the data sets there"
+                its = "the path of each"
+            elif folder.startswith("REMOTE:"):
                 hub = folder.removeprefix("REMOTE:")
                 where = f"is described in dataset_info.json of the hub data set {hub}"
-            self.conversion.to_do.append(
-                f"datasets: {name} {where}; put its file or hub name as path"
-            )
+            self.conversion.to_do.append(f"datasets: {name} {where}; put {its} as path")
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(

@@ -86,7 +86,7 @@ FAMILIES = (
     (r"gemma-?2-|gemma2", "gemma2"),
     (r"gemma", "gemma"),
     (r"deepseek-?(coder-)?v2", "deepseek_v2"),
-    (r"deepseek-?v3\.2", "deepseek_v32"),
+    (r"deepseek-?v3\.?2", "deepseek_v32"),
     (r"deepseek-?(v3|r1)|moonlight|kimi-k2", "deepseek_v3"),
     (r"minimax-?m2", "minimax_m2"),
     (r"minimax-?(m1|text)", "minimax"),

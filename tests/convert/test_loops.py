@@ -10,18 +10,23 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 
-from finetune.config.facts import find_biased_layers
+from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     FIRST_TO_COME,
+    GATE_IN_FP32,
+    GATED_IN_16_BITS,
     HELD_OUT_ROWS_LEFT,
+    IN_16_BITS,
+    IN_OWN_DTYPE,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
     NOT_APART,
     NOTHING_SAVED,
+    PACKED_IN_ORDER,
     PADDED_ROWS,
     SAVED_WITH_EPOCHS,
     SHUFFLED_BEFORE,
@@ -35,6 +40,7 @@ from finetune.convert.by_tool import (
     ADAPTERS_UNDER_ZERO_3,
     BEST_AMONG_KEPT,
     BY_SOFTMAX,
+    CARRIED_IN_06,
     CARRIED_OVER,
     COPIES_AS_LOADED,
     FIRST_ENTRY,
@@ -43,15 +49,25 @@ from finetune.convert.by_tool import (
     LAST_HELD_OUT,
     LAST_UNMEASURED,
     MAGNITUDES_DECAYED,
+    METAS_FILES,
+    NOT_NEAT,
     PARTS_IN_FP32,
     PIECES_ALONE,
     SLOW_START,
     TEXTS_CUT,
-    WHOLE_STEPS,
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.datasets import SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
+from finetune.convert.factory_v1 import (
+    AS_MANY_AS_FIT,
+    COUNTED_BY_ROWS,
+    FILLED_UP,
+    SEEN_THROUGH_CACHE,
+    V1_SPECIAL,
+    WHOLE_STEPS,
+)
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
     ALL_OF_IMAGES,
@@ -119,6 +135,20 @@ TUNE = {
     },
     "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+}
+
+
+TUNE_LORA = {
+    "_component_": "torchtune.models.llama3.lora_llama3_8b",
+    "lora_attn_modules": ["q_proj"],
+    "apply_lora_to_mlp": False,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+TEXTS = {
+    "_component_": "torchtune.datasets.text_completion_dataset",
+    "source": "a/texts",
+    "packed": True,
 }
 
 
@@ -256,6 +286,7 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
     [
         ("zai-org/GLM-5.2", MOVED_BIASES),
         ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
+        ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
         ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES),
         ("zai-org/GLM-4.7-Flash", None),
         ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY),
@@ -269,6 +300,38 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
     assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "line"),
+    [
+        ("zai-org/GLM-5.2", None, IN_16_BITS),
+        ("zai-org/GLM-5.2", "float32", None),
+        ("zai-org/GLM-5.2", "torch.float32", None),
+        ("zai-org/GLM-5.2", "bfloat16", IN_OWN_DTYPE),
+        ("zai-org/GLM-4.7-Flash", None, IN_16_BITS),
+        ("moonshotai/Moonlight-16B-A3B", None, None),  # whose class there has float32 by default
+        ("Qwen/Qwen3-30B-A3B", "float32", IN_OWN_DTYPE),
+        ("Qwen/Qwen3-30B-A3B", None, None),
+    ],
+)
+def test_the_dtype_of_automodels_routers_is_said(
+    name: str, asked: str | None, line: str | None, convert: Convert
+) -> None:
+    """F.linear in the dtype of gate_precision, else of its input, in Gate of its components/moe/layers.py."""
+    backend = {} if asked is None else {"gate_precision": asked}
+    text = said(
+        convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "backend": backend})
+    )
+    assert [each for each in (IN_16_BITS, IN_OWN_DTYPE) if each in text] == [line] * bool(line)
+    forced = {"pretrained_model_name_or_path": name, "backend": backend, "force_hf": True}
+    assert IN_16_BITS not in said(convert(AUTOMODEL, model=forced))
+
+
+def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transformers() -> None:
+    read = [family for family in GATED_IN_16_BITS if read_family_source(family)]
+    assert "glm_moe_dsa" in read
+    assert all(GATE_IN_FP32.search(read_family_source(family)) for family in read)
 
 
 def test_sections_that_nothing_of_automodels_reads_are_no_differences(convert: Convert) -> None:
@@ -415,13 +478,42 @@ def test_the_parts_that_qlora_of_torchtune_leaves_in_16_bits_are_said(
 
 
 @pytest.mark.parametrize(
-    ("epochs", "micro_batches", "line"), [(1, 8, WHOLE_STEPS), (3, 8, CARRIED_OVER), (3, 1, WHOLE_STEPS)]
-)  # fmt: skip
+    ("epochs", "micro_batches", "model", "line"),
+    [
+        (1, 8, TUNE_LORA, WHOLE_STEPS),
+        (3, 8, TUNE_LORA, CARRIED_OVER),
+        (3, 8, TUNE["model"], CARRIED_IN_06),
+        (3, 1, TUNE_LORA, WHOLE_STEPS),
+        (1, 8, TUNE["model"], WHOLE_STEPS),
+    ],
+)
 def test_torchtunes_left_over_micro_batches_are_added_to_the_next_epoch(
-    epochs: int, micro_batches: int, line: str, convert: Convert
+    epochs: int, micro_batches: int, model: dict[str, Any], line: str, convert: Convert
 ) -> None:
-    text = said(convert(TUNE, epochs=epochs, gradient_accumulation_steps=micro_batches))
-    assert [each for each in (WHOLE_STEPS, CARRIED_OVER) if each in text] == [line]
+    """`while inner_step_count < self._steps_per_epoch` of its newest recipes/full_finetune_*.py."""
+    text = said(
+        convert(TUNE, epochs=epochs, gradient_accumulation_steps=micro_batches, model=model)
+    )
+    known = (WHOLE_STEPS, CARRIED_OVER, CARRIED_IN_06)
+    assert [each for each in known if each in text] == [line]
+
+
+def test_torchtunes_folder_of_metas_files_is_that_of_a_model_of_the_hub(tmp_path: Path) -> None:
+    """checkpoint_dir: /tmp/Meta-Llama-3-8B/original of its recipes/configs/dev/8B_full_experimental.yaml."""
+    folder = {
+        "checkpoint_dir": "/tmp/Llama/original/",
+        "_component_": "torchtune.training.FullModelMetaCheckpointer",
+    }
+    source = tmp_path / "theirs.yaml"
+    command = (
+        "# tune download meta-llama/Meta-Llama-3-8B --output-dir /tmp/Llama --hf-token <TOKEN>\n"
+    )
+    source.write_text(command + yaml.safe_dump(TUNE | {"checkpointer": folder}))
+    made = convert_file(source)
+    assert made.recipe["model_name_or_path"] == "meta-llama/Meta-Llama-3-8B"
+    assert METAS_FILES in said(made)
+    source.write_text(command + yaml.safe_dump(TUNE))
+    assert METAS_FILES not in said(convert_file(source))
 
 
 TRL = {"model_name_or_path": "org/model", "dataset_name": "org/rows", "max_length": 64}
@@ -959,6 +1051,86 @@ def test_llama_factorys_v1_leaves_rows_out_adds_gradients_in_float32_and_trains_
     assert REDUCED_IN_16_BITS not in lines
     assert REDUCED_IN_16_BITS in said(convert(V1, dist_config={"name": "deepspeed"}))
     assert OWN_THOUGHT not in said(convert(V1, model="Qwen/Qwen3-4B-Instruct-2507"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "packs", "lines"),
+    [
+        ({}, False, [WHOLE_STEPS]),
+        ({"batching_strategy": "padding_free", "flash_attn": "flash_attention_2"}, False, [WHOLE_STEPS]),
+        ({"batching_strategy": "dynamic_batching"}, False, [FILLED_UP, AS_MANY_AS_FIT]),
+        ({"batching_strategy": "dynamic_padding_free"}, True, [FILLED_UP, PACKED_IN_ORDER]),
+        (
+            {"batching_strategy": "dynamic_padding_free", "max_steps": None},
+            True,
+            [FILLED_UP, COUNTED_BY_ROWS, PACKED_IN_ORDER],
+        ),
+        (
+            {"batching_strategy": "dynamic_padding_free", "enable_activation_checkpointing": False},
+            True,
+            [FILLED_UP, SEEN_THROUGH_CACHE, PACKED_IN_ORDER],
+        ),
+    ],
+)  # fmt: skip
+def test_the_batches_of_llama_factorys_v1(
+    keys: dict[str, Any], packs: bool, lines: list[str], convert: Convert
+) -> None:
+    """plugins/trainer_plugins/batching.py: dynamic_padding_free lays rows end to end, each from position 0 and without a
+    mask, by which transformers sees where a document begins unless there is a cache; dynamic_batching pads them.
+    """
+    made = convert(V1, **keys)
+    assert made.recipe["packing"] is packs and NOT_NEAT not in said(made)
+    known = (
+        WHOLE_STEPS,
+        FILLED_UP,
+        AS_MANY_AS_FIT,
+        COUNTED_BY_ROWS,
+        SEEN_THROUGH_CACHE,
+        PACKED_IN_ORDER,
+    )
+    assert [line for line in known if line in said(made)] == lines
+
+
+def test_the_data_of_llama_factorys_v1_is_a_path_a_hub_name_or_a_list(convert: Convert) -> None:
+    """_get_dataset_info of its core/data_engine.py."""
+    named = convert(V1, train_dataset="a/rows")
+    assert named.recipe["datasets"] == [{"path": "a/rows"}] and not named.to_do
+    (listed,) = convert(V1).to_do
+    assert "lists the data sets there" in listed and "dataset_info.json" not in listed
+
+
+def test_llama_factorys_v1_has_a_row_for_each_answer(convert: Convert) -> None:
+    """_prefix_cuts of its core/data_engine.py, and _escape_special of its core/rendering/escape.py."""
+    made = convert(V1)
+    assert made.recipe["turns"] == "split" and V1_SPECIAL in made.remarks
+    older = convert(V1, template="qwen3_nothink")
+    assert "turns" not in older.recipe and V1_SPECIAL not in older.remarks
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        ("torchtune", {}, True),
+        ("torchtune", {"dataset": {"packed": False}}, False),
+        ("torchtune", {"dataset": TEXTS}, False),
+        ("torchtune", {"dataset": TEXTS | {"split_across_pack": False}}, True),
+        ("Automodel", {}, False),
+        ("Automodel", {"dataset": {"pad_to_max_length": False}}, True),
+        ("Automodel", {"dataset": {"pad_to_max_length": False}, "packed_sequence": {"packing_strategy": "neat"}}, False),
+    ],
+)  # fmt: skip
+def test_rows_that_are_packed_in_their_order_are_said(
+    file: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """_pack of torchtune's PackedDataset, and pack_dataset of Automodel; of rows of one length both pack alike."""
+    packed = {
+        "torchtune": TUNE
+        | {"dataset": TUNE["dataset"] | {"packed": True}, "tokenizer": TUNE["tokenizer"] | {"max_seq_len": 512}},
+        "Automodel": AUTOMODEL | {"packed_sequence": {"packed_sequence_size": 512}},
+    }[file]  # fmt: skip
+    made = convert(packed, **keys)
+    assert (PACKED_IN_ORDER in made.remarks) is is_said
+    assert (SPLIT_BY_PACKING in said(made)) is (keys.get("dataset") == TEXTS)
 
 
 def test_all_keys_of_v1s_adapters_are_read(convert: Convert) -> None:

@@ -285,7 +285,7 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
             "learning_rate": number(file.get("learning_rate", 1e-4)), "lr_scheduler_type": "constant", "weight_decay": 0.01,
             "max_steps": file["max_steps"], "max_length": file["cutoff_len"], "max_grad_norm": 1.0, "precision": "bf16",
             "per_device_train_batch_size": file["micro_batch_size"], "layout": "FULL_SHARD", "use_peft": bool(adapters),
-            "packing": "dynamic" in file.get("batching_strategy", ""), "dtype": "float32",
+            "packing": file.get("batching_strategy") == "dynamic_padding_free", "dtype": "float32",
         } | ({"lora_r": adapters["r"], "lora_alpha": adapters["lora_alpha"]} if adapters else {})  # fmt: skip
     meaning = trainer(file) | {
         "learning_rate": number(file.get("learning_rate", 5e-5)),

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import recipe_keys
-from finetune.convert.automodel import AHEAD, FIRST_TO_COME, OTHER_INDEX, SAVED_IN_EPOCHS
+from finetune.convert.automodel import AHEAD, FIRST_TO_COME, INDEXED_OTHERWISE, SAVED_IN_EPOCHS
 from finetune.convert.by_tool import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
@@ -27,6 +27,7 @@ from finetune.convert.by_tool import (
     GELUS_BY_TANH,
     GROUPS_ALIKE,
     HELD_OUT_SMOOTHED,
+    LOADED_IN_16_BITS,
     MICRO_BATCHES_ALIKE,
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
@@ -36,6 +37,7 @@ from finetune.convert.by_tool import (
     RESIZED,
     RESIZED_BY_COMMON,
     SHARE_REFUSED,
+    TRAINED_IN_16_BITS,
 )
 from finetune.convert.by_value import HELD_OUT_SAMPLED, SUM_REFUSED
 from finetune.convert.conversion import convert_file
@@ -904,6 +906,26 @@ def test_llama_factorys_packed_documents_see_each_other(
     assert made.recipe["packing"] and (NOT_NEAT in said(made)) == is_said
 
 
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"finetuning_type": "lora"}, LOADED_IN_16_BITS),
+        ({"finetuning_type": "lora", "bf16": True}, None),
+        ({"finetuning_type": "full"}, None),
+        ({"finetuning_type": "full", "use_badam": True}, TRAINED_IN_16_BITS),
+        ({"finetuning_type": "full", "use_badam": True, "fp16": True}, None),
+    ],
+)
+def test_weights_of_llama_factory_without_a_precision_have_the_dtype_of_their_files(
+    keys: dict[str, object], line: str | None, convert: Convert
+) -> None:
+    """torch_dtype "auto" of its model/loader.py; cast_trainable_params_to_fp32 of its model/adapter.py."""
+    text = said(convert(TEXT, **({"bf16": None} | keys)))
+    assert [each for each in (LOADED_IN_16_BITS, TRAINED_IN_16_BITS) if each in text] == [
+        line
+    ] * bool(line)
+
+
 def test_an_adapter_that_is_trained_further_elsewhere(convert: Convert) -> None:
     """LLaMA-Factory merges all but the last, and compares with the base; Axolotl's trainers of TRL make one of their own."""
     lora = TEXT | {"finetuning_type": "lora"}
@@ -1071,6 +1093,14 @@ def test_a_value_of_ms_swifts_does_what_it_does_there(
         assert not any(f"{key}: " in said(made) for key in keys if key != "val_dataset")
 
 
+@pytest.mark.parametrize(("strategy", "is_said"), [("binpack", False), ("sequential", True)])
+def test_ms_swifts_packing_in_order_is_said(strategy: str, is_said: bool, convert: Convert) -> None:
+    """calculate_matched_group of its dataset/packing.py."""
+    made = convert(SWIFT_QWEN, packing=True, packing_strategy=strategy)
+    assert ("each row is packed where it fits best" in said(made)) is is_said
+    assert ("packing_strategy" in made.ignored) is not is_said
+
+
 def test_ms_swift_computes_in_fp16_where_weights_are_in_float32(convert: Convert) -> None:
     made = convert(SWIFT_QWEN, torch_dtype="float32")
     assert "mixed_precision: fp16" in str(made.accelerate_file)
@@ -1084,6 +1114,14 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
     seen = said(convert(AXOLOTL, **common, processor_type="AutoProcessor"))
     assert RESIZED_BY_COMMON in seen and RESIZED not in seen and COLUMN_REFUSED in seen
     model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
-    for name, is_said in (("zai-org/GLM-5.2", True), ("Qwen/Qwen3-8B", False)):
-        made = convert(NEMO, model=model | {"pretrained_model_name_or_path": name})
-        assert (OTHER_INDEX in said(made)) == is_said
+    named = {
+        "zai-org/GLM-5.2": "glm_moe_dsa",
+        "/path/to/deepseek-v32": "deepseek_v32",
+        "deepseek-ai/DeepSeek-V3.2": "deepseek_v32",
+        "Qwen/Qwen3-8B": "",
+    }
+    for name, family in named.items():
+        text = said(convert(NEMO, model=model | {"pretrained_model_name_or_path": name}))
+        assert [each for each, note in INDEXED_OTHERWISE.items() if note in text] == [
+            family
+        ] * bool(family)

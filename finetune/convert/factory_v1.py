@@ -1,0 +1,83 @@
+"""What LLaMA-Factory's v1 does otherwise than a run here: its rows, its turns, and its batches.
+
+Its source: src/llamafactory/v1.
+"""
+
+from finetune.convert.automodel import PACKED_IN_ORDER
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import HEADER_TRAINED, name_model, report_own_thoughts
+from finetune.convert.value_conversion import Conversion
+
+V1_COMMAND = (
+    "stage: sft   (the command names the method of such a file, as in llamafactory-cli sft; it "
+    "does not)"
+)
+V1_ALPACA = (
+    "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
+    "between; on lines of their own here"
+)
+# _render_messages of its core/rendering/rendering.py
+V1_BREAK = (
+    "chat_template: what the tokenizer's template writes after the end of an answer, as ChatML's "
+    "line break, is trained too there"
+)
+# _escape_special of its core/rendering/escape.py
+V1_SPECIAL = (
+    "rows: a special token that stands in a message is broken by a space without width there; "
+    "tokenized as that token here, with a warning"
+)
+# drop_last of its core/utils/batching.py, as of torchtune's recipes (_steps_per_epoch)
+WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+# _next_samples of the same, which begins again with the data where they fill no step
+FILLED_UP = (
+    "epochs: a step is filled up with rows of the next epoch there; here a last, short step ends "
+    "each"
+)
+# _get_dynamic_micro_batch_sizes of its plugins/trainer_plugins/batching.py
+AS_MANY_AS_FIT = (
+    "a micro-batch has as many rows there as fit into micro_batch_size x cutoff_len tokens, each "
+    "as long as its longest; here micro_batch_size rows: raise per_device_train_batch_size"
+)
+# compute_length of its DynamicPaddingFreeBatcher
+COUNTED_BY_ROWS = (
+    "num_train_epochs: the steps are counted there as if each micro-batch had micro_batch_size "
+    "rows, and it has as many as fill it: the data is trained on more often"
+)
+# transformers' masks, which look for documents in a packed row where there is no cache, as under
+# checkpointing, and flash attention, which looks for them always
+SEEN_THROUGH_CACHE = (
+    "without activation checkpointing documents in a packed row attend to those before under this "
+    "attention there; each is apart here"
+)
+PACKS = "dynamic_padding_free"  # of its BatchingStrategy
+FILLS = "dynamic_batching"
+
+
+def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what v1 does otherwise; splits turns where it does."""
+    conversion.remarks += [V1_COMMAND, V1_ALPACA]
+    _adapt_turns(settings, conversion)
+    strategy = settings.get("batching_strategy")
+    conversion.remarks.append(FILLED_UP if strategy in (PACKS, FILLS) else WHOLE_STEPS)
+    if strategy == FILLS:
+        conversion.add_difference("batching_strategy", strategy, AS_MANY_AS_FIT)
+    if strategy != PACKS:
+        return
+    conversion.remarks.append(PACKED_IN_ORDER)
+    if settings.get("max_steps") is None:
+        conversion.remarks.append(COUNTED_BY_ROWS)
+    attention = settings.get("flash_attn")
+    if attention != "flash_attention_2" and settings.get("disable_gradient_checkpointing"):
+        conversion.add_difference("flash_attn", attention, SEEN_THROUGH_CACHE)
+
+
+def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Splits conversations as v1 does, and reports which tokens of a turn it trains beside its
+    words.
+    """
+    if settings.get("template"):
+        conversion.remarks.append(HEADER_TRAINED)  # its older versions, with templates of their own
+        return
+    conversion.recipe["turns"] = "split"  # _prefix_cuts of its core/data_engine.py
+    conversion.remarks += [V1_BREAK, V1_SPECIAL]
+    report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
