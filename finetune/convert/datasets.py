@@ -42,7 +42,8 @@ TORCHTUNE_PAIRS = {
     "preference": None,
 }
 STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
-# sample_dataset of ms-swift's dataset/utils.py; _load_single_dataset of LLaMA-Factory's data/loader.py
+# sample_dataset of ms-swift's dataset/utils.py, _load_single_dataset of LLaMA-Factory's
+# data/loader.py
 REPEATED = (
     "of a data set with fewer rows some are repeated there, until there are so many; here each is "
     "read once"
@@ -704,7 +705,7 @@ class _FactoryData:
         sources = _read_factory_entry(entry, self.info_path.parent, method)
         count = sources[0].get("max_samples") if sources else None
         if count:
-            conversion.add_remark(f"{entry.where}: num_samples", count, REPEATED)
+            conversion.add_remark(f"{entry.where}.num_samples", count, REPEATED)
         if "columns.images" not in entry.unread:
             return sources
         if conversion.images is None and conversion.recipe.pop("chat_template", None):

@@ -164,7 +164,10 @@ def leave_trained(model: nn.Module) -> set[str]:
 def test_automodels_projector_is_trained_as_there(family: str, tmp_path: Path) -> None:
     """Its names of frozen parts are those of a tower; a projector that is called otherwise is trained."""
     names = {"gemma3": "google/gemma-3-4b-it", "qwen3_vl": "Qwen/Qwen3-VL-4B-Instruct"}
-    names |= {"idefics3": "HuggingFaceM4/Idefics3-8B-Llama3", "internvl": "OpenGVLab/InternVL3-2B-hf"}
+    names |= {
+        "idefics3": "HuggingFaceM4/Idefics3-8B-Llama3",
+        "internvl": "OpenGVLab/InternVL3-2B-hf",
+    }
     names |= {"llava_next": "llava-hf/llava-v1.6-mistral-7b-hf"}
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace("google/gemma-3-4b-it", names[family]))
     found = convert_file(tmp_path / "theirs.yaml")
