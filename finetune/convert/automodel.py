@@ -54,7 +54,7 @@ NOT_APART = (
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 APART = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
-BIASES_MOVED = ("deepseek_v3", "glm_moe_dsa", "mistral4")
+BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
 MOVED_BIASES = (
     "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
     "here"

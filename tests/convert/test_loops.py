@@ -256,6 +256,7 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
     [
         ("zai-org/GLM-5.2", MOVED_BIASES),
         ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
+        ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
         ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES),
         ("zai-org/GLM-4.7-Flash", None),
         ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY),
