@@ -203,7 +203,8 @@ AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
 AUTOMODEL_ENDS = {
     "squad": (
         "without a chat template the end-of-text token is trained after each answer here, and the "
-        "space before an answer is no part of its first token"
+        "space before an answer is no part of its first token, which is not trained there where "
+        "the tokenizer says add_bos_token"
     ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
