@@ -67,6 +67,31 @@ ROWS_OF_LOADER = (
 TOKENIZER_ELSEWHERE = (
     "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
 )
+# aux_loss_enabled of TRL's trainers: its own default in 1.7, the config's coefficient later
+BALANCED_BY_DEFAULT = (
+    "since 1.7 the routers' auxiliary loss is added there for every mixture whose class in "
+    "transformers has one; router_aux_loss_coef adds it here"
+)
+# transformers' models, whose loss is a sum over a step's labels, and Trainer, which divides it no
+# more; compute_loss of ms-swift's trainers/seq2seq_trainer.py, where it computes no loss of its own
+ADDED_EACH_TIME = (
+    "added once for each micro-batch of each process there: gradient_accumulation_steps times the "
+    "processes as much; once a step here"
+)
+OWN_LOSSES = ("label_smoothing_factor", "enable_dft_loss", "enable_channel_loss", "loss_type")
+SWIFTS_SCALES = (None, "default", "all", "last_round")
+# configure_moe of LLaMA-Factory's model/model_utils/moe.py, by whose other models it is not read
+FACTORYS_BALANCED = (
+    "ernie4_5_moe",
+    "granitemoe",
+    "jamba",
+    "llama4",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 COMPUTE_KEYS = (
     "bnb_4bit_compute_dtype",
     "bnb_config_kwargs.bnb_4bit_compute_dtype",
@@ -91,6 +116,7 @@ def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None
     is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
     if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
         conversion.remarks.append(HELD_OUT_SAMPLED)
+    _report_balance(settings, conversion)
     _report_new_rows(settings, conversion)
     if recipe.get("load_in_4bit"):
         _report_compute(settings, text, conversion)
@@ -176,6 +202,31 @@ def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
     rows = _find(settings, "dataloader.batch_size")
     if rows and rows != recipe.get("per_device_train_batch_size", 1):
         conversion.add_difference("dataloader.batch_size", rows, ROWS_OF_LOADER)
+
+
+def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how much of the routers' auxiliary loss a tool adds."""
+    family = guess_family(name_model(settings)) or ""
+    asked = conversion.recipe.get("router_aux_loss_coef")
+    if conversion.tool == "TRL":
+        source = read_family_source(family, "configuration")
+        is_balanced = "output_router_logits" in source and "router_aux_loss_coef" in source
+        if asked is None and is_balanced and not find_method_facts(conversion.recipe).scores:
+            conversion.add_difference("router_aux_loss_coef", None, BALANCED_BY_DEFAULT)
+    elif asked and conversion.tool == "LLaMA-Factory":
+        if family and family not in FACTORYS_BALANCED:
+            del conversion.recipe["router_aux_loss_coef"]
+            conversion.add_remark("moe_aux_loss_coef", asked, NOT_READ.format("this family's code"))
+        else:
+            conversion.add_difference("moe_aux_loss_coef", asked, ADDED_EACH_TIME)
+    elif asked and conversion.tool == "ms-swift" and not _has_own_loss(settings):
+        conversion.add_difference("router_aux_loss_coef", asked, ADDED_EACH_TIME)
+
+
+def _has_own_loss(settings: ToolFile) -> bool:
+    """Whether ms-swift's trainer computes the loss of a file, instead of the model."""
+    is_scaled = settings.get("loss_scale") not in SWIFTS_SCALES
+    return is_scaled or any(map(settings.get, OWN_LOSSES))
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

@@ -42,6 +42,12 @@ TORCHTUNE_PAIRS = {
     "preference": None,
 }
 STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+# sample_dataset of ms-swift's dataset/utils.py, _load_single_dataset of LLaMA-Factory's
+# data/loader.py
+REPEATED = (
+    "of a data set with fewer rows some are repeated there, until there are so many; here each is "
+    "read once"
+)
 SUBFOLDER = "read from this folder of the hub data set alone there; here from all of it"
 
 
@@ -211,10 +217,17 @@ AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
 AUTOMODEL_ENDS = {
     "squad": (
         "without a chat template the end-of-text token is trained after each answer here, and the "
-        "space before an answer is no part of its first token"
+        "space before an answer is no part of its first token, which is not trained there where "
+        "the tokenizer says add_bos_token"
     ),
     "hellaswag": "the end-of-text token is trained after each answer here",
 }
+# MistralCommonBackend of its _transformers/tokenization, which has no chat template
+BY_MISTRAL_COMMON = ("mistral", "pixtral", "mistral3", "ministral3")
+WITHOUT_TEMPLATE = (
+    "mistral-common's tokenizer has no chat template there: prompt and answer are plain text, and "
+    "no end-of-text token follows; here the tokenizer's own template writes them where it has one"
+)
 # _build_tokenizer of Automodel's recipes/llm/train_ft.py
 TOKENIZER_KEYS = (
     "_target_",
@@ -277,6 +290,10 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
         conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
     template = entry.take("chat_template")
+    name = str(conversion.recipe.get("model_name_or_path"))
+    families = {guess_family(name), guess_vision_family(name)}
+    if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
+        conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
     if template:
         is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
         conversion.recipe["chat_template"] = str(is_file or template)
@@ -707,6 +724,9 @@ class _FactoryData:
         conversion = self.conversion
         method = conversion.recipe.get("method", "sft")
         sources = _read_factory_entry(entry, self.info_path.parent, method)
+        count = sources[0].get("max_samples") if sources else None
+        if count:
+            conversion.add_remark(f"{entry.where}.num_samples", count, REPEATED)
         if "columns.images" not in entry.unread:
             return sources
         if conversion.images is None and conversion.recipe.pop("chat_template", None):
@@ -801,6 +821,9 @@ def _read_swift(
     """Reads names as path:subset#count."""
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))
+    for entry in train:
+        if entry.get("max_samples"):
+            conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
     names = [entry["path"] for entry in train + held_out if not Path(entry["path"]).suffix]
     if names and not settings.get("use_hf"):
         conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")

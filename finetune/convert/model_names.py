@@ -1333,11 +1333,7 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "LLaMA-Factory":
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
-        frozen = read_section(settings, "freeze_config")
-        _report_frozen(frozen, conversion)
-        if frozen.get("freeze_embeddings") and not conversion.recipe.get("use_peft"):
-            note = "the embedding is trained here, in full fine-tuning"
-            conversion.add_difference("freeze_embeddings", True, note)
+        _adapt_automodels_parts(settings, conversion)
     elif conversion.tool == "Axolotl":
         _report_axolotl_images(settings, conversion)
 
@@ -1396,10 +1392,55 @@ def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> Non
         conversion.add_difference("load_in_4bit", True, QUANTIZED_TOWER)
 
 
+# apply_parameter_freezing of Automodel's components/utils/model_utils.py: a part is of the tower by
+# its name, which a projector of these names is not
+OF_TOWER = ("vision", "visual", "image_encoder")
+PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
+TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
+EMBEDDING_THERE = (
+    "not read there since 0.3, nor here: the embedding is trained; frozen_modules: [embed_tokens] "
+    "freezes it, as 0.2 does"
+)
+SOUND_THERE = "the tower of sound is trained there by rows with sound, which are not read here"
+
+
+def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds which parts of a vision-language model Automodel trains: its freeze_config freezes the
+    tower, and no projector beside it.
+    """
+    frozen = read_section(settings, "freeze_config")
+    if frozen.get("freeze_audio_tower") is False:
+        conversion.add_remark("freeze_audio_tower", False, SOUND_THERE)
+    _report_frozen(frozen, conversion)
+    if read_section(settings, "peft"):
+        return  # adapters alone are trained
+    if not frozen:
+        conversion.add_difference("freeze_config", None, TRAINED_TOWER)
+        return
+    if frozen.get("freeze_embeddings"):
+        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
+    source = read_family_source(conversion.images or "")
+    parts = sorted(set(PROJECTOR.findall(source)))
+    parts = [part for part in parts if not any(name in part for name in OF_TOWER)]
+    is_kept = frozen.get("freeze_vision_tower", True) and not frozen.get("freeze_language_model")
+    if parts and is_kept:
+        text = sorted(set(TEXT_PART.findall(source)))
+        conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts]
+
+
+FROZEN_HERE = {
+    "freeze_vision_tower": TRAINED_TOWER,
+    "freeze_multi_modal_projector": (
+        "the projector is trained too there, frozen here; trainable_modules names parts of the "
+        "model"
+    ),
+}
+
+
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
-    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
+    for key, note in FROZEN_HERE.items():
         if frozen.get(key) is False:
-            conversion.add_difference(key, False, TRAINED_TOWER)
+            conversion.add_difference(key, False, note)
     if frozen.get("freeze_language_model"):
         note = "trained here; trainable_modules: [visual] trains the tower"
         conversion.add_difference("freeze_language_model", True, note)

@@ -1,16 +1,23 @@
 """`finetune convert` on files of other tools that train on images, started with a tiny model of their family and pictures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
+from finetune.config.module_names import find_trained
+from finetune.config.schema import Model
 from finetune.convert.by_tool import RESIZED
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
+from finetune.models.load import names_of_parameters, text_names
 from tests.convert.published import make_trial, start
 from tests.vision import FAMILIES, MORE
 
@@ -135,8 +142,59 @@ def test_automodels_recipes_for_images_are_read(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL)
     found = convert_file(tmp_path / "theirs.yaml")
     assert (found.images, found.recipe["model_name_or_path"]) == ("gemma3", "google/gemma-3-4b-it")
-    assert any(line.startswith("freeze_embeddings: true") for line in found.differences)
+    assert any(line.startswith("freeze_embeddings: true") for line in found.remarks)
     assert found.missing_capabilities == ["a data set made by code"]
+
+
+AUTOMODELS_TOWER = ("vision", "visual", "image_encoder")
+
+
+def leave_trained(model: nn.Module) -> set[str]:
+    """The parameters that Automodel's apply_parameter_freezing leaves trained by its defaults."""
+    frozen = {
+        f"{module}.{name}"
+        for module, part in model.named_modules()
+        for name, _ in part.named_parameters()
+        if any(each in module.lower() for each in AUTOMODELS_TOWER)
+    }
+    return {name for name, _ in model.named_parameters()} - frozen
+
+
+@pytest.mark.parametrize("family", ["gemma3", "idefics3", "internvl", "llava_next", "qwen3_vl"])
+def test_automodels_projector_is_trained_as_there(family: str, tmp_path: Path) -> None:
+    """Its names of frozen parts are those of a tower; a projector that is called otherwise is trained."""
+    names = {"gemma3": "google/gemma-3-4b-it", "qwen3_vl": "Qwen/Qwen3-VL-4B-Instruct"}
+    names |= {
+        "idefics3": "HuggingFaceM4/Idefics3-8B-Llama3",
+        "internvl": "OpenGVLab/InternVL3-2B-hf",
+    }
+    names |= {"llava_next": "llava-hf/llava-v1.6-mistral-7b-hf"}
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace("google/gemma-3-4b-it", names[family]))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.images == family
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family))
+    keys = replace(Model(), trainable_modules=tuple(found.recipe.get("trainable_modules", ())))
+    named = list(names_of_parameters(model).values())
+    assert find_trained(named, keys, text_names(model)) == leave_trained(model)
+
+
+def test_what_automodel_trains_of_the_tower_is_listed(tmp_path: Path) -> None:
+    start_of = AUTOMODEL.index("freeze_config")
+    section = AUTOMODEL[start_of : AUTOMODEL.index("\n", start_of) + 1]
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace(section, ""))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert "trainable_modules" not in found.recipe
+    assert any(line.startswith("freeze_config: null") for line in found.differences)
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL + "peft: {dim: 8}\n")
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert "trainable_modules" not in found.recipe
+    assert not any("freeze" in line for line in [*found.differences, *found.remarks])
+    sound = section.replace("freeze_vision_tower: true", "freeze_audio_tower: false")
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace(section, sound))
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert any(line.startswith("freeze_audio_tower: false") for line in found.remarks)
+    assert "multi_modal_projector" in found.recipe["trainable_modules"]
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE}))

@@ -96,10 +96,11 @@ SQUAD = {
 }
 HELLASWAG = {"ctx": "A man sits down", "endings": ["on a roof.", "on a chair."], "label": "1"}
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
-# Automodel's data classes; +turns: with a tokenizer that has a chat template.
+# Automodel's data classes; +turns: with a tokenizer that has a chat template; +bos: that says add_bos_token.
 AUTOMODELS: dict[str, list[dict[str, Any]]] = {
     "make_squad_dataset": [SQUAD] * 2,
     "make_squad_dataset+turns": [SQUAD] * 2,
+    "make_squad_dataset+bos": [SQUAD] * 2,
     "HellaSwag": [HELLASWAG] * 2,
     "HellaSwag+turns": [HELLASWAG] * 2,
     "ChatDataset+turns": [CHAT] * 2,
@@ -313,7 +314,8 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
 def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trained_otherwise(
     theirs: Rendered, vocabulary: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    kind, _, turns = name.partition("+")
+    kind, _, given = name.partition("+")
+    turns = given == "turns"
     path = {"make_squad_dataset": "dataset_name", "HellaSwag": "path_or_dataset"}.get(
         kind, "path_or_dataset_id"
     )
@@ -352,14 +354,14 @@ def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trai
     assert ("the end-of-text token is trained after each answer here" in said) == (
         kind != "ChatDataset"
     )
-    if (
-        name == "make_squad_dataset"
-    ):  # prompt and answer are one text there: the space goes to the answer's first token
+    # prompt and answer are one text there: the space goes to the answer's first token
+    if kind == "make_squad_dataset" and not turns:
         assert tokenizer.decode(ids) == tokenizer.decode(ours).removesuffix(tokenizer.eos_token)
         assert "the space before an answer is no part of its first token" in said
         answers = [tokenizer.decode([i for i, t in zip(*each, strict=True) if t])
                    for each in ((ids, trained), (ours, ours_trained))]  # fmt: skip
-        assert answers == [" Four.", f"Four.{tokenizer.eos_token}"]
+        assert answers == ["." if given == "bos" else " Four.", f"Four.{tokenizer.eos_token}"]
+        assert "which is not trained there where the tokenizer says add_bos_token" in said
         return
     assert ids[:both] == ours[:both] and not any(trained[both:])
     assert not any(here and not there for there, here in zip(trained, ours_trained, strict=False))

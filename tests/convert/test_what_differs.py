@@ -3,10 +3,13 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -39,9 +42,14 @@ from finetune.convert.by_tool import (
     SHARE_REFUSED,
     TRAINED_IN_16_BITS,
 )
-from finetune.convert.by_value import HELD_OUT_SAMPLED, SUM_REFUSED
+from finetune.convert.by_value import (
+    ADDED_EACH_TIME,
+    BALANCED_BY_DEFAULT,
+    HELD_OUT_SAMPLED,
+    SUM_REFUSED,
+)
 from finetune.convert.conversion import convert_file
-from finetune.convert.datasets import ALPACA_SAVED
+from finetune.convert.datasets import ALPACA_SAVED, REPEATED, WITHOUT_TEMPLATE
 from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.model_names import (
     ANSWERS_STRIPPED,
@@ -584,7 +592,68 @@ def test_held_out_prompts_are_said_to_be_sampled_there(convert: Convert) -> None
     assert HELD_OUT_SAMPLED not in convert(ONLINE).remarks
 
 
-NEMO = {
+MIXTURES = (("openai/gpt-oss-20b", True), ("Qwen/Qwen3-30B-A3B", True), ("Qwen/Qwen3-8B", False))
+
+
+@pytest.mark.parametrize(("model", "is_balanced"), MIXTURES)
+def test_the_auxiliary_loss_of_trls_default_is_said(
+    convert: Convert, model: str, is_balanced: bool
+) -> None:
+    made = convert({"model_name_or_path": model, "dataset_name": "a/rows"})
+    assert (BALANCED_BY_DEFAULT in said(made)) == is_balanced
+    without = {"router_aux_loss_coef": 0.0} if is_balanced else {}
+    made = convert({"model_name_or_path": model, "dataset_name": "a/rows"}, **without)
+    assert BALANCED_BY_DEFAULT not in said(made)
+
+
+SWIFT = {"model": "Qwen/Qwen3-30B-A3B", "dataset": "a/rows#500", "router_aux_loss_coef": 1e-3}
+SWIFT["tuner_type"] = "lora"
+
+
+def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> None:
+    """A sum over a step's micro-batches and processes, unless ms-swift's trainer has a loss of its own."""
+    assert ADDED_EACH_TIME in said(convert(SWIFT))
+    assert ADDED_EACH_TIME not in said(convert(SWIFT, router_aux_loss_coef=0.0))
+    assert ADDED_EACH_TIME not in said(convert(SWIFT, enable_dft_loss=True))
+    assert ADDED_EACH_TIME not in said(convert(SWIFT, loss_scale="react"))
+    factory = FACTORY | {"template": "default", "moe_aux_loss_coef": 1e-3}
+    made = convert(factory, model_name_or_path="Qwen/Qwen3-30B-A3B")
+    assert ADDED_EACH_TIME in said(made) and made.recipe["router_aux_loss_coef"] == 1e-3
+    made = convert(factory, model_name_or_path="openai/gpt-oss-20b")
+    assert "router_aux_loss_coef" not in made.recipe and "moe_aux_loss_coef: 0.001" in said(made)
+
+
+def test_transformers_divides_no_auxiliary_loss_by_the_labels_of_a_step() -> None:
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )
+    model, ids = MixtralForCausalLM(config), torch.arange(8)[None]
+    outputs = [model(input_ids=ids, labels=ids, num_items_in_batch=labels) for labels in (7, 14)]
+    auxiliary = 2 * outputs[1].loss - outputs[0].loss  # twice the labels halve the rest alone
+    assert torch.isclose(auxiliary, 0.5 * outputs[0].aux_loss)
+
+
+def test_repeated_rows_are_said(convert: Convert) -> None:
+    assert REPEATED in said(convert(SWIFT)) and REPEATED not in said(convert(SWIFT, dataset="a/b"))
+
+
+def test_automodels_mistral_has_no_chat_template(convert: Convert) -> None:
+    instruct = {"pretrained_model_name_or_path": "mistralai/Ministral-3-3B-Instruct-2512"}
+    template = NEMO["dataset"] | {"chat_template": "chatml"}
+    assert WITHOUT_TEMPLATE in said(convert(NEMO, model=instruct))
+    assert WITHOUT_TEMPLATE not in said(convert(NEMO, model=instruct, dataset=template))
+    assert WITHOUT_TEMPLATE not in said(convert(NEMO))
+
+
+NEMO: dict[str, Any] = {
     "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
     "step_scheduler": {"global_batch_size": 8, "local_batch_size": 1, "max_steps": 5},
     "model": {"pretrained_model_name_or_path": "a/model"},

@@ -155,12 +155,16 @@ def by_llama_factory(
 
 
 def by_automodel(name: str, tokenizer: Any, rows: Sequence[dict[str, Any]], folder: Path) -> Any:
-    """The first row by the data class of that name; a name that ends in +turns has a chat template."""
+    """The first row by the data class of that name; a name that ends in +turns has a chat template, in +bos a tokenizer that says
+    add_bos_token.
+    """
     from nemo_automodel.components.datasets.llm import ChatDataset, make_squad_dataset
     from nemo_automodel.components.datasets.llm.hellaswag import HellaSwag
 
-    kind, _, turns = name.partition("+")
-    tokenizer.chat_template = TURNS if turns else None
+    kind, _, given = name.partition("+")
+    tokenizer.chat_template = TURNS if given == "turns" else None
+    if given == "bos":
+        tokenizer.add_bos_token = True
     place = folder / f"{kind}-{len(list(folder.iterdir()))}"
     place.mkdir()
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
