@@ -7,10 +7,11 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
@@ -45,16 +46,24 @@ def train(
     other: Any = None,
     loss_of: "Callable[[Documents], torch.Tensor] | None" = None,
     inputs_of: "Callable[[str], dict[str, Any]] | None" = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step. `prepare` may change what is trained; `loss_of`: the loss of a step, of its documents
-    with the logits of `other`; `inputs_of`: the model's arguments for the row at a place, whose ids must be those of the data."""
+    with the logits of `other`; `inputs_of`: the model's arguments for the row at a place, whose ids must be those of the data;
+    `dtype`: fp64 instead, in which torch has no grouped products of experts."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
-    model: Any = _auto_class(recipe).from_pretrained(
-        recipe.model.model_name_or_path,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        quantization_config=by_bitsandbytes(recipe.quantization),
+    model: Any = (
+        _auto_class(recipe)
+        .from_pretrained(
+            recipe.model.model_name_or_path,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            quantization_config=by_bitsandbytes(recipe.quantization),
+            **({} if dtype == torch.float32 else {"experts_implementation": "eager"}),
+        )
+        .to(dtype)
     )
     quantize_experts(model, recipe.quantization)
     adapter = recipe.lora.adapter_name_or_path
@@ -118,6 +127,23 @@ def train(
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
+
+
+def assert_as_near(
+    lines: Sequence[dict[str, Any]], recipe: Path, rel: float = 1e-5, **keys: Any
+) -> None:
+    """That a run logged the losses of a plain loop up to `rel`, and its gradient norms so, or up to `rel` no farther from those of
+    fp64 than plain loops in fp32 are, with attention in two forms: rounding is much in the gradients of some routers."""
+    plain = train(recipe, **keys)
+    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in plain], rel=rel)
+    norms = [line["grad_norm"] for line in lines]
+    if norms == pytest.approx([norm for _, norm in plain], rel=rel):
+        return
+    loops = [plain, train(recipe, attention="sdpa", **keys)]
+    exact = train(recipe, dtype=torch.float64, **keys)
+    for step, (_, true) in enumerate(exact):
+        rounding = max(abs(loop[step][1] - true) for loop in loops)
+        assert abs(norms[step] - true) <= rounding + rel * true, (step, norms, loops, exact)
 
 
 losses = functools.cache(train)
