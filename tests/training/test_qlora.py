@@ -139,6 +139,7 @@ def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(res
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7600)  # five runs of at most 1500 s each
 def test_stories260k_on_gsm8k_is_as_good_as_lora_in_bf16(shared: Path, tmp_path: Path) -> None:
     columns = {"prompt_column": "question", "completion_column": "answer"}
     keys: dict[str, Any] = {
