@@ -559,6 +559,10 @@ THOUGHT_WHOLE = (
     "a thought that the template writes before an answer, an empty one too, is trained from its "
     "first token on there; here from the end of the prompt of inference, which may open it"
 )
+# _IMSTART_TEMPLATE_PROCESSORS of Automodel's components/datasets/vlm/collate_fns.py: of these
+# families all is trained that follows <|im_start|>assistant; of others what follows the start of an
+# answer without a thought, as the template writes it
+MARKED_BY_HEADER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
     "thinking of all but the last; here each has its own, after the prompt of inference"
@@ -969,20 +973,22 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     it.
     """
     lower = name.lower()
-    own_thought = THOUGHT_WHOLE if conversion.images else OWN_THOUGHT
+    is_marked = conversion.tool != "Automodel" or conversion.images in MARKED_BY_HEADER
+    own_thought = THOUGHT_WHOLE if conversion.images and is_marked else OWN_THOUGHT
+    # LLaMA-Factory's v1 splits the turns as here
+    is_one_text = conversion.tool in ("Axolotl", "Automodel")
     if THINKING.search(lower):
         conversion.add_difference(key, value, own_thought)
-        if conversion.tool == "Axolotl" and FORGETTING.search(lower):
+        if is_one_text and FORGETTING.search(lower):
             conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
-        # LLaMA-Factory's v1 splits the turns as here
-        if conversion.tool == "Axolotl":
+        if is_one_text:
             conversion.add_difference(key, value, ONE_TEXT)
         if conversion.tool != "Axolotl" or conversion.images:
             conversion.add_difference(key, value, own_thought)
     elif MAYBE_THINKING.search(lower):
         conversion.remarks.append(f"{key}: {value}   ({own_thought})")
-        if conversion.tool == "Axolotl":
+        if is_one_text:
             conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
 
@@ -1334,6 +1340,8 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
         _adapt_automodels_parts(settings, conversion)
+        name = name_model(settings)
+        report_own_thoughts(name, "model", name, conversion)
     elif conversion.tool == "Axolotl":
         _report_axolotl_images(settings, conversion)
 

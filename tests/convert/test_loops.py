@@ -1,5 +1,6 @@
 """What other tools' loops, packing and classes of models do otherwise than a run here, with or without a key that says so."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from finetune.convert.automodel import (
     NOTHING_SAVED,
     PACKED_IN_ORDER,
     PADDED_ROWS,
+    RATES_IN_FP32,
     SAVED_WITH_EPOCHS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
@@ -300,6 +302,31 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
     assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("Qwen/Qwen3.5-4B", True),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", True),
+        ("Qwen/Qwen3-4B", False),
+    ],
+)
+def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """transformers' class keeps A_log in no other dtype than the rest."""
+    strict = re.findall(
+        r"_keep_in_fp32_modules(?:_strict)? = \[[^\]]*\]",
+        read_family_source(guess_family(name) or ""),
+    )
+    assert "A_log" not in "".join(strict)
+    assert ("A_log" in read_family_source(guess_family(name) or "")) == is_said
+    model = {"pretrained_model_name_or_path": name}
+    assert (RATES_IN_FP32 in said(convert(AUTOMODEL, model=model))) == is_said
+    assert RATES_IN_FP32 not in said(convert(AUTOMODEL, model={**model, "force_hf": True}))
 
 
 @pytest.mark.parametrize(
