@@ -1,5 +1,6 @@
 """What other tools' loops, packing and classes of models do otherwise than a run here, with or without a key that says so."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
@@ -101,7 +105,7 @@ from finetune.convert.objectives import (
     MIN_TO_MAX,
 )
 from finetune.convert.recognize import Refusal
-from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
+from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.value_conversion import Conversion
 from finetune.optim.optimizers import make_parameter_groups
 
@@ -573,6 +577,35 @@ def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(conver
     assert BY_SOFTMAX in text and experts not in text
     text = said(convert(AXOLOTL, **keys, base_model="Qwen/Qwen3-30B-A3B"))
     assert BY_SOFTMAX not in text and experts in text
+
+
+KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+MOONLIGHT = "moonshotai/Moonlight-16B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (AXOLOTL, {"base_model": KIMI}, True),
+        (AXOLOTL, {"base_model": MOONLIGHT}, False),
+        (AXOLOTL, {"base_model": MOONLIGHT, "trust_remote_code": True}, True),
+        (AXOLOTL, {"base_model": "Qwen/Qwen3-8B", "trust_remote_code": True}, False),
+        (AUTOMODEL, {"model": MODEL | {"pretrained_model_name_or_path": KIMI}}, False),
+        (
+            AUTOMODEL,
+            {"model": MODEL | {"pretrained_model_name_or_path": KIMI, "trust_remote_code": True}},
+            True,
+        ),
+    ],
+)
+def test_the_words_of_kimis_own_tokenizer_are_said(
+    file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: pat_str of Axolotl's model_support/kimi_linear/tokenization_kimi.py, where user's is one word."""
+    assert (WORDS_THERE in said(convert(file, **keys))) == is_said
+    pattern = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    words = Split(Regex(pattern), behavior="isolated").pre_tokenize_str("a user's getName 你好abc")
+    assert [word for word, _ in words] == ["a", " user", "'s", " getName", " 你好abc"]
 
 
 @pytest.mark.parametrize(
