@@ -283,10 +283,17 @@ PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
 BY_ITS_END = "layers are named by the end of a pattern here, in every block of the model"
 # of a layer's experts, to which a pattern that matches all that are called so gives adapters
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
+# Gate._compute_aux_loss of its components/moe/layers.py, and _set_moe_aux_loss_backward_scale of
+# its recipes/base_recipe.py, beside load_balancing_loss_func of transformers
+BY_LAYER = (
+    "of each layer and micro-batch there, over the experts of a token: layers / experts of a token "
+    "times as much where all layers are alike; of all layers and the whole step together here"
+)
 AUXILIARY = (
     "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
-    "it here"
+    f"it here, {BY_LAYER}"
 )
+NO_AUXILIARY = "no auxiliary loss is added there for this class"
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
@@ -397,15 +404,29 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         _adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
     if conversion.tool != "Automodel":
         return
-    name = name_model(settings)
     peft = read_section(settings, "peft")
-    if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
-        conversion.add_difference("model", name, AUXILIARY)
+    _report_auxiliary(settings, conversion)
     if peft:
         conversion.recipe["use_peft"] = True
         is_in_fp32 = "float32" in str(peft.get("lora_dtype"))
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
-        _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
+        family = guess_family(name_model(settings)) or ""
+        _adapt_automodel_targets(family, peft, conversion)
+
+
+def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how much of the routers' auxiliary loss Automodel adds."""
+    name = name_model(settings)
+    model = read_section(settings, "model")
+    asked = model.get("router_aux_loss_coef")
+    is_balanced = BALANCED.search(name.lower()) and not model.get("force_hf")
+    if is_balanced and asked is None:
+        conversion.add_difference("model", name, AUXILIARY)
+    elif is_balanced and asked:
+        conversion.add_difference("model.router_aux_loss_coef", asked, BY_LAYER)
+    elif asked:
+        conversion.recipe.pop("router_aux_loss_coef", None)
+        conversion.add_remark("model.router_aux_loss_coef", asked, NO_AUXILIARY)
 
 
 def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:

@@ -14,6 +14,7 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
@@ -80,6 +81,7 @@ from finetune.convert.model_names import (
     ALL_WITH_EXPERTS,
     ATTENTION_IN_16_BITS,
     AUXILIARY,
+    BY_LAYER,
     EARLIER_THOUGHTS,
     IMAGE_LABELS,
     IMAGES_UNCUT,
@@ -87,6 +89,7 @@ from finetune.convert.model_names import (
     KEPT_IN_FP8,
     MAYBE_KEPT_IN_FP8,
     MLP_NAMES,
+    NO_AUXILIARY,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
@@ -306,6 +309,35 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
     assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line", "coefficient"),
+    [
+        ({}, AUXILIARY, None),
+        ({"router_aux_loss_coef": 1e-5}, BY_LAYER, 1e-5),
+        ({"router_aux_loss_coef": 0.0}, None, 0.0),
+        ({"router_aux_loss_coef": 1e-5, "force_hf": True}, NO_AUXILIARY, None),
+    ],
+)
+def test_how_much_of_the_auxiliary_loss_automodel_adds_is_said(
+    keys: dict[str, Any], line: str | None, coefficient: float | None, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"} | keys)
+    lines = [each for each in (AUXILIARY, f"   ({BY_LAYER})", NO_AUXILIARY) if each in said(made)]
+    assert lines == ([line if line != BY_LAYER else f"   ({BY_LAYER})"] if line else [])
+    assert made.recipe.get("router_aux_loss_coef") == coefficient
+
+
+def test_the_auxiliary_losses_of_layers_are_as_many_times_that_of_all() -> None:
+    """Source: Gate._compute_aux_loss of Automodel's components/moe/layers.py."""
+    layers, tokens, experts, chosen = 6, 64, 8, 2
+    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
+    probabilities = scores.softmax(-1)
+    load = torch.bincount(probabilities.topk(chosen).indices.flatten(), minlength=experts)
+    of_layer = (load * experts / (chosen * tokens) * probabilities.mean(0)).sum()
+    of_all = load_balancing_loss_func((scores,) * layers, experts, chosen)
+    torch.testing.assert_close(layers * of_layer, layers / chosen * of_all)
 
 
 @pytest.mark.parametrize(
