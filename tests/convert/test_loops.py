@@ -65,7 +65,7 @@ from finetune.convert.by_tool import (
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
-from finetune.convert.datasets import SPLIT_BY_PACKING
+from finetune.convert.datasets import HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
@@ -309,6 +309,26 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
     assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+MARKED = "{{ m }}{% generation %}{{ a }}{%- endgeneration -%}"
+
+
+@pytest.mark.parametrize("kind", ["chat_dataset.ChatDataset", "squad.make_squad_dataset"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_blocks_of_a_template_that_automodel_trains_are_said(
+    kind: str, is_file: bool, tmp_path: Path, convert: Convert
+) -> None:
+    """Source: GENERATION_REGEX of its components/datasets/llm/formatting_utils.py."""
+    dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}"}
+    for template in (MARKED, "{{ m }}{{ a }}{# generation #}"):
+        (tmp_path / "own.jinja").write_text(template)
+        named = str(tmp_path / "own.jinja") if is_file else template
+        keys = {"path_or_dataset_id": "a/rows", "chat_template": named}
+        made = convert(AUTOMODEL, dataset=dataset | keys)
+        assert made.recipe["chat_template"] == named
+        notes = [each for each in (MARKED_THERE, HEADER_THERE) if each in said(made)]
+        assert notes == [MARKED_THERE if template == MARKED else HEADER_THERE]
 
 
 @pytest.mark.parametrize(
