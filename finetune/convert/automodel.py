@@ -189,6 +189,12 @@ INDEXED_OTHERWISE = {
         "ones here"
     ),
 }
+# router_weight_uses_score_correction_bias of its models/kimi_linear, as the model's own code has it
+BIASED_WEIGHTS = ("kimi_linear",)
+WITH_BIAS = (
+    "the weights of a token's experts have the routers' biases in them there; here these choose "
+    "the experts, and the weights are without them"
+)
 
 
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:
@@ -202,6 +208,8 @@ def report_routers(settings: ToolFile, conversion: Conversion) -> None:
         return
     if family in BIASES_MOVED:
         conversion.add_difference("model", name, MOVED_BIASES)
+    if family in BIASED_WEIGHTS:
+        conversion.add_difference("model", name, WITH_BIAS)
     if family in INDEXED_OTHERWISE:
         conversion.add_difference("model", name, INDEXED_OTHERWISE[family])
     if family in PREDICTING_AHEAD:

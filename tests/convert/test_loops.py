@@ -14,6 +14,8 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from finetune.config.facts import find_biased_layers, read_family_source
@@ -39,6 +41,7 @@ from finetune.convert.automodel import (
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
+    WITH_BIAS,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_AS_BASE,
@@ -50,6 +53,7 @@ from finetune.convert.by_tool import (
     CARRIED_IN_06,
     CARRIED_OVER,
     COPIES_AS_LOADED,
+    EXPERTS_ADAPTED,
     FIRST_ENTRY,
     IMAGES_SHRUNK,
     IN_ORDER,
@@ -622,17 +626,32 @@ def test_adapters_in_bfloat16_over_a_quantized_base_are_said(
     assert (ADAPTERS_IN_16_BITS in said(convert(file, **keys))) == is_said
 
 
+KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+MOONLIGHT = "moonshotai/Moonlight-16B-A3B"
+
+
+def test_automodels_kimi_linear_weighs_experts_with_the_routers_biases(convert: Convert) -> None:
+    """Beside transformers' own router, which leaves the biases out of the weights."""
+    for name in (KIMI, MOONLIGHT):
+        text = said(convert(AUTOMODEL, model=MODEL | {"pretrained_model_name_or_path": name}))
+        assert (WITH_BIAS in text) == (name == KIMI)
+    config = KimiLinearConfig(hidden_size=4, num_local_experts=4, num_experts_per_tok=2, n_group=1)
+    router = KimiLinearTopkRouter(config)
+    router.e_score_correction_bias += torch.tensor([3.0, 1.0, 0.0, 0.0])
+    _, weights, chosen = router(torch.randn(3, 4))  # its weight is zero: each score is a half
+    assert chosen.sort().values.tolist() == [[0, 1]] * 3
+    torch.testing.assert_close(weights, torch.full((3, 2), config.routed_scaling_factor / 2))
+
+
 def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(convert: Convert) -> None:
     keys = {"adapter": "lora", "load_in_8bit": True, "lora_r": 8, "lora_target_modules": ["q_proj"]}
     experts = "experts are quantized here too"
     text = said(convert(AXOLOTL, **keys, base_model="moonshotai/Kimi-Linear-48B-A3B-Instruct"))
-    assert BY_SOFTMAX in text and experts not in text
+    assert BY_SOFTMAX in text and experts not in text and EXPERTS_ADAPTED not in text
+    linear = keys | {"lora_target_modules": None, "lora_target_linear": True}
+    assert EXPERTS_ADAPTED in said(convert(AXOLOTL, **linear, base_model=KIMI))
     text = said(convert(AXOLOTL, **keys, base_model="Qwen/Qwen3-30B-A3B"))
     assert BY_SOFTMAX not in text and experts in text
-
-
-KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
-MOONLIGHT = "moonshotai/Moonlight-16B-A3B"
 
 
 @pytest.mark.parametrize(
