@@ -76,8 +76,8 @@ AHEAD = (
 # _fp32_params of its own classes of these families
 DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 RATES_IN_FP32 = (
-    "A_log and dt_bias of the recurrent layers stay in float32 there, and are trained in it; they "
-    "are computed in the run's 16 bits here"
+    "A_log and dt_bias of the recurrent layers stay in float32 there, and are in the run's 16 bits "
+    "here"
 )
 
 
