@@ -220,7 +220,12 @@ AUTOMODEL_ENDS = {
         "space before an answer is no part of its first token, which is not trained there where "
         "the tokenizer says add_bos_token"
     ),
-    "hellaswag": "the end-of-text token is trained after each answer here",
+    # SFTSingleTurnPreprocessor of its components/datasets/utils.py
+    "hellaswag": (
+        "the end-of-text token is trained after each answer here; there an answer is tokenized as "
+        "a text alone: it begins with the space that SentencePiece's tokenizers write before one, "
+        "and with all but the first of the tokens that begin one"
+    ),
 }
 # MistralCommonBackend of its _transformers/tokenization, which has no chat template
 BY_MISTRAL_COMMON = ("mistral", "pixtral", "mistral3", "ministral3")
@@ -244,6 +249,9 @@ HEADER_THERE = (
     f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
     "break"
 )
+# GENERATION_REGEX of its components/datasets/llm/formatting_utils.py: what such a template marks is
+# trained, there and here
+MARKED_ANSWERS = re.compile(r"\{%-?\s+generation\s+-?%\}")
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"
@@ -287,19 +295,34 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
         conversion.add_difference(f"{entry.where}.shuffle_seed", shuffle_seed, SHUFFLED_BEFORE)
     limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
     keys |= _take_automodel_format(entry, kind, path, conversion)
-    if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
-        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
-    template = entry.take("chat_template")
     name = str(conversion.recipe.get("model_name_or_path"))
     families = {guess_family(name), guess_vision_family(name)}
-    if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
+    is_own = not entry.unread.get("chat_template")
+    if kind == "make_squad_dataset" and is_own and families & {*BY_MISTRAL_COMMON}:
         conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
-    if template:
-        is_file = str(template).endswith(".jinja") and find_from_root(source, str(template))
-        conversion.recipe["chat_template"] = str(is_file or template)
+    is_marked = _take_automodel_template(entry, source, conversion)
+    renders = kind in ("make_squad_dataset", "ChatDataset")
+    if renders and not (entry.take("mask_generation_prompt") or is_marked):
+        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
     paths = path if isinstance(path, list) else [path]
     limit = next(filter(None, limits), None)
     return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
+
+
+def _take_automodel_template(entry: DataSetEntry, source: Path, conversion: Conversion) -> bool:
+    """Takes the chat template that a data set of Automodel's names, a file or the text itself.
+
+    Returns whether it marks what is trained.
+    """
+    template = entry.take("chat_template")
+    if not template:
+        return False
+    text = str(template)
+    file = find_from_root(source, text) if text.endswith(".jinja") else None
+    conversion.recipe["chat_template"] = str(file or text)
+    if file:
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    return MARKED_ANSWERS.search(text) is not None
 
 
 def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
@@ -342,7 +365,8 @@ def _take_automodel_format(
         return {"type": "messages", **columns}
     if kind in AUTOMODEL_FORMATS:
         row_format = AUTOMODEL_FORMATS[kind]
-        conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
+        if not entry.unread.get("chat_template"):
+            conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
         return {"type": row_format}
     if kind != "ChatDataset":
         conversion.add_difference(

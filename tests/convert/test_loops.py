@@ -58,7 +58,7 @@ from finetune.convert.by_tool import (
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
-from finetune.convert.datasets import SPLIT_BY_PACKING
+from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
@@ -241,6 +241,34 @@ def test_automodel_measures_no_images_between_stages(
     assert lines.intersection(made.remarks) == {line}
 
 
+MARKED = "{% generation %}{{ message['content'] }}{% endgeneration %}"
+UNMARKED = "{{ message['content'] }}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "ends", "header"),
+    [
+        ({}, True, True),
+        ({"chat_template": MARKED}, False, False),
+        ({"chat_template": UNMARKED}, False, True),
+        ({"chat_template": "turns.jinja"}, False, False),
+        ({"chat_template": "others.jinja"}, False, True),
+    ],
+)
+def test_what_a_template_of_automodels_marks_is_trained_there_and_here(
+    keys: dict[str, Any], ends: bool, header: bool, convert: Convert, tmp_path: Path
+) -> None:
+    (tmp_path / "turns.jinja").write_text(MARKED)
+    (tmp_path / "others.jinja").write_text(UNMARKED)
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
+        "path_or_dataset": "rajpurkar/squad",
+    }
+    made = convert({key: AUTOMODEL[key] for key in ("model", "optimizer")}, dataset=rows | keys)
+    assert (AUTOMODEL_ENDS["squad"] in said(made)) == ends
+    assert (HEADER_THERE in said(made)) == header
+
+
 @pytest.mark.parametrize("name", ["lm_head", "*lm_head*"])
 def test_the_head_that_automodels_adapters_leave_out_gets_none_here(
     name: str, convert: Convert
@@ -313,6 +341,8 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
         ("moonshotai/Moonlight-16B-A3B", None, None),  # whose class there has float32 by default
         ("Qwen/Qwen3-30B-A3B", "float32", IN_OWN_DTYPE),
         ("Qwen/Qwen3-30B-A3B", None, None),
+        ("tencent/Hy-MT2-30B-A3B", "float32", None),
+        ("tencent/Hy-MT2-30B-A3B", None, IN_16_BITS),
     ],
 )
 def test_the_dtype_of_automodels_routers_is_said(

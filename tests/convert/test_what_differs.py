@@ -58,6 +58,8 @@ from finetune.convert.model_names import (
     BY_ITS_END,
     CALLS_THOUGHT_OF,
     COLUMN_REFUSED,
+    DEQUANTIZED,
+    DEQUANTIZED_AWQ,
     EMPTY_SYSTEM,
     FAMILIES,
     MAYBE_EARLIER_THOUGHTS,
@@ -1194,3 +1196,24 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
         assert [each for each, note in INDEXED_OTHERWISE.items() if note in text] == [
             family
         ] * bool(family)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "line"),
+    [
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct-AWQ", DEQUANTIZED_AWQ),
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct-GPTQ-Int4", DEQUANTIZED),
+        ("TRL", "Qwen/Qwen2-7B-Instruct-AWQ", DEQUANTIZED),
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct", None),
+    ],
+)
+def test_how_a_packed_base_is_computed_is_said(
+    tool: str, name: str, line: str | None, convert: Convert
+) -> None:
+    """AutoAWQ's WQLinear_GEMM casts its inputs to float16 under autocast to bfloat16 too."""
+    files: dict[str, dict[str, Any]] = {
+        "LLaMA-Factory": {"stage": "sft", "dataset": "rows", "template": "qwen", "bf16": True},
+        "TRL": {"dataset_name": "a/rows", "use_peft": True, "bf16": True},
+    }
+    text = said(convert(files[tool] | {"model_name_or_path": name}))
+    assert [each for each in (DEQUANTIZED, DEQUANTIZED_AWQ) if each in text] == [line] * bool(line)
