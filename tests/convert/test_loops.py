@@ -15,6 +15,7 @@ from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
+    AS_FILED,
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
@@ -32,6 +33,7 @@ from finetune.convert.automodel import (
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
+    WIDENED,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_AS_BASE,
@@ -362,6 +364,30 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
     read = [family for family in GATED_IN_16_BITS if read_family_source(family)]
     assert "glm_moe_dsa" in read
     assert all(GATE_IN_FP32.search(read_family_source(family)) for family in read)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "line"),
+    [
+        ("microsoft/phi-2", {"torch_dtype": "bf16"}, WIDENED),  # whose files are in float16
+        ("microsoft/phi-2", {}, AS_FILED),
+        ("microsoft/phi-2", {"torch_dtype": "float32"}, None),
+        ("Qwen/Qwen3-8B", {"torch_dtype": "bf16"}, None),
+        ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
+        ("Qwen/Qwen3-8B", {}, AS_FILED),
+        ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+    ],
+)
+def test_the_dtype_of_weights_that_automodel_loads_is_said(
+    name: str, keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    """Its _restore_loaded_model_dtype gives Phi's weights of float16 and of float32 float32 under bfloat16."""
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys)
+    assert [each for each in (AS_FILED, WIDENED) if each in said(made)] == [line] * bool(line)
+    adapted = convert(
+        AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
+    )
+    assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
 
 
 def test_sections_that_nothing_of_automodels_reads_are_no_differences(convert: Convert) -> None:
