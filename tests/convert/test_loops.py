@@ -390,6 +390,18 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
     assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_said"), [("float32", True), ("bfloat16", False), (None, False)]
+)
+def test_a_head_that_automodel_computes_in_float32_is_said(
+    asked: str | None, is_said: bool, convert: Convert
+) -> None:
+    moe = {"reshard_after_forward": False, "lm_head_precision": asked}
+    made = convert(AUTOMODEL, distributed={"ep_size": 1, "moe": moe})
+    assert ("the output head multiplies in this dtype there" in said(made)) == is_said
+    assert "distributed.moe.reshard_after_forward" in made.ignored
+
+
 def test_sections_that_nothing_of_automodels_reads_are_no_differences(convert: Convert) -> None:
     made = convert(AUTOMODEL, distributed_config={"_target_": "a.B"}, autopipeline={"a": 1})
     assert "not known here" not in said(made)

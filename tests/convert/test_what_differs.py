@@ -46,6 +46,7 @@ from finetune.convert.by_value import (
     ADDED_EACH_TIME,
     BALANCED_BY_DEFAULT,
     HELD_OUT_SAMPLED,
+    OF_EACH_PART,
     SUM_REFUSED,
 )
 from finetune.convert.conversion import convert_file
@@ -613,11 +614,10 @@ SWIFT["tuner_type"] = "lora"
 
 
 def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> None:
-    """A sum over a step's micro-batches and processes, unless ms-swift's trainer has a loss of its own."""
-    assert ADDED_EACH_TIME in said(convert(SWIFT))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, router_aux_loss_coef=0.0))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, enable_dft_loss=True))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, loss_scale="react"))
+    """A sum over a step's micro-batches and processes, and their mean by ms-swift's compute_sft_loss."""
+    made = convert(SWIFT)
+    assert OF_EACH_PART in said(made) and ADDED_EACH_TIME not in said(made)
+    assert OF_EACH_PART not in said(convert(SWIFT, router_aux_loss_coef=0.0))
     factory = FACTORY | {"template": "default", "moe_aux_loss_coef": 1e-3}
     made = convert(factory, model_name_or_path="Qwen/Qwen3-30B-A3B")
     assert ADDED_EACH_TIME in said(made) and made.recipe["router_aux_loss_coef"] == 1e-3
