@@ -73,6 +73,12 @@ AHEAD = (
     "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
     "added there; no such layers are trained here"
 )
+# _fp32_params of its own classes of these families
+DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RATES_IN_FP32 = (
+    "A_log and dt_bias of the recurrent layers stay in float32 there, and are in the run's 16 bits "
+    "here"
+)
 
 
 def report_loop(settings: ToolFile, conversion: Conversion) -> None:
@@ -183,6 +189,12 @@ INDEXED_OTHERWISE = {
         "ones here"
     ),
 }
+# router_weight_uses_score_correction_bias of its models/kimi_linear, as the model's own code has it
+BIASED_WEIGHTS = ("kimi_linear",)
+WITH_BIAS = (
+    "the weights of a token's experts have the routers' biases in them there; here these choose "
+    "the experts, and the weights are without them"
+)
 
 
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
@@ -234,8 +246,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a class of Automodel's own moves the biases of the routers, adds a loss, or
-    attends to other tokens.
+    """Reports where a class of Automodel's own moves the biases of the routers, adds a loss,
+    attends to other tokens, or keeps weights in float32.
     """
     name = name_model(settings)
     family = str(guess_family(name))
@@ -244,10 +256,14 @@ def report_routers(settings: ToolFile, conversion: Conversion) -> None:
         return
     if family in BIASES_MOVED:
         conversion.add_difference("model", name, MOVED_BIASES)
+    if family in BIASED_WEIGHTS:
+        conversion.add_difference("model", name, WITH_BIAS)
     if family in INDEXED_OTHERWISE:
         conversion.add_difference("model", name, INDEXED_OTHERWISE[family])
     if family in PREDICTING_AHEAD:
         conversion.add_difference("model", name, AHEAD)
+    if family in DECAYS_IN_FP32:
+        conversion.add_remark("model", name, RATES_IN_FP32)
 
 
 def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -159,6 +159,11 @@ BY_SOFTMAX = (
     "while training, tokens are routed by a softmax over all experts there, without the routers' "
     "biases and groups; by their sigmoid, biases and groups here, as in inference"
 )
+# KimiBlockSparseMLP of the same
+EXPERTS_ADAPTED = (
+    "w1, w2 and w3 of each expert get adapters too there; here an expert has no linear layers of "
+    "its own, and lora_target_parameters names its parameters"
+)
 # encode_packed_streaming and prompt_strategies/pretrain.py
 WINDOWS = (
     "a longer text is cut into pieces there, each with the tokens that begin and end a text, and "
@@ -867,6 +872,8 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     family = guess_family(str(settings.get("base_model")))
     if family in ROUTED_OTHERWISE:
         conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
+        if settings.get("lora_target_linear"):
+            conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):

@@ -8,7 +8,7 @@ from finetune.convert.asked_layout import COMMAND, read_layout
 from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
-from finetune.convert.value_conversion import Conversion, find_method_facts
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
 OTHER_CONFIG = (
@@ -81,6 +81,18 @@ ADDED_EACH_TIME = (
 # compute_sft_loss of ms-swift's template/base.py, and compute_loss of its
 # trainers/seq2seq_trainer.py
 OF_EACH_PART = "of each micro-batch there, which counts by its labels; of the whole step here"
+# compute_loss of TRL's trainers
+OF_MICRO_BATCHES = (
+    "of each micro-batch of each process by itself there, and their mean is added; of the whole "
+    "step together here"
+)
+# compute_loss of Axolotl's core/trainers/base.py, where the model adds it to a sum over the step's
+# labels
+ADDED_BY_MODEL = (
+    "the routers' auxiliary loss is added once for each micro-batch in 0.21: "
+    "gradient_accumulation_steps times as much as router_aux_loss_coef adds here; their mean in "
+    "0.19"
+)
 # configure_moe of LLaMA-Factory's model/model_utils/moe.py, by whose other models it is not read
 FACTORYS_BALANCED = (
     "ernie4_5_moe",
@@ -212,8 +224,15 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "TRL":
         source = read_family_source(family, "configuration")
         is_balanced = "output_router_logits" in source and "router_aux_loss_coef" in source
-        if asked is None and is_balanced and not find_method_facts(conversion.recipe).scores:
+        is_default = is_balanced and not find_method_facts(conversion.recipe).scores
+        if asked is None and is_default:
             conversion.add_difference("router_aux_loss_coef", None, BALANCED_BY_DEFAULT)
+        if asked or (asked is None and is_default):
+            conversion.add_remark("router_aux_loss_coef", asked, OF_MICRO_BATCHES)
+    elif conversion.tool == "Axolotl":
+        overrides = read_section(settings, "model_config")
+        if overrides.get("output_router_logits"):
+            conversion.add_remark("model_config", overrides, ADDED_BY_MODEL)
     elif asked and conversion.tool == "LLaMA-Factory":
         if family and family not in FACTORYS_BALANCED:
             del conversion.recipe["router_aux_loss_coef"]

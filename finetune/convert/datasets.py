@@ -249,9 +249,12 @@ HEADER_THERE = (
     f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
     "break"
 )
-# GENERATION_REGEX of its components/datasets/llm/formatting_utils.py: what such a template marks is
-# trained, there and here
-MARKED_ANSWERS = re.compile(r"\{%-?\s+generation\s+-?%\}")
+# GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
+MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
+MARKED_THERE = (
+    "the generation blocks of the chat template are trained there; here what of them follows the "
+    "prompt of inference"
+)
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"
@@ -295,34 +298,32 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
         conversion.add_difference(f"{entry.where}.shuffle_seed", shuffle_seed, SHUFFLED_BEFORE)
     limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
     keys |= _take_automodel_format(entry, kind, path, conversion)
+    template = _read_template(entry.take("chat_template"), source)
+    if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
+        note = MARKED_THERE if _has_marks(template) else HEADER_THERE
+        conversion.remarks.append(f"{entry.where}: {note}")
     name = str(conversion.recipe.get("model_name_or_path"))
     families = {guess_family(name), guess_vision_family(name)}
-    is_own = not entry.unread.get("chat_template")
-    if kind == "make_squad_dataset" and is_own and families & {*BY_MISTRAL_COMMON}:
+    if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
         conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
-    is_marked = _take_automodel_template(entry, source, conversion)
-    renders = kind in ("make_squad_dataset", "ChatDataset")
-    if renders and not (entry.take("mask_generation_prompt") or is_marked):
-        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
+    if template:
+        conversion.recipe["chat_template"] = str(template)
     paths = path if isinstance(path, list) else [path]
     limit = next(filter(None, limits), None)
     return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
 
 
-def _take_automodel_template(entry: DataSetEntry, source: Path, conversion: Conversion) -> bool:
-    """Takes the chat template that a data set of Automodel's names, a file or the text itself.
+def _read_template(template: Any, source: Path) -> str | Path:
+    """The file of a template, where it is at hand; else as it is written, empty for none."""
+    written = str(template or "")
+    file = find_from_root(source, written) if written.endswith(".jinja") else None
+    return Path(file) if file else written
 
-    Returns whether it marks what is trained.
-    """
-    template = entry.take("chat_template")
-    if not template:
-        return False
-    text = str(template)
-    file = find_from_root(source, text) if text.endswith(".jinja") else None
-    conversion.recipe["chat_template"] = str(file or text)
-    if file:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
-    return MARKED_ANSWERS.search(text) is not None
+
+def _has_marks(template: str | Path) -> bool:
+    """Whether a template marks what is trained of it."""
+    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
+    return MARKS.search(text) is not None
 
 
 def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:

@@ -288,10 +288,17 @@ PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
 BY_ITS_END = "layers are named by the end of a pattern here, in every block of the model"
 # of a layer's experts, to which a pattern that matches all that are called so gives adapters
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
+# Gate._compute_aux_loss of its components/moe/layers.py, and _set_moe_aux_loss_backward_scale of
+# its recipes/base_recipe.py, beside load_balancing_loss_func of transformers
+BY_LAYER = (
+    "of each layer and micro-batch there, over the experts of a token: layers / experts of a token "
+    "times as much where all layers are alike; of all layers and the whole step together here"
+)
 AUXILIARY = (
     "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
-    "it here"
+    f"it here, {BY_LAYER}"
 )
+NO_AUXILIARY = "no auxiliary loss is added there for this class"
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
 FEW_BITS = (*LOAD_KEYS, "quantization_bit")
@@ -402,15 +409,29 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         _adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
     if conversion.tool != "Automodel":
         return
-    name = name_model(settings)
     peft = read_section(settings, "peft")
-    if BALANCED.search(name.lower()) and not read_section(settings, "model").get("force_hf"):
-        conversion.add_difference("model", name, AUXILIARY)
+    _report_auxiliary(settings, conversion)
     if peft:
         conversion.recipe["use_peft"] = True
         is_in_fp32 = "float32" in str(peft.get("lora_dtype"))
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
-        _adapt_automodel_targets(guess_family(name) or "", peft, conversion)
+        family = guess_family(name_model(settings)) or ""
+        _adapt_automodel_targets(family, peft, conversion)
+
+
+def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how much of the routers' auxiliary loss Automodel adds."""
+    name = name_model(settings)
+    model = read_section(settings, "model")
+    asked = model.get("router_aux_loss_coef")
+    is_balanced = BALANCED.search(name.lower()) and not model.get("force_hf")
+    if is_balanced and asked is None:
+        conversion.add_difference("model", name, AUXILIARY)
+    elif is_balanced and asked:
+        conversion.add_difference("model.router_aux_loss_coef", asked, BY_LAYER)
+    elif asked:
+        conversion.recipe.pop("router_aux_loss_coef", None)
+        conversion.add_remark("model.router_aux_loss_coef", asked, NO_AUXILIARY)
 
 
 def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
@@ -564,6 +585,10 @@ THOUGHT_WHOLE = (
     "a thought that the template writes before an answer, an empty one too, is trained from its "
     "first token on there; here from the end of the prompt of inference, which may open it"
 )
+# _IMSTART_TEMPLATE_PROCESSORS of Automodel's components/datasets/vlm/collate_fns.py: of these
+# families all is trained that follows <|im_start|>assistant; of others what follows the start of an
+# answer without a thought, as the template writes it
+MARKED_BY_HEADER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
     "thinking of all but the last; here each has its own, after the prompt of inference"
@@ -974,20 +999,22 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     it.
     """
     lower = name.lower()
-    own_thought = THOUGHT_WHOLE if conversion.images else OWN_THOUGHT
+    is_marked = conversion.tool != "Automodel" or conversion.images in MARKED_BY_HEADER
+    own_thought = THOUGHT_WHOLE if conversion.images and is_marked else OWN_THOUGHT
+    # LLaMA-Factory's v1 splits the turns as here
+    is_one_text = conversion.tool in ("Axolotl", "Automodel")
     if THINKING.search(lower):
         conversion.add_difference(key, value, own_thought)
-        if conversion.tool == "Axolotl" and FORGETTING.search(lower):
+        if is_one_text and FORGETTING.search(lower):
             conversion.add_difference(key, value, EARLIER_THOUGHTS)
     elif THINKING_LAST.search(lower):
-        # LLaMA-Factory's v1 splits the turns as here
-        if conversion.tool == "Axolotl":
+        if is_one_text:
             conversion.add_difference(key, value, ONE_TEXT)
         if conversion.tool != "Axolotl" or conversion.images:
             conversion.add_difference(key, value, own_thought)
     elif MAYBE_THINKING.search(lower):
         conversion.remarks.append(f"{key}: {value}   ({own_thought})")
-        if conversion.tool == "Axolotl":
+        if is_one_text:
             conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
 
@@ -1341,6 +1368,8 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
         _adapt_automodels_parts(settings, conversion)
+        name = name_model(settings)
+        report_own_thoughts(name, "model", name, conversion)
     elif conversion.tool == "Axolotl":
         _report_axolotl_images(settings, conversion)
 

@@ -3,6 +3,7 @@ run.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -151,12 +152,29 @@ BALANCED_THERE = (
     "(aux_loss_alpha of config.json); transformers' own does not"
 )
 
+# pat_str of tokenization_kimi.py, which stands beside these models and in Axolotl's
+# model_support/kimi_linear, and the pattern of transformers' TikTokenConverter
+OWN_WORDS = re.compile("kimi|moonlight")
+WORDS_THERE = (
+    "where tiktoken.model stands beside the model, and no tokenizer.json, its own code splits a "
+    "text into words there, and transformers by GPT-4's pattern here: contractions, capitals "
+    "within a word, and Chinese make other tokens"
+)
+
 
 def _drop_remote_code(family: str, conversion: Conversion) -> None:
-    if conversion.recipe.pop("trust_remote_code", None):
+    recipe = conversion.recipe
+    is_run = recipe.pop("trust_remote_code", None)
+    if is_run:
         conversion.remarks.append(REMOTE_CODE.format(family))
         if family == "deepseek_v2":
             conversion.add_difference("trust_remote_code", True, BALANCED_THERE)
+    # ms-swift always runs such code, and Axolotl has its own copy
+    is_run = is_run or conversion.tool == "ms-swift"
+    is_run = is_run or (conversion.tool == "Axolotl" and family == "kimi_linear")
+    name = str(recipe.get("model_name_or_path"))
+    if is_run and OWN_WORDS.search(name.lower()):
+        conversion.add_difference("model", name, WORDS_THERE)
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:

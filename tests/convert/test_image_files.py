@@ -10,12 +10,14 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
 from finetune.convert.by_tool import RESIZED
 from finetune.convert.conversion import convert_file
+from finetune.convert.model_names import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.recognize import Refusal
 from finetune.models.load import names_of_parameters, text_names
 from tests.convert.published import make_trial, start
@@ -264,3 +266,32 @@ def test_llama_factory_trains_a_line_break_after_answers_about_images(
     path = write_factory(tmp_path, FACTORY.replace("qwen2_vl", template))
     said = "the line break after an answer is trained too there"
     assert any(said in line for line in convert_file(path).remarks) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "notes"),
+    [
+        ("Qwen/Qwen3.5-9B", [ONE_TEXT, THOUGHT_WHOLE]),
+        ("Qwen/Qwen3.8-27B", [THOUGHT_WHOLE]),
+        ("Qwen/Qwen3-VL-4B-Thinking", [ONE_TEXT, THOUGHT_WHOLE]),
+        ("Qwen/Qwen3-VL-8B-Instruct", []),
+        ("zai-org/GLM-4.6V-Flash", [OWN_THOUGHT]),
+        ("google/gemma-3-4b-it", []),
+    ],
+)
+def test_the_thoughts_that_automodel_trains_in_rows_with_images_are_said(
+    name: str, notes: list[str], tmp_path: Path
+) -> None:
+    """build_labels_from_template of its components/datasets/vlm/collate_fns.py."""
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace("google/gemma-3-4b-it", name))
+    text = "\n".join(convert_file(tmp_path / "theirs.yaml").differences)
+    assert [note for note in (ONE_TEXT, THOUGHT_WHOLE, OWN_THOUGHT) if note in text] == notes
+
+
+# _IMSTART_TEMPLATE_PROCESSORS of the same
+MARKED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+
+
+def test_the_families_whose_answers_automodel_marks_by_their_header() -> None:
+    marked = {name for name in IMAGE_FAMILIES if PROCESSOR_MAPPING_NAMES[name] in MARKED_PROCESSORS}
+    assert marked == set(MARKED_BY_HEADER)

@@ -1,5 +1,7 @@
 """What other tools' loops, packing and classes of models do otherwise than a run here, with or without a key that says so."""
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,13 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
@@ -29,11 +37,13 @@ from finetune.convert.automodel import (
     NOTHING_SAVED,
     PACKED_IN_ORDER,
     PADDED_ROWS,
+    RATES_IN_FP32,
     SAVED_WITH_EPOCHS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
     WIDENED,
+    WITH_BIAS,
 )
 from finetune.convert.by_tool import (
     ADAPTERS_AS_BASE,
@@ -45,6 +55,7 @@ from finetune.convert.by_tool import (
     CARRIED_IN_06,
     CARRIED_OVER,
     COPIES_AS_LOADED,
+    EXPERTS_ADAPTED,
     FIRST_ENTRY,
     IMAGES_SHRUNK,
     IN_ORDER,
@@ -60,7 +71,7 @@ from finetune.convert.by_tool import (
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
-from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, SPLIT_BY_PACKING
+from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
@@ -76,6 +87,7 @@ from finetune.convert.model_names import (
     ALL_WITH_EXPERTS,
     ATTENTION_IN_16_BITS,
     AUXILIARY,
+    BY_LAYER,
     EARLIER_THOUGHTS,
     IMAGE_LABELS,
     IMAGES_UNCUT,
@@ -83,6 +95,7 @@ from finetune.convert.model_names import (
     KEPT_IN_FP8,
     MAYBE_KEPT_IN_FP8,
     MLP_NAMES,
+    NO_AUXILIARY,
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
@@ -101,7 +114,7 @@ from finetune.convert.objectives import (
     MIN_TO_MAX,
 )
 from finetune.convert.recognize import Refusal
-from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS
+from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.value_conversion import Conversion
 from finetune.optim.optimizers import make_parameter_groups
 
@@ -243,32 +256,17 @@ def test_automodel_measures_no_images_between_stages(
     assert lines.intersection(made.remarks) == {line}
 
 
-MARKED = "{% generation %}{{ message['content'] }}{% endgeneration %}"
-UNMARKED = "{{ message['content'] }}"
-
-
-@pytest.mark.parametrize(
-    ("keys", "ends", "header"),
-    [
-        ({}, True, True),
-        ({"chat_template": MARKED}, False, False),
-        ({"chat_template": UNMARKED}, False, True),
-        ({"chat_template": "turns.jinja"}, False, False),
-        ({"chat_template": "others.jinja"}, False, True),
-    ],
-)
-def test_what_a_template_of_automodels_marks_is_trained_there_and_here(
-    keys: dict[str, Any], ends: bool, header: bool, convert: Convert, tmp_path: Path
+@pytest.mark.parametrize("template", [None, "{{ messages }}"])
+def test_how_automodels_squad_ends_without_a_template_is_said(
+    template: str | None, convert: Convert
 ) -> None:
-    (tmp_path / "turns.jinja").write_text(MARKED)
-    (tmp_path / "others.jinja").write_text(UNMARKED)
     rows = {
         "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
         "path_or_dataset": "rajpurkar/squad",
+        "chat_template": template,
     }
-    made = convert({key: AUTOMODEL[key] for key in ("model", "optimizer")}, dataset=rows | keys)
-    assert (AUTOMODEL_ENDS["squad"] in said(made)) == ends
-    assert (HEADER_THERE in said(made)) == header
+    made = convert({key: AUTOMODEL[key] for key in ("model", "optimizer")}, dataset=rows)
+    assert (AUTOMODEL_ENDS["squad"] in said(made)) == (template is None)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "*lm_head*"])
@@ -330,6 +328,80 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
     assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+
+
+MARKED = "{{ m }}{% generation %}{{ a }}{%- endgeneration -%}"
+
+
+@pytest.mark.parametrize("kind", ["chat_dataset.ChatDataset", "squad.make_squad_dataset"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_blocks_of_a_template_that_automodel_trains_are_said(
+    kind: str, is_file: bool, tmp_path: Path, convert: Convert
+) -> None:
+    """Source: GENERATION_REGEX of its components/datasets/llm/formatting_utils.py."""
+    dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}"}
+    for template in (MARKED, "{{ m }}{{ a }}{# generation #}"):
+        (tmp_path / "own.jinja").write_text(template)
+        named = str(tmp_path / "own.jinja") if is_file else template
+        keys = {"path_or_dataset_id": "a/rows", "chat_template": named}
+        made = convert(AUTOMODEL, dataset=dataset | keys)
+        assert made.recipe["chat_template"] == named
+        notes = [each for each in (MARKED_THERE, HEADER_THERE) if each in said(made)]
+        assert notes == [MARKED_THERE if template == MARKED else HEADER_THERE]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line", "coefficient"),
+    [
+        ({}, AUXILIARY, None),
+        ({"router_aux_loss_coef": 1e-5}, BY_LAYER, 1e-5),
+        ({"router_aux_loss_coef": 0.0}, None, 0.0),
+        ({"router_aux_loss_coef": 1e-5, "force_hf": True}, NO_AUXILIARY, None),
+    ],
+)
+def test_how_much_of_the_auxiliary_loss_automodel_adds_is_said(
+    keys: dict[str, Any], line: str | None, coefficient: float | None, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"} | keys)
+    lines = [each for each in (AUXILIARY, f"   ({BY_LAYER})", NO_AUXILIARY) if each in said(made)]
+    assert lines == ([line if line != BY_LAYER else f"   ({BY_LAYER})"] if line else [])
+    assert made.recipe.get("router_aux_loss_coef") == coefficient
+
+
+def test_the_auxiliary_losses_of_layers_are_as_many_times_that_of_all() -> None:
+    """Source: Gate._compute_aux_loss of Automodel's components/moe/layers.py."""
+    layers, tokens, experts, chosen = 6, 64, 8, 2
+    scores = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0))
+    probabilities = scores.softmax(-1)
+    load = torch.bincount(probabilities.topk(chosen).indices.flatten(), minlength=experts)
+    of_layer = (load * experts / (chosen * tokens) * probabilities.mean(0)).sum()
+    of_all = load_balancing_loss_func((scores,) * layers, experts, chosen)
+    torch.testing.assert_close(layers * of_layer, layers / chosen * of_all)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("Qwen/Qwen3.5-4B", True),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", True),
+        ("Qwen/Qwen3-4B", False),
+    ],
+)
+def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """transformers' class keeps A_log in no other dtype than the rest."""
+    strict = re.findall(
+        r"_keep_in_fp32_modules(?:_strict)? = \[[^\]]*\]",
+        read_family_source(guess_family(name) or ""),
+    )
+    assert "A_log" not in "".join(strict)
+    assert ("A_log" in read_family_source(guess_family(name) or "")) == is_said
+    model = {"pretrained_model_name_or_path": name}
+    assert (RATES_IN_FP32 in said(convert(AUTOMODEL, model=model))) == is_said
+    assert RATES_IN_FP32 not in said(convert(AUTOMODEL, model={**model, "force_hf": True}))
 
 
 @pytest.mark.parametrize(
@@ -607,13 +679,57 @@ def test_adapters_in_bfloat16_over_a_quantized_base_are_said(
     assert (ADAPTERS_IN_16_BITS in said(convert(file, **keys))) == is_said
 
 
+KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
+MOONLIGHT = "moonshotai/Moonlight-16B-A3B"
+
+
+def test_automodels_kimi_linear_weighs_experts_with_the_routers_biases(convert: Convert) -> None:
+    """Beside transformers' own router, which leaves the biases out of the weights."""
+    for name in (KIMI, MOONLIGHT):
+        text = said(convert(AUTOMODEL, model=MODEL | {"pretrained_model_name_or_path": name}))
+        assert (WITH_BIAS in text) == (name == KIMI)
+    config = KimiLinearConfig(hidden_size=4, num_local_experts=4, num_experts_per_tok=2, n_group=1)
+    router = KimiLinearTopkRouter(config)
+    router.e_score_correction_bias += torch.tensor([3.0, 1.0, 0.0, 0.0])
+    _, weights, chosen = router(torch.randn(3, 4))  # its weight is zero: each score is a half
+    assert chosen.sort().values.tolist() == [[0, 1]] * 3
+    torch.testing.assert_close(weights, torch.full((3, 2), config.routed_scaling_factor / 2))
+
+
 def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(convert: Convert) -> None:
     keys = {"adapter": "lora", "load_in_8bit": True, "lora_r": 8, "lora_target_modules": ["q_proj"]}
     experts = "experts are quantized here too"
     text = said(convert(AXOLOTL, **keys, base_model="moonshotai/Kimi-Linear-48B-A3B-Instruct"))
-    assert BY_SOFTMAX in text and experts not in text
+    assert BY_SOFTMAX in text and experts not in text and EXPERTS_ADAPTED not in text
+    linear = keys | {"lora_target_modules": None, "lora_target_linear": True}
+    assert EXPERTS_ADAPTED in said(convert(AXOLOTL, **linear, base_model=KIMI))
     text = said(convert(AXOLOTL, **keys, base_model="Qwen/Qwen3-30B-A3B"))
     assert BY_SOFTMAX not in text and experts in text
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (AXOLOTL, {"base_model": KIMI}, True),
+        (AXOLOTL, {"base_model": MOONLIGHT}, False),
+        (AXOLOTL, {"base_model": MOONLIGHT, "trust_remote_code": True}, True),
+        (AXOLOTL, {"base_model": "Qwen/Qwen3-8B", "trust_remote_code": True}, False),
+        (AUTOMODEL, {"model": MODEL | {"pretrained_model_name_or_path": KIMI}}, False),
+        (
+            AUTOMODEL,
+            {"model": MODEL | {"pretrained_model_name_or_path": KIMI, "trust_remote_code": True}},
+            True,
+        ),
+    ],
+)
+def test_the_words_of_kimis_own_tokenizer_are_said(
+    file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: pat_str of Axolotl's model_support/kimi_linear/tokenization_kimi.py, where user's is one word."""
+    assert (WORDS_THERE in said(convert(file, **keys))) == is_said
+    pattern = inspect.signature(TikTokenConverter.__init__).parameters["pattern"].default
+    words = Split(Regex(pattern), behavior="isolated").pre_tokenize_str("a user's getName 你好abc")
+    assert [word for word, _ in words] == ["a", " user", "'s", " getName", " 你好abc"]
 
 
 @pytest.mark.parametrize(

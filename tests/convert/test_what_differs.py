@@ -43,10 +43,12 @@ from finetune.convert.by_tool import (
     TRAINED_IN_16_BITS,
 )
 from finetune.convert.by_value import (
+    ADDED_BY_MODEL,
     ADDED_EACH_TIME,
     BALANCED_BY_DEFAULT,
     HELD_OUT_SAMPLED,
     OF_EACH_PART,
+    OF_MICRO_BATCHES,
     SUM_REFUSED,
 )
 from finetune.convert.conversion import convert_file
@@ -604,9 +606,21 @@ def test_the_auxiliary_loss_of_trls_default_is_said(
 ) -> None:
     made = convert({"model_name_or_path": model, "dataset_name": "a/rows"})
     assert (BALANCED_BY_DEFAULT in said(made)) == is_balanced
+    assert (OF_MICRO_BATCHES in said(made)) == is_balanced
     without = {"router_aux_loss_coef": 0.0} if is_balanced else {}
     made = convert({"model_name_or_path": model, "dataset_name": "a/rows"}, **without)
-    assert BALANCED_BY_DEFAULT not in said(made)
+    assert BALANCED_BY_DEFAULT not in said(made) and OF_MICRO_BATCHES not in said(made)
+    if is_balanced:
+        made = convert(
+            {"model_name_or_path": model, "dataset_name": "a/rows"}, router_aux_loss_coef=0.1
+        )
+        assert OF_MICRO_BATCHES in said(made) and BALANCED_BY_DEFAULT not in said(made)
+
+
+def test_the_auxiliary_loss_of_axolotls_config_is_said(convert: Convert) -> None:
+    file = {"base_model": "mistralai/Mixtral-8x7B-v0.1", "datasets": [{"path": "a/rows"}]}
+    assert ADDED_BY_MODEL in said(convert(file, model_config={"output_router_logits": True}))
+    assert ADDED_BY_MODEL not in said(convert(file, model_config={"sliding_window": 64}))
 
 
 SWIFT = {"model": "Qwen/Qwen3-30B-A3B", "dataset": "a/rows#500", "router_aux_loss_coef": 1e-3}
