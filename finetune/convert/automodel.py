@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.facts import read_family_source
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import convert_number
-from finetune.convert.model_names import guess_family, name_model
+from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.value_conversion import Conversion, read_section
 
 # drop_last of its components/datasets/llm/loader.py, which pipeline parallelism sets
@@ -195,6 +195,54 @@ WITH_BIAS = (
     "the weights of a token's experts have the routers' biases in them there; here these choose "
     "the experts, and the weights are without them"
 )
+
+
+# _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
+AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat16; bfloat16 here"
+WIDENED = (
+    "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
+)
+# causal language models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
+OWN_CLASSES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "hy_v3",
+    "kimi_linear",
+    "laguna",
+    "llama",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "ministral3",
+    "mistral4",
+    "nemotron_h",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+
+
+def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which dtype weights are trained in that are all in bfloat16 here."""
+    recipe = conversion.recipe
+    if recipe.get("use_peft") or recipe.get("dtype") != "bfloat16":
+        return
+    model = read_section(settings, "model")
+    asked = model.get("torch_dtype", "auto")
+    name = name_model(settings)
+    is_own = guess_family(name) in OWN_CLASSES or has_tower(name)
+    if asked == "auto":
+        conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
+    elif model.get("force_hf") or not is_own:
+        conversion.add_remark("model.torch_dtype", asked, WIDENED)
 
 
 def report_routers(settings: ToolFile, conversion: Conversion) -> None:

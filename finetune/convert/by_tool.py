@@ -13,6 +13,7 @@ from finetune.convert.asked_layout import count_sharing_ranks, find_zero_stage
 from finetune.convert.automodel import (
     SHUFFLED_ONCE,
     adapt_decay,
+    report_loaded_dtype,
     report_loop,
     report_packing,
     report_routers,
@@ -484,6 +485,8 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         _report_quantized_base(settings, conversion)
     _report_adapters_under_zero_3(settings, conversion)
     _report_axolotls_adapters(settings, conversion)
+    if conversion.tool == "Automodel":
+        report_loaded_dtype(settings, conversion)
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
     is_cast = any(map(settings.get, CASTING_KEYS)) or cuts_loss(settings)

@@ -73,11 +73,14 @@ BALANCED_BY_DEFAULT = (
     "transformers has one; router_aux_loss_coef adds it here"
 )
 # transformers' models, whose loss is a sum over a step's labels, and Trainer, which divides it no
-# more; compute_loss of ms-swift's trainers/seq2seq_trainer.py, where it computes no loss of its own
+# more
 ADDED_EACH_TIME = (
     "added once for each micro-batch of each process there: gradient_accumulation_steps times the "
     "processes as much; once a step here"
 )
+# compute_sft_loss of ms-swift's template/base.py, and compute_loss of its
+# trainers/seq2seq_trainer.py
+OF_EACH_PART = "of each micro-batch there, which counts by its labels; of the whole step here"
 # compute_loss of TRL's trainers
 OF_MICRO_BATCHES = (
     "of each micro-batch of each process by itself there, and their mean is added; of the whole "
@@ -90,8 +93,6 @@ ADDED_BY_MODEL = (
     "gradient_accumulation_steps times as much as router_aux_loss_coef adds here; their mean in "
     "0.19"
 )
-OWN_LOSSES = ("label_smoothing_factor", "enable_dft_loss", "enable_channel_loss", "loss_type")
-SWIFTS_SCALES = (None, "default", "all", "last_round")
 # configure_moe of LLaMA-Factory's model/model_utils/moe.py, by whose other models it is not read
 FACTORYS_BALANCED = (
     "ernie4_5_moe",
@@ -238,14 +239,8 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_remark("moe_aux_loss_coef", asked, NOT_READ.format("this family's code"))
         else:
             conversion.add_difference("moe_aux_loss_coef", asked, ADDED_EACH_TIME)
-    elif asked and conversion.tool == "ms-swift" and not _has_own_loss(settings):
-        conversion.add_difference("router_aux_loss_coef", asked, ADDED_EACH_TIME)
-
-
-def _has_own_loss(settings: ToolFile) -> bool:
-    """Whether ms-swift's trainer computes the loss of a file, instead of the model."""
-    is_scaled = settings.get("loss_scale") not in SWIFTS_SCALES
-    return is_scaled or any(map(settings.get, OWN_LOSSES))
+    elif asked and conversion.tool == "ms-swift":
+        conversion.add_remark("router_aux_loss_coef", asked, OF_EACH_PART)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

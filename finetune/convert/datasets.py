@@ -220,7 +220,12 @@ AUTOMODEL_ENDS = {
         "space before an answer is no part of its first token, which is not trained there where "
         "the tokenizer says add_bos_token"
     ),
-    "hellaswag": "the end-of-text token is trained after each answer here",
+    # SFTSingleTurnPreprocessor of its components/datasets/utils.py
+    "hellaswag": (
+        "the end-of-text token is trained after each answer here; there an answer is tokenized as "
+        "a text alone: it begins with the space that SentencePiece's tokenizers write before one, "
+        "and with all but the first of the tokens that begin one"
+    ),
 }
 # MistralCommonBackend of its _transformers/tokenization, which has no chat template
 BY_MISTRAL_COMMON = ("mistral", "pixtral", "mistral3", "ministral3")
@@ -361,7 +366,8 @@ def _take_automodel_format(
         return {"type": "messages", **columns}
     if kind in AUTOMODEL_FORMATS:
         row_format = AUTOMODEL_FORMATS[kind]
-        conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
+        if not entry.unread.get("chat_template"):
+            conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
         return {"type": row_format}
     if kind != "ChatDataset":
         conversion.add_difference(

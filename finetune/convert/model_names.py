@@ -125,7 +125,7 @@ FAMILIES = (
     (r"ling-3", "bailing_hybrid"),
     (r"hunyuan-a\d+b", "hunyuan_v1_moe"),
     (r"hunyuan-\d", "hunyuan_v1_dense"),
-    (r"\bhy3", "hy_v3"),
+    (r"\bhy3|\bhy-?mt-?2.*a\d+b", "hy_v3"),
     (r"dots\.llm1", "dots1"),
     (r"ernie-?4\.5.*a\d+b", "ernie4_5_moe"),
     (r"ernie-?4\.5", "ernie4_5"),
@@ -240,6 +240,11 @@ MAYBE_KEPT_IN_FP8 = (
     f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
+# WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's model/model_utils/quantization.py asks for
+DEQUANTIZED_AWQ = (
+    "the base is packed there, and its layers compute in float16 under bf16 too; dequantized here, "
+    "its numbers are rounded to the run's 16 bits"
+)
 # fp4_cute of its integrations/kernels, "native W4A4"
 INPUTS_IN_4_BITS = (
     "on a Blackwell GPU the inputs of experts in NVFP4 are rounded to 4 bits too there, never here"
@@ -1163,7 +1168,9 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
         if pattern.search(name) and not loads_plain:
             conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
-        conversion.remarks.append(f"model: {name_model(settings)}   ({DEQUANTIZED})")
+        by_autoawq = conversion.tool == "LLaMA-Factory" and "awq" in name
+        note = DEQUANTIZED_AWQ if by_autoawq else DEQUANTIZED
+        conversion.remarks.append(f"model: {name_model(settings)}   ({note})")
     if "nvfp4" in name and settings.get("use_sonicmoe"):
         conversion.add_difference("use_sonicmoe", True, INPUTS_IN_4_BITS)
     _adapt_tokens(settings, conversion)

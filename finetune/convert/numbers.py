@@ -45,7 +45,8 @@ WORDS_OF_TURNS = (
     "type: chat_template trains what the turns say there, without the marks around those of "
     "others; every token here"
 )
-# AlpacaDatasetConverter of LLaMA-Factory; its v1 has a line of its own
+# AlpacaDatasetConverter of LLaMA-Factory, whose v1 has a line of its own, and concat_inst_input of
+# ms-swift's dataset/preprocessor/core.py
 ONE_BREAK = (
     "datasets: one line break stands between instruction and input of a row of alpaca there, two "
     "here"
@@ -115,7 +116,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_clipping(settings, conversion)
     _report_attention(settings, conversion)
     _report_copies(conversion)
-    _report_factory_texts(settings, conversion)
+    _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
     _report_ends(settings, conversion)
 
@@ -184,9 +185,11 @@ def _report_copies(conversion: Conversion) -> None:
         conversion.add_difference("modules_to_save", others, NAMES_END_SO)
 
 
-def _report_factory_texts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the tokens that LLaMA-Factory writes otherwise around and within a row's texts."""
-    if conversion.tool != "LLaMA-Factory" or conversion.is_factory_v1:
+def _report_row_texts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the tokens that LLaMA-Factory and ms-swift write otherwise around and within a row's
+    texts.
+    """
+    if conversion.tool not in ("LLaMA-Factory", "ms-swift") or conversion.is_factory_v1:
         return
     if settings.get("stage") == "pt":
         conversion.remarks.append(BOS_BY_KEY)

@@ -23,6 +23,7 @@ from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
+    AS_FILED,
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
@@ -41,6 +42,7 @@ from finetune.convert.automodel import (
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     UNMEASURED_IN_STAGES,
+    WIDENED,
     WITH_BIAS,
 )
 from finetune.convert.by_tool import (
@@ -69,7 +71,7 @@ from finetune.convert.by_tool import (
     WINDOWS,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
-from finetune.convert.datasets import HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
+from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
@@ -254,6 +256,19 @@ def test_automodel_measures_no_images_between_stages(
     assert lines.intersection(made.remarks) == {line}
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages }}"])
+def test_how_automodels_squad_ends_without_a_template_is_said(
+    template: str | None, convert: Convert
+) -> None:
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
+        "path_or_dataset": "rajpurkar/squad",
+        "chat_template": template,
+    }
+    made = convert({key: AUTOMODEL[key] for key in ("model", "optimizer")}, dataset=rows)
+    assert (AUTOMODEL_ENDS["squad"] in said(made)) == (template is None)
+
+
 @pytest.mark.parametrize("name", ["lm_head", "*lm_head*"])
 def test_the_head_that_automodels_adapters_leave_out_gets_none_here(
     name: str, convert: Convert
@@ -400,6 +415,8 @@ def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
         ("moonshotai/Moonlight-16B-A3B", None, None),  # whose class there has float32 by default
         ("Qwen/Qwen3-30B-A3B", "float32", IN_OWN_DTYPE),
         ("Qwen/Qwen3-30B-A3B", None, None),
+        ("tencent/Hy-MT2-30B-A3B", "float32", None),
+        ("tencent/Hy-MT2-30B-A3B", None, IN_16_BITS),
     ],
 )
 def test_the_dtype_of_automodels_routers_is_said(
@@ -419,6 +436,42 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
     read = [family for family in GATED_IN_16_BITS if read_family_source(family)]
     assert "glm_moe_dsa" in read
     assert all(GATE_IN_FP32.search(read_family_source(family)) for family in read)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "line"),
+    [
+        ("microsoft/phi-2", {"torch_dtype": "bf16"}, WIDENED),  # whose files are in float16
+        ("microsoft/phi-2", {}, AS_FILED),
+        ("microsoft/phi-2", {"torch_dtype": "float32"}, None),
+        ("Qwen/Qwen3-8B", {"torch_dtype": "bf16"}, None),
+        ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
+        ("Qwen/Qwen3-8B", {}, AS_FILED),
+        ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+    ],
+)
+def test_the_dtype_of_weights_that_automodel_loads_is_said(
+    name: str, keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    """Its _restore_loaded_model_dtype gives Phi's weights of float16 and of float32 float32 under bfloat16."""
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys)
+    assert [each for each in (AS_FILED, WIDENED) if each in said(made)] == [line] * bool(line)
+    adapted = convert(
+        AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
+    )
+    assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_said"), [("float32", True), ("bfloat16", False), (None, False)]
+)
+def test_a_head_that_automodel_computes_in_float32_is_said(
+    asked: str | None, is_said: bool, convert: Convert
+) -> None:
+    moe = {"reshard_after_forward": False, "lm_head_precision": asked}
+    made = convert(AUTOMODEL, distributed={"ep_size": 1, "moe": moe})
+    assert ("the output head multiplies in this dtype there" in said(made)) == is_said
+    assert "distributed.moe.reshard_after_forward" in made.ignored
 
 
 def test_sections_that_nothing_of_automodels_reads_are_no_differences(convert: Convert) -> None:

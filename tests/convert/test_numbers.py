@@ -275,6 +275,12 @@ def test_what_llama_factory_writes_around_texts_is_said(
     assert [each for each in (ONE_BREAK, BOS_BY_KEY) if each in text] == [line] * bool(line)
 
 
+def test_what_ms_swift_writes_between_instruction_and_input_is_said(convert: Convert) -> None:
+    rows = {"model": "Qwen/Qwen3-8B", "tuner_type": "lora", "dataset": ["a/rows"]}
+    assert ONE_BREAK in convert(rows)
+    assert ONE_BREAK not in convert(TRL)
+
+
 def test_the_newer_schema_of_llama_factory_has_a_line_of_its_own(convert: Convert) -> None:
     text = convert({"model": "a/b", "train_dataset": "a/rows", "dist_config": {"name": "fsdp2"}})
     assert V1_ALPACA in text and ONE_BREAK not in text

@@ -63,7 +63,7 @@ TOKENS = [
     "<|dummy_85|>",
 ]  # fmt: skip
 # Vocabularies of SentencePiece, which puts a space before every text that it is given; the others are of bytes.
-PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer")
+PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer", "HellaSwag+pieces")
 EOS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
     "granite3": "<|end_of_text|>",
@@ -96,13 +96,15 @@ SQUAD = {
 }
 HELLASWAG = {"ctx": "A man sits down", "endings": ["on a roof.", "on a chair."], "label": "1"}
 CHAT = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
-# Automodel's data classes; +turns: with a tokenizer that has a chat template; +bos: that says add_bos_token.
+# Automodel's data classes; +turns: with a tokenizer that has a chat template; +bos: that says add_bos_token;
+# +pieces: of SentencePiece.
 AUTOMODELS: dict[str, list[dict[str, Any]]] = {
     "make_squad_dataset": [SQUAD] * 2,
     "make_squad_dataset+turns": [SQUAD] * 2,
     "make_squad_dataset+bos": [SQUAD] * 2,
     "HellaSwag": [HELLASWAG] * 2,
     "HellaSwag+turns": [HELLASWAG] * 2,
+    "HellaSwag+pieces": [HELLASWAG] * 2,
     "ChatDataset+turns": [CHAT] * 2,
 }
 ADD = {
@@ -363,6 +365,11 @@ def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trai
         assert answers == ["." if given == "bos" else " Four.", f"Four.{tokenizer.eos_token}"]
         assert "which is not trained there where the tokenizer says add_bos_token" in said
         return
+    if given == "pieces":
+        assert "with the space that SentencePiece's tokenizers write before one" in said
+        first = trained.index(True)
+        assert tokenizer.convert_ids_to_tokens([ids[first], ours[first]]) == ["▁on", "on"]
+        ids[first] = ours[first]
     assert ids[:both] == ours[:both] and not any(trained[both:])
     assert not any(here and not there for there, here in zip(trained, ours_trained, strict=False))
     more = tokenizer.decode([ids[i] for i in range(both) if trained[i] and not ours_trained[i]])

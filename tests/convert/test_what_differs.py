@@ -47,6 +47,7 @@ from finetune.convert.by_value import (
     ADDED_EACH_TIME,
     BALANCED_BY_DEFAULT,
     HELD_OUT_SAMPLED,
+    OF_EACH_PART,
     OF_MICRO_BATCHES,
     SUM_REFUSED,
 )
@@ -60,6 +61,8 @@ from finetune.convert.model_names import (
     BY_ITS_END,
     CALLS_THOUGHT_OF,
     COLUMN_REFUSED,
+    DEQUANTIZED,
+    DEQUANTIZED_AWQ,
     EMPTY_SYSTEM,
     FAMILIES,
     MAYBE_EARLIER_THOUGHTS,
@@ -625,11 +628,10 @@ SWIFT["tuner_type"] = "lora"
 
 
 def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> None:
-    """A sum over a step's micro-batches and processes, unless ms-swift's trainer has a loss of its own."""
-    assert ADDED_EACH_TIME in said(convert(SWIFT))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, router_aux_loss_coef=0.0))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, enable_dft_loss=True))
-    assert ADDED_EACH_TIME not in said(convert(SWIFT, loss_scale="react"))
+    """A sum over a step's micro-batches and processes, and their mean by ms-swift's compute_sft_loss."""
+    made = convert(SWIFT)
+    assert OF_EACH_PART in said(made) and ADDED_EACH_TIME not in said(made)
+    assert OF_EACH_PART not in said(convert(SWIFT, router_aux_loss_coef=0.0))
     factory = FACTORY | {"template": "default", "moe_aux_loss_coef": 1e-3}
     made = convert(factory, model_name_or_path="Qwen/Qwen3-30B-A3B")
     assert ADDED_EACH_TIME in said(made) and made.recipe["router_aux_loss_coef"] == 1e-3
@@ -1208,3 +1210,24 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
         assert [each for each, note in INDEXED_OTHERWISE.items() if note in text] == [
             family
         ] * bool(family)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "line"),
+    [
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct-AWQ", DEQUANTIZED_AWQ),
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct-GPTQ-Int4", DEQUANTIZED),
+        ("TRL", "Qwen/Qwen2-7B-Instruct-AWQ", DEQUANTIZED),
+        ("LLaMA-Factory", "Qwen/Qwen2-7B-Instruct", None),
+    ],
+)
+def test_how_a_packed_base_is_computed_is_said(
+    tool: str, name: str, line: str | None, convert: Convert
+) -> None:
+    """AutoAWQ's WQLinear_GEMM casts its inputs to float16 under autocast to bfloat16 too."""
+    files: dict[str, dict[str, Any]] = {
+        "LLaMA-Factory": {"stage": "sft", "dataset": "rows", "template": "qwen", "bf16": True},
+        "TRL": {"dataset_name": "a/rows", "use_peft": True, "bf16": True},
+    }
+    text = said(convert(files[tool] | {"model_name_or_path": name}))
+    assert [each for each in (DEQUANTIZED, DEQUANTIZED_AWQ) if each in text] == [line] * bool(line)
