@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.facts import read_family_source
+from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.model_names import guess_family, has_tower, name_model
+from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
 
 # drop_last of its components/datasets/llm/loader.py, which pipeline parallelism sets
@@ -47,11 +50,6 @@ PADDED_ROWS = (
     "each row is padded to the longest of the data before it is packed there: a packed row has "
     "fewer rows, and an epoch more steps"
 )
-# pack_dataset of its components/datasets/llm/packed_sequence.py, as torchtune's PackedDataset
-PACKED_IN_ORDER = (
-    "packing: rows are packed as they come there, a new packed row for each that does not fit; "
-    "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
-)
 # transformers' _is_packed_sequence, which looks at one row alone
 NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
@@ -59,7 +57,7 @@ NOT_APART = (
 )
 # get_wd of its OptimizerParamScheduler
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
-APART = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
+NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
 BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
 MOVED_BIASES = (
@@ -81,36 +79,35 @@ RATES_IN_FP32 = (
 )
 
 
-def report_loop(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how an epoch ends otherwise, and when rows are held out; measures with each save what
-    has no steps of its own.
-    """
+def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets when checkpoints are saved and held-out rows measured, and reports how an epoch ends."""
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
     stages = recipe.get("pipeline_parallel_size")
     has_stages = isinstance(stages, int) and stages > 1
-    leaves_out = has_stages and conversion.images is None
-    if leaves_out or read_section(settings, "dataloader").get("drop_last"):
+    drops_last_rows = has_stages and conversion.images is None
+    if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
     epochs = schedule.get("num_epochs", EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
         conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
-    _report_saves(settings, conversion)
+    _adapt_saves(settings, conversion)
     if not settings.get("validation_dataset"):
         return
+    # after _adapt_saves: rows without steps of their own are measured with each save
     if not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
     if has_stages and conversion.images is not None:
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     conversion.remarks.append(MEASURED_WITH_SAVES)
-    if leaves_out or read_section(settings, "validation_dataloader").get("drop_last"):
+    if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
 
 
-def _report_saves(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which checkpoints a file does not name."""
+def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets which checkpoints are saved, and reports those that the file does not name."""
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
     at_epochs = schedule.get("save_checkpoint_every_epoch")
@@ -127,7 +124,7 @@ def _report_saves(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("step_scheduler.ckpt_every_steps", steps, SAVED_WITH_EPOCHS)
 
 
-def adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
+def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
     """Takes over the weight decay of a schedule, or reports that it rises there."""
     start, end = (convert_number(schedule.get(key)) for key in ("start_wd", "end_wd"))
     decay = conversion.recipe["weight_decay"]
@@ -141,7 +138,7 @@ def adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
         conversion.add_difference("lr_scheduler.end_wd", end, RISING_DECAY.format(start))
 
 
-def report_packing(settings: ToolFile, conversion: Conversion) -> None:
+def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which documents share a packed row, and which of them see each other."""
     size = read_section(settings, "packed_sequence").get("packed_sequence_size") or 0
     if not size:
@@ -163,7 +160,7 @@ def report_packing(settings: ToolFile, conversion: Conversion) -> None:
 
 def _may_flash(model: Mapping[str, Any]) -> bool:
     """Whether a model's attention is flash attention there, by its key or the default."""
-    return model.get("attn_implementation") not in APART
+    return model.get("attn_implementation") not in NOT_FLASH
 
 
 # whose own classes give their Gate, of components/moe/layers.py, no dtype by default
@@ -245,7 +242,7 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
 
 
-def report_routers(settings: ToolFile, conversion: Conversion) -> None:
+def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where a class of Automodel's own moves the biases of the routers, adds a loss,
     attends to other tokens, or keeps weights in float32.
     """
@@ -275,3 +272,101 @@ def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> No
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
     elif asked is None and family in GATED_IN_16_BITS and not model.get("force_hf"):
         conversion.add_difference("model", name_model(settings), IN_16_BITS)
+
+
+def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets and reports what several keys of an Automodel file ask for together."""
+    recipe = conversion.recipe
+    if read_section(settings, "peft"):
+        recipe["use_peft"] = True  # of dim 8, where it says none
+    teacher = read_section(settings, "teacher_model").get("pretrained_model_name_or_path")
+    if teacher:
+        recipe["teacher_model_name_or_path"] = teacher
+    _adapt_automodel_optimizer(read_section(settings, "optimizer"), conversion)
+    schedule = settings.get("lr_scheduler")
+    if isinstance(schedule, dict):
+        _adapt_automodel_schedule(schedule, conversion)
+    if read_section(settings, "dataloader").get("shuffle") is False:
+        is_shuffled = read_section(settings, "dataset").get("shuffle_seed") is not None
+        order = SHUFFLED_ONCE if is_shuffled else IN_ORDER
+        conversion.add_difference("dataloader.shuffle", False, order)
+    _adapt_automodel_lengths(settings, conversion)
+    if "max_steps" in recipe and "num_train_epochs" not in recipe:
+        recipe["num_train_epochs"] = 1.0  # max_steps decides
+    if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
+        recipe["report_to"] = "wandb"
+    _adapt_loop(settings, conversion)
+    _report_packing(settings, conversion)
+    _report_own_class(settings, conversion)
+
+
+def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    set_optimizers_defaults(str(optimizer.get("_target_")), recipe)
+    if any("bfloat16" in str(optimizer.get(key)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")):
+        recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
+
+
+TENTH = "a tenth of the steps, but at most 1000 there"
+SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+
+
+def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    recipe.setdefault("lr_scheduler_type", "cosine")
+    if schedule.get("lr_warmup_steps") is None:
+        recipe["warmup_ratio"] = 0.1
+        conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
+    if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
+        conversion.remarks.append(SLOW_START)
+    _adapt_decay(schedule, conversion)
+    recipe.setdefault("min_lr_ratio", 0.01)
+    lowest = convert_number(schedule.get("min_lr"))
+    rate = recipe["learning_rate"]
+    if isinstance(lowest, float | int) and isinstance(rate, float) and rate:
+        # the schedule may come before the rate in the file
+        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)
+
+
+NOT_CUT = (None, False, "do_not_truncate")
+
+
+def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    packed = read_section(settings, "packed_sequence")
+    dataset = read_section(settings, "dataset")
+    packed_length = packed.get("packed_sequence_size") or 0
+    is_cut = dataset.get("truncation") not in NOT_CUT
+    row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
+    if packed_length:
+        if row_length and row_length <= packed_length:
+            overlength = "truncate"
+        elif packed.get("drop_long_samples", True):
+            overlength = "drop"
+        else:
+            overlength = "error"
+        recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
+    elif row_length:
+        recipe["max_length"] = row_length
+    elif conversion.images is not None:
+        _adapt_image_lengths(settings, conversion)
+    if packed_length and row_length and row_length < packed_length:
+        note = "a row is cut to it before it is packed there, to max_length here"
+        conversion.add_difference("dataset.seq_length", row_length, note)
+
+
+# default_collate_fn of Automodel's components/datasets/vlm/collate_fns.py
+CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
+
+
+def _adapt_image_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    """Takes over the length of rows with images, as they are tokenized before or in a batch."""
+    packed = read_section(settings, "packed_sequence")
+    length = packed.get("max_length") or packed.get("pack_size")
+    collated = read_section(read_section(settings, "dataloader"), "collate_fn")
+    if not length and collated.get("max_length"):
+        length = collated["max_length"]
+        if not collated.get("drop_overlong"):
+            conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
+    if length:
+        conversion.recipe |= {"max_length": length, "overlength": "drop"}

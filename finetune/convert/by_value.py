@@ -5,9 +5,9 @@ from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.convert.asked_layout import COMMAND, read_layout
-from finetune.convert.by_tool import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
+from finetune.convert.shared import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next

@@ -23,9 +23,9 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
+from finetune.convert.axolotl import ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
-    ROUTED_OTHERWISE,
     adapt_tool,
     report_dtypes,
     report_epochs,
@@ -33,7 +33,6 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
-    report_mlp_kernel,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.command_line import is_command

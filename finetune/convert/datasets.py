@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
-from finetune.convert.automodel import PACKED_IN_ORDER, SHUFFLED_BEFORE
+from finetune.convert.automodel import SHUFFLED_BEFORE
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
@@ -24,6 +24,7 @@ from finetune.convert.entries import (
 )
 from finetune.convert.foreign_values import shorten
 from finetune.convert.model_names import HEADER, guess_family, guess_vision_family
+from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS

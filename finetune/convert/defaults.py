@@ -1,5 +1,6 @@
 """Each tool's defaults, written into a recipe where ours differ."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -218,3 +219,17 @@ def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
             kept = set(keys_of(Lora))
     for key in keys_of(Lora).keys() - kept:
         recipe.pop(key, None)
+
+
+# optimizers by the names of their classes: AdamW of torch, torchao, bitsandbytes, and what is
+# AdamW by default; the others have none, as torch's Adam and SGD, and Transformer Engine's
+# FusedAdam
+DECAYING = re.compile("AdamW|Offload|Config$")
+
+
+def set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
+    """Sets the rate and the decay of an optimizer that is named by its class, where a file has
+    none.
+    """
+    recipe.setdefault("weight_decay", 0.01 if DECAYING.search(name) else 0.0)
+    recipe.setdefault("learning_rate", 1e-4 if name.endswith("Config") else 1e-3)

@@ -3,9 +3,9 @@
 Its source: src/llamafactory/v1.
 """
 
-from finetune.convert.automodel import PACKED_IN_ORDER
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import HEADER_TRAINED, name_model, report_own_thoughts
+from finetune.convert.shared import PACKED_IN_ORDER, WHOLE_STEPS
 from finetune.convert.value_conversion import Conversion
 
 V1_COMMAND = (
@@ -26,8 +26,6 @@ V1_SPECIAL = (
     "rows: a special token that stands in a message is broken by a space without width there; "
     "tokenized as that token here, with a warning"
 )
-# drop_last of its core/utils/batching.py, as of torchtune's recipes (_steps_per_epoch)
-WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
 # _next_samples of the same, which begins again with the data where they fill no step
 FILLED_UP = (
     "epochs: a step is filled up with rows of the next epoch there; here a last, short step ends "

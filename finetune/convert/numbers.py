@@ -5,7 +5,7 @@ its labels, and what is trained.
 import re
 
 from finetune.config.schema import recipe_keys
-from finetune.convert.by_tool import TEXTS_CUT
+from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts

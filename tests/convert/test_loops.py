@@ -35,51 +35,49 @@ from finetune.convert.automodel import (
     MOVED_BIASES,
     NOT_APART,
     NOTHING_SAVED,
-    PACKED_IN_ORDER,
     PADDED_ROWS,
     RATES_IN_FP32,
     SAVED_WITH_EPOCHS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
+    SLOW_START,
     UNMEASURED_IN_STAGES,
     WIDENED,
     WITH_BIAS,
 )
-from finetune.convert.by_tool import (
+from finetune.convert.axolotl import (
     ADAPTERS_AS_BASE,
     ADAPTERS_BESIDE_NVFP4,
-    ADAPTERS_IN_16_BITS,
-    ADAPTERS_UNDER_ZERO_3,
-    BEST_AMONG_KEPT,
     BY_SOFTMAX,
-    CARRIED_IN_06,
-    CARRIED_OVER,
     COPIES_AS_LOADED,
     EXPERTS_ADAPTED,
     FIRST_ENTRY,
-    IMAGES_SHRUNK,
-    IN_ORDER,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
-    MAGNITUDES_DECAYED,
-    METAS_FILES,
-    NOT_NEAT,
-    PARTS_IN_FP32,
     PIECES_ALONE,
-    SLOW_START,
     TEXTS_CUT,
     WINDOWS,
+)
+from finetune.convert.by_tool import (
+    ADAPTERS_IN_16_BITS,
+    ADAPTERS_UNDER_ZERO_3,
+    BEST_AMONG_KEPT,
+    CARRIED_IN_06,
+    CARRIED_OVER,
+    IMAGES_SHRUNK,
+    MAGNITUDES_DECAYED,
+    PARTS_IN_FP32,
 )
 from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
+from finetune.convert.factory import NOT_NEAT
 from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
     COUNTED_BY_ROWS,
     FILLED_UP,
     SEEN_THROUGH_CACHE,
     V1_SPECIAL,
-    WHOLE_STEPS,
 )
 from finetune.convert.model_names import (
     ADAPTERS_FROZEN,
@@ -115,6 +113,8 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
+from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, WHOLE_STEPS
+from finetune.convert.torchtune import METAS_FILES
 from finetune.convert.value_conversion import Conversion
 from finetune.optim.optimizers import make_parameter_groups
 

@@ -10,24 +10,22 @@ import yaml
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
-from finetune.convert.by_tool import (
+from finetune.convert.axolotl import (
     APART_IN_21,
-    BEST_AT_END,
     BEST_ON_STEPS,
     EACH_IN_19,
-    EMBEDDING_MOMENTS,
-    FEWER_STEPS,
-    HEAD_PASSED_BY,
-    MERGED_DEQUANTIZED,
-    MICRO_BATCHES_ALIKE,
-    NORMS_IN_FP32,
-    OF_EPOCHS,
     RANKS_ALIKE,
-    ROUNDED_DOWN,
-    ROUTERS_IN_FP32,
     STATE_PASSED_ON,
     TWO_STEPS,
     UNCOUNTED_BY_LIGER,
+)
+from finetune.convert.by_tool import (
+    EMBEDDING_MOMENTS,
+    FEWER_STEPS,
+    HEAD_PASSED_BY,
+    OF_EPOCHS,
+    ROUNDED_DOWN,
+    ROUTERS_IN_FP32,
 )
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
@@ -53,6 +51,8 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
 from finetune.convert.runnable import MORE_ROWS
+from finetune.convert.shared import BEST_AT_END, MICRO_BATCHES_ALIKE, NORMS_IN_FP32
+from finetune.convert.torchtune import MERGED_DEQUANTIZED
 from finetune.convert.value_conversion import Conversion
 
 Convert = Callable[..., Conversion]

@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from finetune.config.module_names import is_within
-from finetune.convert.by_tool import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED, ROUNDED_BEFORE
+from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED
+from finetune.convert.by_tool import ROUNDED_BEFORE
 from finetune.convert.conversion import convert_file
 from finetune.convert.factory_v1 import V1_ALPACA
 from finetune.convert.model_names import MAYBE_BOS, SPECIAL_FIRST, TOKENIZERS_BOS

@@ -17,31 +17,26 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import recipe_keys
-from finetune.convert.automodel import AHEAD, FIRST_TO_COME, INDEXED_OTHERWISE, SAVED_IN_EPOCHS
-from finetune.convert.by_tool import (
-    ALL_BUT_LAST,
-    BASE_IS_REFERENCE,
+from finetune.convert.automodel import (
+    AHEAD,
     CUT_IN_BATCHES,
+    FIRST_TO_COME,
+    INDEXED_OTHERWISE,
+    SAVED_IN_EPOCHS,
+)
+from finetune.convert.axolotl import (
     DOWN_UNDROPPED,
     EACH_IN_19,
     EXACT_GELU,
-    FEWER_STEPS,
-    FIRST_TRAINED,
     GELUS_BY_TANH,
     GROUPS_ALIKE,
-    HELD_OUT_SMOOTHED,
-    LOADED_IN_16_BITS,
-    MICRO_BATCHES_ALIKE,
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
     NEW_UNDER_TRL,
-    NOT_NEAT,
     RANKS_ALIKE,
-    RESIZED,
-    RESIZED_BY_COMMON,
     SHARE_REFUSED,
-    TRAINED_IN_16_BITS,
 )
+from finetune.convert.by_tool import FEWER_STEPS, HELD_OUT_SMOOTHED, RESIZED, RESIZED_BY_COMMON
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
     ADDED_EACH_TIME,
@@ -54,6 +49,13 @@ from finetune.convert.by_value import (
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED, REPEATED, WITHOUT_TEMPLATE
 from finetune.convert.defaults import UNLIMITED_NOTE
+from finetune.convert.factory import (
+    ALL_BUT_LAST,
+    BASE_IS_REFERENCE,
+    LOADED_IN_16_BITS,
+    NOT_NEAT,
+    TRAINED_IN_16_BITS,
+)
 from finetune.convert.model_names import (
     ANSWERS_STRIPPED,
     AUTOMODEL_ADAPTERS,
@@ -79,6 +81,7 @@ from finetune.convert.numbers import BOTH_WARMUPS
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
+from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
 from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns

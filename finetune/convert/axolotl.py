@@ -1,0 +1,547 @@
+"""What only several keys of an Axolotl file together determine."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.config.facts import find_linear_layers, read_family_source
+from finetune.config.optimization import OPTIMIZERS
+from finetune.config.quantization import LOAD_KEYS
+from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.asked_layout import count_sharing_ranks
+from finetune.convert.counterparts import NOTES, ToolFile
+from finetune.convert.defaults import DEFAULTS
+from finetune.convert.foreign_values import convert_number
+from finetune.convert.hints import find_texts
+from finetune.convert.model_names import (
+    guess_family,
+    guess_vision_family,
+    has_tower,
+    is_mixture,
+    name_model,
+    report_turn_ends,
+)
+from finetune.convert.objectives import LABEL_LOSSES, cuts_loss, find_masked_diffusion
+from finetune.convert.shared import (
+    BEST_AT_END,
+    FIRST_TRAINED,
+    LIGERS_LOSS,
+    MICRO_BATCHES_ALIKE,
+    MLP_LAYERS,
+    OF_PAIRS,
+    SWITCHES_IN_16_BITS,
+)
+from finetune.convert.value_conversion import Conversion, convert_names
+
+BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
+
+
+WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
+OFFLOADED = {
+    "offload": "activation_offload: to host memory",
+    "offload_disk": "activation_offload: to host memory here, to a disk there",
+}
+
+
+def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets and reports what several keys of an Axolotl file ask for together."""
+    recipe = conversion.recipe
+    _set_axolotl_targets(settings, recipe)
+    _set_accumulation(settings, recipe)
+    _adapt_axolotl_saves(settings, conversion)
+    if settings.get("pretraining_dataset"):
+        recipe["streaming"] = True
+    offload = str(settings.get("gradient_checkpointing"))
+    if offload in OFFLOADED:
+        recipe["activation_offload"] = True
+        conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
+    # masked diffusion divides each row by its own labels
+    if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
+        conversion.remarks.append(_describe_mean(settings))
+    _adapt_axolotls_warmup(settings, conversion)
+    report_turn_ends(settings, conversion)
+    _report_axolotl_rows(settings, conversion)
+    _report_axolotl_numerics(settings, conversion)
+    threshold = settings.get("loss_watchdog_threshold")
+    if threshold:
+        conversion.add_remark("loss_watchdog_threshold", threshold, WATCHED)
+    _report_new_adapter(settings, conversion)
+    if settings.get("nf4_backend") == "torchao":
+        conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
+    _report_muon(settings, conversion)
+
+
+def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
+    total = settings.get("batch_size")
+    micro = settings.get("micro_batch_size") or 1
+    is_given = "gradient_accumulation_steps" in settings
+    if isinstance(total, int) and isinstance(micro, int) and not is_given:
+        recipe["gradient_accumulation_steps"] = max(1, total // micro)
+
+
+# _build_adapters of Axolotl's loaders/model.py, which makes the config of an adapter alone
+NEW_UNDER_TRL = (
+    "not loaded there under this rl: a new adapter is trained; here this one is trained further"
+)
+TRAINED_BY_TRL = ("dpo", "ipo", "kto")
+
+
+def _report_new_adapter(settings: ToolFile, conversion: Conversion) -> None:
+    adapter = settings.get("lora_model_dir")
+    if adapter and settings.get("adapter") and settings.get("rl") in TRAINED_BY_TRL:
+        conversion.add_difference("lora_model_dir", adapter, NEW_UNDER_TRL)
+
+
+DIONS_MUON = (
+    "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, "
+    "and no Nesterov momentum"
+)
+
+
+def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how Axolotl's optimizers of matrices differ, where the file has one."""
+    optim = str(conversion.recipe.get("optim"))
+    if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
+        return
+    if "fsdp_config" in settings or settings.get("fsdp"):
+        conversion.add_difference("optimizer", optim, DIONS_MUON)
+    elif not conversion.recipe.get("use_peft"):
+        conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
+    """Names the adapted layers where two keys do, and none where parameters alone are adapted."""
+    names = convert_names(settings.get("lora_target_modules")) or ()
+    heads = HEADS.intersection(names)
+    if settings.get("lora_target_linear") and heads:
+        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
+    elif settings.get("lora_target_parameters") and not (
+        settings.get("lora_target_linear") or names
+    ):
+        recipe["lora_target_modules"] = []
+
+
+TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
+# its utils/schemas/config.py; a plugin of diffusion reads it as warmup_ratio before
+SHARE_REFUSED = "0.21 refuses a share of the steps under this key; it is taken as one here"
+
+
+def _adapt_axolotls_warmup(settings: ToolFile, conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if recipe.get("warmup_steps") == 1:
+        recipe["warmup_steps"] = 2
+        conversion.add_remark("warmup_steps", 1, TWO_STEPS)
+    steps = settings.get("warmup_steps")
+    is_share = isinstance(steps, float) and not steps.is_integer()
+    if is_share and find_masked_diffusion(settings) is None:
+        conversion.add_remark("warmup_steps", steps, SHARE_REFUSED)
+
+
+BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
+
+
+def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets when it saves and evaluates, and whether the best checkpoint is kept."""
+    recipe = conversion.recipe
+    epochs = convert_number(settings.get("num_epochs") or 1)
+    for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        per_epoch = convert_number(settings.get(key))
+        if (
+            isinstance(per_epoch, int | float)
+            and isinstance(epochs, int | float)
+            and per_epoch * epochs > 1
+        ):
+            recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
+    # null is not False, which its core/builders/causal.py asks
+    asks_best = settings.get("load_best_model_at_end", False) is not False
+    if asks_best and _loads_best(recipe):
+        recipe["keep_best_checkpoint"] = True
+    elif settings.get("load_best_model_at_end"):
+        recipe.pop("keep_best_checkpoint", None)
+        conversion.add_remark("load_best_model_at_end", True, BEST_ON_STEPS)
+    if settings.get("early_stopping_patience"):
+        recipe["keep_best_checkpoint"] = True
+        patience = settings["early_stopping_patience"]
+        conversion.add_remark("early_stopping_patience", patience, BEST_AT_END)
+
+
+def _loads_best(recipe: Mapping[str, Any]) -> bool:
+    """Whether Axolotl loads the best checkpoint at the end: of saves that are evaluated."""
+    saves = recipe.get("save_steps")
+    evaluations = recipe.get("eval_steps")
+    if not isinstance(saves, int | float) or not isinstance(evaluations, int | float):
+        return False
+    return evaluations > 0 and saves % evaluations == 0
+
+
+# Axolotl's core/builders/base.py: average_tokens_across_devices = False
+RANKS_ALIKE = (
+    "loss: on several processes the mean of each over its labels counts alike there{}; here it is "
+    "the mean over those of the whole step"
+)
+# model_accepts_loss_kwargs of its core/trainers/base.py, which was False for every model
+EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
+# _num_items of its integrations/context_parallel/trainer.py
+GROUPS_ALIKE = (
+    "loss: of several groups of ranks that share a row the mean of each over its labels counts "
+    "alike there{}; here it is the mean over those of the whole step"
+)
+# deepspeed_sp_compute_loss of transformers, and _get_num_items_in_batch of its
+# core/trainers/base.py
+MICRO_BATCHES_OF_GROUPS = (
+    "loss: the mean over its labels of each micro-batch of a group of ranks that share a row "
+    "counts alike there; here it is the mean over those of the whole step"
+)
+# whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
+COUNTED_IN_21 = ("gemma4", "gemma4_unified")
+# lce_forward of Axolotl's integrations/liger/models, which take no count of the step's labels:
+# deepseekv2.py, for which Trainer divides by the micro-batches, and jamba.py, for which it does not
+UNCOUNTED_BY_LIGER = {
+    "deepseek_v2": MICRO_BATCHES_ALIKE,
+    "jamba": (
+        "loss: the means of a step's micro-batches over their labels are added in 0.21 under this "
+        "fused loss, and averaged in 0.19; here it is the mean over the labels of the whole step"
+    ),
+}
+
+
+def _describe_mean(settings: ToolFile) -> str:
+    """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
+    if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
+        return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
+    shares_rows = count_sharing_ranks(settings) > 1
+    if shares_rows and settings.get("deepspeed"):
+        return MICRO_BATCHES_OF_GROUPS
+    name = name_model(settings)
+    family = guess_family(name)
+    if settings.get(LIGERS_LOSS) and family in UNCOUNTED_BY_LIGER:
+        return UNCOUNTED_BY_LIGER[family]
+    if has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
+        return MICRO_BATCHES_ALIKE
+    return (GROUPS_ALIKE if shares_rows else RANKS_ALIKE).format(EACH_IN_19)
+
+
+# model_accepts_loss_kwargs = False of LLaMA-Factory's train/sft/trainer.py, where the model has a
+# processor, and of transformers' classes with a tower, which Axolotl loads for text too
+LOSS_OF_ITS_OWN = re.compile(
+    r"^class \w+ForConditionalGeneration\((?:(?!^class ).)*accepts_loss_kwargs = False",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def has_own_loss(name: str) -> bool:
+    """Whether transformers' class of a model with a tower takes no count of the step's labels."""
+    source = read_family_source(str(guess_vision_family(name)))
+    return has_tower(name) and LOSS_OF_ITS_OWN.search(source) is not None
+
+
+# load of prompt_strategies/completion.py
+TEXTS_CUT = (
+    "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
+    "trained on"
+)
+# create_train_validation_split, which draws no rows
+LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
+# dataloader_drop_last of its core/builders/causal.py
+LAST_UNMEASURED = (
+    "eval_loss: the held-out rows of the last batch of a rank are left out there, where they do "
+    "not fill it"
+)
+
+
+def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which rows are held out, and how the texts of pretraining are cut."""
+    for key, value in (("shuffle_merged_datasets", False), ("curriculum_sampling", True)):
+        if settings.get(key) is value and settings.get("val_set_size"):
+            conversion.add_difference(key, value, LAST_HELD_OUT)
+    packs = settings.get("sample_packing")
+    if settings.get("pretraining_dataset"):
+        _report_pretraining(settings, conversion)
+    kinds = list(find_texts(settings, "type"))
+    are_texts = any(each.startswith("completion") for each in kinds)
+    if are_texts and (packs or not settings.get("pretraining_dataset")):
+        conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
+    trains_prompts = settings.get("train_on_inputs") and not all(
+        each.startswith("chat_template") for each in kinds
+    )
+    if packs and (are_texts or trains_prompts or settings.get("pretraining_dataset")):
+        conversion.remarks.append(FIRST_TRAINED)
+    holds_out = settings.get("val_set_size") or settings.get("test_datasets")
+    is_measured = holds_out and {"eval_steps", "eval_strategy"} & conversion.recipe.keys()
+    if packs and settings.get("eval_sample_packing") is False and is_measured:
+        conversion.remarks.append(LAST_UNMEASURED)
+
+
+# encode_packed_streaming and prompt_strategies/pretrain.py
+WINDOWS = (
+    "a longer text is cut into pieces there, each with the tokens that begin and end a text, and "
+    "each repeats the {} tokens before it; here none repeats any, and the EOS token ends the last "
+    "one"
+)
+# encode_streaming
+PIECES_ALONE = (
+    "without packing a text is cut to {} tokens there, and the EOS token ends it by "
+    "pretraining_sample_concatenation alone; here all of it is trained on, and ends with that token"
+)
+# _extract_pretraining_config
+FIRST_ENTRY = "the first entry alone is read there, all here"
+
+
+def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which texts Axolotl pretrains on, and how it cuts them."""
+    entries = settings["pretraining_dataset"]
+    if isinstance(entries, list) and len(entries) > 1:
+        conversion.add_difference("pretraining_dataset", entries, FIRST_ENTRY)
+    kind = next(find_texts(entries, "type"), "pretrain")
+    length = conversion.recipe.get("max_length", DEFAULTS["Axolotl"]["max_length"])
+    if not isinstance(length, int):
+        return  # which the reader refuses
+    if not settings.get("sample_packing"):
+        conversion.add_difference("sample_packing", False, PIECES_ALONE.format(length - 2))
+    elif kind == "pretrain":
+        overlap = min(256, (length - 1) // 2)
+        conversion.add_difference("pretraining_dataset", f"type: {kind}", WINDOWS.format(overlap))
+
+
+# KimiSparseMoeBlock of its model_support/kimi_linear
+ROUTED_OTHERWISE = ("kimi_linear",)
+BY_SOFTMAX = (
+    "while training, tokens are routed by a softmax over all experts there, without the routers' "
+    "biases and groups; by their sigmoid, biases and groups here, as in inference"
+)
+# KimiBlockSparseMLP of the same
+EXPERTS_ADAPTED = (
+    "w1, w2 and w3 of each expert get adapters too there; here an expert has no linear layers of "
+    "its own, and lora_target_parameters names its parameters"
+)
+NO_SCALING = (
+    "without bf16 and fp16 the model computes in float16 there, with neither autocast nor loss "
+    "scaling; under mixed precision with both here"
+)
+OUT_PROJECTION = (
+    "out_proj stays in 16 bits there, and the output head does not; the other way around here"
+)
+MAMBA_LAYERS = (
+    "the Mamba layers stay in 16 bits there, and the output head does not; the other way around "
+    "here"
+)
+# peft casts adapters to float32, and no other modules (cast_adapter_dtype)
+COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
+
+
+def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
+    family = guess_family(str(settings.get("base_model")))
+    _report_trained_copies(settings, conversion)
+    _report_family(settings, family, conversion)
+    if settings.get("sample_packing"):
+        _report_axolotl_packing(settings, family, conversion)
+    if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
+        conversion.add_difference("float16", True, NO_SCALING)
+
+
+def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that modules trained beside adapters stay in bfloat16, where nothing casts them."""
+    copied = settings.get("lora_modules_to_save")
+    are_in_fp32 = (
+        settings.get("adapter") == "qlora"
+        and bool(settings.get("fsdp") or settings.get("fsdp_config"))
+        and not (cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
+    )
+    is_bf16 = settings.get("bf16") or settings.get("bfloat16")
+    if copied and settings.get("adapter") and is_bf16 and not are_in_fp32:
+        conversion.add_difference("lora_modules_to_save", copied, COPIES_AS_LOADED)
+
+
+def _report_family(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
+    """Reports what Axolotl does otherwise with models of one family alone."""
+    if family in ROUTED_OTHERWISE:
+        conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
+        if settings.get("lora_target_linear"):
+            conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
+    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    if load_key and family == "falcon_h1":
+        conversion.add_difference(load_key, True, OUT_PROJECTION)
+    if load_key == "load_in_8bit" and family == "jamba":
+        conversion.add_difference(load_key, True, MAMBA_LAYERS)
+
+
+# Axolotl's names for attention that keeps packed documents apart, and its older switches for the
+# same.
+ISOLATING = re.compile(
+    r"sdpa|eager|(flash_attention_([234]|torch)|flex_attention|xformers|sage|"
+    r"kernels-community/(flash-attn[23]|sage-attention))([@:].*)?"
+)
+ISOLATING_SWITCHES = (
+    *SWITCHES_IN_16_BITS,
+    "sdp_attention",
+    "eager_attention",
+    "gemma4_hybrid_attn_impl",
+)
+NOT_ISOLATED = (
+    "documents in a packed row attend to those before under this attention there; each is apart "
+    "here"
+)
+HIDDEN_BY_MASK = (
+    "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
+    "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"
+)
+# monkeypatch/models/recurrent_support.py of 0.21: whose recurrent layers get no bounds of
+# documents, and those that get them since
+PASSING_STATES_ON = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
+APART_SINCE = ("lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
+STATE_PASSED_ON = (
+    "documents in a packed row start from the state of those before in recurrent layers and "
+    "convolutions in 0.19, and 0.21 refuses to pack this family; each is apart here"
+)
+APART_IN_21 = (
+    "documents in a packed row start from the state of those before in recurrent layers and "
+    "convolutions in 0.19; each is apart in 0.21, and here"
+)
+
+
+def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
+    attention = settings.get("attn_implementation")
+    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    if not isolates:
+        conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
+    elif settings.get("pretraining_dataset") and _sees_no_starts(settings):
+        conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)
+    if family in PASSING_STATES_ON:
+        conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
+    elif family in APART_SINCE:
+        conversion.add_remark("sample_packing", True, APART_IN_21)
+
+
+# for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
+# documents in a packed row where there is none
+SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
+# whose mask compute_loss of its core/trainers/base.py removes
+MASK_REMOVED = ("gemma3", "gemma4", "gemma4_unified")
+
+
+def _sees_no_starts(settings: ToolFile) -> bool:
+    """Whether the attention of a file is one that reads a mask before it looks for documents."""
+    if guess_vision_family(name_model(settings)) in MASK_REMOVED:
+        return False
+    switches = ("sdp_attention", "eager_attention", "flex_attention")
+    is_named = SEES_NO_STARTS.fullmatch(str(settings.get("attn_implementation")))
+    return is_named is not None or any(map(settings.get, switches))
+
+
+# cast_residual_fp32 of Axolotl's monkeypatch/accelerate/fsdp2_quantized.py, unless
+# lora_fp32_gradients
+ADAPTERS_BESIDE_NVFP4 = (
+    "under FSDP adapters with their moments, and what else is in float32 beside a base that stays "
+    "in NVFP4, are in bfloat16 there; in float32 here"
+)
+# autocast_adapter_dtype of peft, which its loaders/adapter.py passes on
+ADAPTERS_AS_BASE = "adapters and their moments have the dtype of the base there, float32 here"
+
+
+def report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where Axolotl's adapters are in 16 bits."""
+    is_in_fp32 = settings.get("lora_fp32_gradients")
+    if conversion.tool != "Axolotl" or not conversion.recipe.get("use_peft") or is_in_fp32:
+        return
+    name = name_model(settings)
+    if settings.get("peft_autocast_adapter_dtype") is False:
+        conversion.add_difference("peft_autocast_adapter_dtype", False, ADAPTERS_AS_BASE)
+    elif "nvfp4" in name.lower() and settings.get("fsdp_config"):
+        conversion.add_difference("base_model", name, ADAPTERS_BESIDE_NVFP4)
+
+
+DENSE_BESIDE_EXPERTS = ("gemma4_text",)
+DOWN_UNDROPPED = (
+    f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
+    "them as all others do"
+)
+# of MLPs that are not the kernel's, down_proj(activation(gate_proj(x)) * up_proj(x))
+MLPS_OTHERWISE = {
+    "dory": "an MLP has no learned scales and no norm before down_proj there, as it has here",
+    "gemma3n_text": "the first layers' MLPs have no sparse activations there, as they have here",
+    "seed_oss": "an MLP's output is not dropped in part there; here by its config's share",
+}
+# kernels/geglu.py, for families whose configs say gelu_pytorch_tanh
+GELUS_BY_TANH = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "vaultgemma",
+)
+EXACT_GELU = f"{BY_KERNELS}GELU is exact there, and by tanh here, as the model's config says"
+
+
+def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what differs where Axolotl computes an MLP with its adapters in one kernel."""
+    recipe = conversion.recipe
+    if conversion.tool != "Axolotl" or not recipe.get("use_peft"):
+        return
+    targets = recipe.get("lora_target_modules", ())
+    name = name_model(settings)
+    family = guess_family(name) or ""
+    layers = find_linear_layers(family) if ALL_LINEAR in targets else targets
+    source = read_family_source(family)
+    is_dense = not is_mixture(name) or family in DENSE_BESIDE_EXPERTS
+    has_mlps = is_dense and set(MLP_LAYERS) <= set(layers) and (not source or "self.mlp" in source)
+    if not (has_mlps and _has_mlp_kernel(settings, family)):
+        return
+    if recipe.get("lora_dropout"):
+        conversion.add_remark("lora_dropout", recipe["lora_dropout"], DOWN_UNDROPPED)
+    asked = settings.get("lora_mlp_kernel")
+    if family in MLPS_OTHERWISE:
+        note = f"{BY_KERNELS}{MLPS_OTHERWISE[family]}"
+        conversion.add_difference("lora_mlp_kernel", asked, note)
+    if family in GELUS_BY_TANH:
+        conversion.add_remark("lora_mlp_kernel", asked, EXACT_GELU)
+
+
+# LoRA_MLP of Axolotl's kernels/lora.py, lora_kernels_auto_enable of its
+# utils/schemas/validation.py, and find_mlp_in_layer of its monkeypatch/lora_kernels.py
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+STOPS_KERNELS = ("rl", "nvfp4_merge_aware", "trust_remote_code")
+# whose model_support says so
+WITHOUT_KERNELS = re.compile(
+    r"glm-?5\.3-flash|qwen-?3\.\d-flash-next|muse-glimmer|k2-horizon|paddleocr|diffusion-?gemma|"
+    r"\bdream|twotower"
+)
+
+
+def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
+    """Whether Axolotl computes an MLP with its adapters in one kernel."""
+    flags = [settings.get(key) for key in LORA_KERNELS]
+    if any(flag is not None for flag in flags):
+        return bool(settings.get(LORA_KERNELS[0]))
+    adapter = settings.get("adapter")
+    is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
+    has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
+    is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
+    if adapter not in ("lora", "qlora") or is_stopped:
+        return False
+    return _is_rewritten(name_model(settings), family)
+
+
+# patch_self_attn_lora, which refuses a family whose attention has none of these lines, but for two
+# that it leaves alone
+REWRITTEN = re.compile(
+    r"self\.q_proj\(hidden_states\)\.view\(hidden_shape\)\)?\.transpose\(1, 2\)|"
+    r"query_states, gate = torch\.chunk\("
+)
+REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
+LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
+# which get_attention_cls_from_config sends to the file of its language model
+IN_ANOTHER_FILE = ("mistral3",)
+
+
+def _is_rewritten(name: str, family: str) -> bool:
+    """Whether Axolotl's kernels take a model's attention, and do not refuse it; in doubt they do.
+
+    `family`: of its language model.
+    """
+    whole = str(guess_vision_family(name))
+    source = read_family_source(family if whole in IN_ANOTHER_FILE else whole)
+    if not source or family in LEFT_ALONE:
+        return True
+    return REWRITTEN.search(source) is not None and REWRITTEN_OUTPUT in source

@@ -1,0 +1,30 @@
+"""Keys and layers that several tools name alike, and what is said of each of these tools."""
+
+OF_PAIRS = ("rl", "reward_model")  # keys of Axolotl's trainers that average pairs, not labels
+IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
+# for which Axolotl casts the embedding and the head to 16 bits (attn_needs_dtype_cast)
+SWITCHES_IN_16_BITS = ("xformers_attention", "sage_attention", "flex_attention", "flash_attention")
+# labels of a packed row are shifted as those of one text: V2BatchSamplerDataCollatorForSeq2Seq of
+# Axolotl, PackedSupervisedDatasetProcessor of LLaMA-Factory
+FIRST_TRAINED = (
+    "packing: the first token of a packed document is trained too there, after the end of the one "
+    "before it"
+)
+MICRO_BATCHES_ALIKE = (
+    "loss: the mean of each micro-batch over its labels counts alike there; here it is the mean "
+    "over those of the whole step"
+)
+LIGERS_LOSS = "liger_fused_linear_cross_entropy"
+# load_best_model_at_end of Axolotl's core/builders/causal.py
+BEST_AT_END = (
+    "of the checkpoints that are saved the best one is kept there, of all evaluations here"
+)
+# pack_dataset of Automodel's datasets/llm/packed_sequence.py, and torchtune's PackedDataset
+PACKED_IN_ORDER = (
+    "packing: rows are packed as they come there, a new packed row for each that does not fit; "
+    "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
+)
+# drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
+WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"

@@ -1,0 +1,104 @@
+"""What only several keys of a torchtune file together determine."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.config.quantization import QLORA
+from finetune.convert.counterparts import NOTES, ToolFile
+from finetune.convert.defaults import set_optimizers_defaults
+from finetune.convert.shared import IN_ORDER, MLP_LAYERS
+from finetune.convert.value_conversion import Conversion, convert_targets, read_section
+
+AN_EPOCH_AT_MOST = (
+    "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
+    "where the rows make fewer steps"
+)
+# torchtune's models by their builders' names -> what they compute otherwise than transformers'
+TORCHTUNE_MODELS = {
+    # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps what the head reads
+    r"gemma2_\d+b": (
+        "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
+        "logits; as its config says here: scores at 50, logits at 30"
+    ),
+    # lora_llama2 takes no rope_base
+    "lora_code_llama2_": "positions are rotated by a base of 10000 there; by the model's own here",
+    r"(mistral_7b|phi3_mini)$": (
+        "a token attends to all before it there; here to those in the sliding window, where the "
+        "model's config has one"
+    ),
+}
+# reparametrize_as_dtype_state_dict_post_hook and get_merged_lora_ckpt of torchtune
+MERGED_DEQUANTIZED = (
+    "the exported model is merged onto the dequantized base there; here onto that or the original "
+    "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
+    "dequantized"
+)
+
+
+def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Sets and reports what several keys of a torchtune file ask for together."""
+    recipe = conversion.recipe
+    _name_models(settings, text, conversion)
+    component = str(read_section(settings, "model").get("_component_"))
+    for pattern, note in TORCHTUNE_MODELS.items():
+        if re.search(pattern, component):
+            conversion.add_difference("model._component_", component, note)
+    _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
+    if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
+        conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
+    optimizer = read_section(settings, "optimizer")
+    if optimizer:
+        set_optimizers_defaults(str(optimizer.get("_component_")), recipe)
+    per_epoch = settings.get("max_steps_per_epoch")
+    epochs = settings.get("epochs", 1)
+    if isinstance(per_epoch, int) and isinstance(epochs, int):
+        recipe["max_steps"] = per_epoch * epochs
+        conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
+    if settings.get("shuffle") is False:
+        conversion.add_difference("shuffle", False, IN_ORDER)
+
+
+DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
+# FullModelMetaCheckpointer of torchtune
+METAS_FILES = "the trained weights are saved as Meta's files there, as Hugging Face's here"
+
+
+def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
+    """Names the model and the teacher by their hub names, where a comment says which was downloaded
+    into the folder.
+    """
+    downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
+    # of Meta's own files, beside those of the hub
+    downloaded |= {f"{local}/original": hub for local, hub in downloaded.items()}
+    folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
+    conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
+    if folder.rstrip("/") in downloaded:
+        note = "downloaded there from this hub name, says the file"
+        conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
+    checkpointer = str(read_section(settings, "checkpointer").get("_component_"))
+    if checkpointer.endswith("MetaCheckpointer"):
+        conversion.add_remark("checkpointer._component_", checkpointer, METAS_FILES)
+    if "teacher_model" in settings:
+        teacher = str(
+            read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or ""
+        ).rstrip("/")
+        conversion.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
+
+
+def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) -> None:
+    recipe = conversion.recipe
+    if "lora_attn_modules" in model:
+        layers = model["lora_attn_modules"]
+        if model.get("apply_lora_to_mlp") and isinstance(layers, list):
+            layers = [*layers, *MLP_LAYERS]
+        targets = convert_targets(layers)
+        if model.get("apply_lora_to_output") and isinstance(targets, list):
+            targets = [*targets, "lm_head"]
+        recipe |= {"use_peft": True, "lora_target_modules": targets}
+    if "qlora_" in str(model.get("_component_")):
+        recipe |= QLORA
+        conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])
+    alpha = recipe.get("lora_alpha")
+    if isinstance(alpha, float) and alpha.is_integer():
+        recipe["lora_alpha"] = int(alpha)
