@@ -87,7 +87,7 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark(load_key, True, ROUNDED_BEFORE)
 
 
-# the same of a mixture's routers of that name, which it casts back under no attention
+# a mixture's routers of that name, which Axolotl casts back to 16 bits under no attention
 GATE = "self.gate = "
 ROUTERS_IN_FP32 = "the routers are in float32 there; all weights are in bfloat16 here"
 # _configure_embedding_dtypes of Axolotl's loaders/model.py

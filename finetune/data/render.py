@@ -48,7 +48,7 @@ from finetune.data.spans import (
     refuse_faults,
 )
 from finetune.data.tokenizer import (
-    CONTEXT,
+    CONTEXT_CHARACTERS,
     Renderer,
     Span,
     Tools,
@@ -215,9 +215,9 @@ def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
     """
     special = renderer.special_tokens
     for border in span:
-        begin = max(border - CONTEXT, 0)
+        begin = max(border - CONTEXT_CHARACTERS, 0)
         begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
-        end = min(border + CONTEXT, len(text))
+        end = min(border + CONTEXT_CHARACTERS, len(text))
         following = special.search(text, border, end)
         end = following.start() if following else end
         is_inside = begin < border < end

@@ -22,7 +22,7 @@ from finetune.data.formats import Conversation
 from finetune.data.marks import Mark, Marks, Rendering
 from finetune.data.messages import BadRow, Message, count_common
 from finetune.data.tokenizer import (
-    CONTEXT,
+    CONTEXT_CHARACTERS,
     Renderer,
     Span,
     Tools,
@@ -550,7 +550,7 @@ def _find_token_border(text: str, shared: int, renderer: Renderer) -> int:
 
     Two texts may share a part of a token: <think> and </think> begin alike.
     """
-    encoded = renderer.backend.encode(text[: shared + CONTEXT], add_special_tokens=False)
+    encoded = renderer.backend.encode(text[: shared + CONTEXT_CHARACTERS], add_special_tokens=False)
     borders = [start for start, _ in encoded.offsets if start <= shared]
     return max(borders, default=0)
 

@@ -18,7 +18,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, Question
 from finetune.data.render import RenderedText, render
 from finetune.data.token_store import Tokens
-from finetune.data.tokenizer import CONTEXT, Encoder, Renderer, keeps_border
+from finetune.data.tokenizer import CONTEXT_CHARACTERS, Encoder, Renderer, keeps_border
 
 LONG_TEXT = 2**18  # characters that are encoded at a time; what is longer is cut
 CUTS_TRIED = 100
@@ -268,13 +268,14 @@ def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
 
 
 def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
-    """The first end of a word from `begin` on where a cut changes no token; None where the first
-    CUTS_TRIED do.
+    """The place, in characters, of the first end of a word from `begin` on where a cut changes no
+    token; None where none of the first CUTS_TRIED within LONG_TEXT characters is one.
     """
     word_ends = WORD_END.finditer(text, begin, begin + LONG_TEXT)
     for match in islice(word_ends, CUTS_TRIED):
         at = match.start()
-        if keeps_border(encoder.backend, text[at - CONTEXT : at], text[at : at + CONTEXT]):
+        before = text[at - CONTEXT_CHARACTERS : at]
+        if keeps_border(encoder.backend, before, text[at : at + CONTEXT_CHARACTERS]):
             return at
     return None
 

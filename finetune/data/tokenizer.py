@@ -353,7 +353,7 @@ def find_pad_id(tokenizer: Any) -> int | None:
     return pad
 
 
-CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
+CONTEXT_CHARACTERS = 64  # characters around a border in which a token that crosses it is looked for
 
 
 @lru_cache(maxsize=4096)

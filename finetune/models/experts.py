@@ -44,7 +44,7 @@ from finetune.models.quantized_layers import (
     weights_of,
 )
 
-ROW_BYTES = 16  # torch's grouped products take rows of a multiple of these
+ALIGNMENT_BYTES = 16  # torch's grouped products take rows of a multiple of these
 GROUPED = "grouped"  # among transformers' names for how experts are computed
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
@@ -94,16 +94,17 @@ def set_experts_implementation(model: Any, name: str) -> None:
 
 
 def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """Stops peft from adding its adapters to the parameters of `experts`; the caller adds
-    `find_factors` itself.
+    """Stops peft from adding its adapters to the parameters of `experts`; the caller computes with
+    the factors that `find_factors` reads from them.
 
     Args:
         model: The model with the adapters.
         experts: One of its layers of experts.
 
     Returns:
-        The adapters of the parameters, from the outermost.
+        peft's modules with the adapters, one for each parameter, from the outermost.
     """
+    # peft's ParamWrapper, one around the other for each parameter
     wrappers: Iterator[Any] = (
         module for module in model.modules() if hasattr(module, "parameter_name")
     )
@@ -283,7 +284,7 @@ def _add_adapter(
 
 
 def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each row with the matrix of its expert, or of its adapter.
+    """Multiplies each row with the matrix of its expert, or with one factor of its adapter.
 
     Args:
         rows: [n, in], sorted by expert.
@@ -296,7 +297,7 @@ def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     from transformers.integrations.moe import _grouped_mm
 
     weights = weights.to(rows.dtype)
-    is_aligned = all(size * weights.itemsize % ROW_BYTES == 0 for size in weights.shape[1:])
+    is_aligned = all(size * weights.itemsize % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     if is_aligned:
         multiply = _grouped_mm
     else:  # a loop, for which the host reads `ends`
@@ -478,9 +479,10 @@ class _QuantizedExperts:
 def divide_experts(model: nn.Module, world: World) -> None:
     """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
 
-    A rank's gradients of its experts are already the sum over the tokens of its group. FSDP then
-    averages them over the ranks that hold the same experts, so the result is divided by the group's
-    size.
+    A rank's gradients of its experts are already the sum over the tokens of its expert-parallel
+    group (dimension EXPERT). FSDP then averages them over the ranks that hold the same experts, so
+    the result is divided by the size of that group: all other gradients are averages over all
+    ranks.
 
     Args:
         model: On meta, not sharded yet.
@@ -491,7 +493,7 @@ def divide_experts(model: nn.Module, world: World) -> None:
         return
     mesh = make_expert_mesh(world.sharding, world.size, world.device.type)
     is_replicated = mesh[REPLICATE].size() > 1
-    set_timeouts(world.collective_timeout)
+    set_timeouts(world.collective_timeout)  # of the new groups, which torch gives its own
     plugin: Any = world.accelerator.state.fsdp_plugin
     # FSDP would round the router's weights: they come in as arguments, and in fp32 in some
     # families.
@@ -508,6 +510,7 @@ def divide_experts(model: nn.Module, world: World) -> None:
             offload_policy=plugin.cpu_offload,
             shard_placement_fn=_choose_sharded_dim(module, size, mesh[EXPERT_SHARD].size()),
         )
+        # of the reduced gradients, after the replicas' all-reduce where there is one
         sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
 
 

@@ -395,10 +395,10 @@ def compute_chunk(
     if grad_dtype is None:
         return of_labels, None
     if shard is None:
-        cross_entropy = cross_entropy_gradient
+        gradient_of = cross_entropy_gradient
     else:
-        cross_entropy = shard.gradient
-    grad = logits.backward(cross_entropy(log_probabilities, labels, label_smoothing), capped)
+        gradient_of = shard.gradient
+    grad = logits.backward(gradient_of(log_probabilities, labels, label_smoothing), capped)
     grad.masked_fill_(~trained.unsqueeze(1), 0.0)
     if token_weights is not None:
         grad *= token_weights.unsqueeze(1)

@@ -160,17 +160,18 @@ def pipeline_bytes(spec: RunSpec) -> int:
     """
     if spec.stages == 1:
         return 0
-    state = spec.tokens * spec.computed.hidden * spec.computation.itemsize
+    message = spec.tokens * spec.computed.hidden * spec.computation.itemsize
     groups = spec.sharding.pipeline_chunks // spec.stages
     in_flight = spec.micro_batches_in_flight
     received = groups - (spec.stage == 0)  # groups of layers with a predecessor on another rank
     sent = groups - spec.is_last_stage
-    if spec.pipeline_order == "1f1b":  # micro-batches share buffers
+    # one buffer for the input of each micro-batch in flight, one for the gradients of all
+    if spec.pipeline_order == "1f1b":
         buffers = int(in_flight) * received + sent
     else:  # one for each micro-batch, for what it receives and for the gradient of what it sends
         buffers = spec.accumulation * (received + sent)
     outputs = in_flight * sent  # what was sent is kept until its backward
-    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + outputs) * state)
+    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + outputs) * message)
 
 
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
@@ -216,8 +217,9 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
     """The loss and the head's backward, when the activations of all layers are kept.
 
-    `kept_in_forward` ends with the loss; of it, `layer_staying` is what the backward finds of a
-    layer.
+    In the loss the gathered weights of the forward are still there (`kept_in_forward`). The
+    backward begins with `layer_staying` of each layer; where that is 0, the last layer is gathered
+    meanwhile.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered
@@ -232,7 +234,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
     )
     if layout.layer_staying:
         gathered += layout.layers * layout.layer_staying
-    else:  # the last layer arrives meanwhile
+    else:
         gathered += layout.layer.arriving
     yield replace(
         head,

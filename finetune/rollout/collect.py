@@ -119,8 +119,8 @@ class Sampler:
         greedy: bool = False,
         first_place: int = 0,
     ) -> Rollout:
-        """Samples and rewards completions of the prompts `example_ids`. All ranks call it, and each
-        samples a share.
+        """Samples and rewards completions of the prompts `example_ids`. All ranks call it; each
+        samples a share, and every rank returns all.
 
         Args:
             examples: The prompts' store.

@@ -114,14 +114,16 @@ class PolicyObjective(Objective):
         """Computes the loss, summed over the micro-batch's completions, and metrics of rewards and
         ratios.
 
-        Arguments and result are those of `Objective.measure`.
+        Arguments and result are those of `Objective.measure`. A filler has no completions: its
+        ranks take part in the collectives, and its loss is 0.
         """
         rollout = micro_batch.columns
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
         other_log_probabilities = None
-        if self.other_model is not None:  # for a filler too
+        if self.other_model is not None:  # for a filler too: its ranks gather weights
             other_log_probabilities = self.other_model(model, micro_batch)
+        # [positions], or [2, positions] with a critic
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
         metrics, maxima = self._describe(
@@ -141,7 +143,7 @@ class PolicyObjective(Objective):
             loss = sum_losses(losses, completions, self.recipe)
         else:  # a filler
             loss = outputs.sum() * 0.0
-        metrics = {name: pair.float() for name, pair in metrics.items()}
+        metrics = {name: sum_and_divisor.float() for name, sum_and_divisor in metrics.items()}
         return Measured(loss.float(), metrics, maxima)
 
     @property
@@ -386,7 +388,7 @@ class HeldOutRewards(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "HeldOutRewards":
-        """Samples answers to all held-out prompts, a part of them at a time."""
+        """Samples answers to all held-out prompts, a part of them at a time; every rank has all."""
         assert self.prompts is not None, "something is held out"
         ids = np.arange(len(self.prompts.examples))
         results: dict[int, list[float]] = {}
