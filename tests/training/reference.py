@@ -54,17 +54,15 @@ def train(
     `dtype`: fp64 instead, in which torch has no grouped products of experts."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
-    model: Any = (
-        _auto_class(recipe)
-        .from_pretrained(
-            recipe.model.model_name_or_path,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            quantization_config=by_bitsandbytes(recipe.quantization),
-            **({} if dtype == torch.float32 else {"experts_implementation": "eager"}),
-        )
-        .to(dtype)
+    model: Any = _auto_class(recipe).from_pretrained(
+        recipe.model.model_name_or_path,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        quantization_config=by_bitsandbytes(recipe.quantization),
+        **({} if dtype == torch.float32 else {"experts_implementation": "eager"}),
     )
+    if dtype != torch.float32:  # a model of bitsandbytes cannot be cast
+        model = model.to(dtype)
     quantize_experts(model, recipe.quantization)
     adapter = recipe.lora.adapter_name_or_path
     if adapter is not None:
