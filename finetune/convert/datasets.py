@@ -725,7 +725,7 @@ class _FactoryData:
             if folder == "ONLINE":
                 return [{"path": name}]
             # _get_dataset_info of v1's core/data_engine.py
-            is_v1 = "batching_strategy" in self.settings
+            is_v1 = self.conversion.is_factory_v1
             if is_v1 and not name.endswith(".yaml"):
                 return [{"path": name}]
             where = f"is not in {self.info_path}"
