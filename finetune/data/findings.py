@@ -257,6 +257,12 @@ CHECKS: dict[str, Check] = {
         "warning",
         "the documents of a query have the same score, from which only loss_type: pointwise learns",
     ),
+    "same_texts": Check(
+        "warning",
+        "warning",
+        "the document that answers is the query itself or one of its negatives, so the loss pulls "
+        "a text toward itself or away from it; correct the row",
+    ),
     "same_ratings": Check(
         "warning",
         "warning",

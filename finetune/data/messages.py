@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from itertools import islice, takewhile
 from typing import Any
 
@@ -43,6 +44,9 @@ SHOWN_COLUMNS = 100
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
+MESSAGES_AS_JSON = re.compile(
+    r"for\s+(\w+)\s+in\s[^%]*messages.*?\b\1\s*\|\s*tojson|messages\s*\|\s*tojson", re.DOTALL
+)
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
 
@@ -329,6 +333,35 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         listed = calls if isinstance(calls, list) else [calls]
         message["tool_calls"] = [_parse_call(call, number) for call in listed]
     return message, _read_train(turn, number)
+
+
+def list_unread_keys(message: Message, template: str) -> list[str]:
+    """Lists the keys of a message that hold a value and that a chat template does not name, and an
+    assistant's reasoning in another's message, which no template writes.
+
+    >>> list_unread_keys({"role": "user", "content": "2+2?", "mood": "glad"}, "{{ m.content }}")
+    ['mood']
+    """
+    names = _list_names(template)
+    if names is None:
+        return []
+    named = KNOWN_KEYS | names
+    if message["role"] != "assistant":
+        named -= set(REASONING_KEYS)
+    return [str(key) for key, value in message.items() if value and key not in named]
+
+
+@cache
+def _list_names(template: str) -> frozenset[str] | None:
+    """The words of a chat template, and those that stand for others; None: it writes messages as
+    JSON, with all of their keys.
+    """
+    if MESSAGES_AS_JSON.search(template):
+        return None
+    names = set(re.findall(r"\w+", template))
+    if "reasoning_content" in names:
+        names.update(REASONING_KEYS)
+    return frozenset(names | {"input"})  # of an Alpaca row, which is written with the instruction
 
 
 def _take_reasoning(message: Message, thoughts: str, number: int) -> None:

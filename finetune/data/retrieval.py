@@ -46,7 +46,8 @@ def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     documents = [Text(data.query_prompt + query)]
     documents += [Text(data.document_prompt + text) for text in (positive, *negatives)]
     group = Group(tuple(documents), pooling=data.pooling)
-    return ParsedRow((group,), FORMAT, columns.unused)
+    findings = ("same_texts",) if positive in (query, *negatives) else ()
+    return ParsedRow((group,), FORMAT, columns.unused, findings)
 
 
 def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import count_cores
 from finetune.data.findings import Tally
-from finetune.data.formats import ParsedRow, Row
+from finetune.data.formats import Conversation, ParsedRow, Question, Row
 from finetune.data.groups import GroupReader, render_group
 from finetune.data.images import ImageProcessor, find_image_folder, holds_images
-from finetune.data.messages import BadRow, list_columns
+from finetune.data.messages import BadRow, list_columns, list_unread_keys
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import COMPARED, RenderedText
 from finetune.data.sources import RowBatch
@@ -205,6 +206,8 @@ def _render_batch(
             stats.tally.add(name, [where])
         _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
         _count_format(row, parsed, file, where, stats)
+        unread_keys = _list_unread_keys(parsed, renderer_of_source(renderer, source))
+        count_columns(stats.unused_columns, dict.fromkeys(unread_keys, 1))
     stats.rows_read += len(batch.rows)
     _count_problems(problems, len(batch.rows), data, stats)
     return documents, places
@@ -273,6 +276,16 @@ def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: S
     stats.rows_skipped += len(lines)
     stats.skipped += lines[: SHOWN_BAD_ROWS - len(stats.skipped)]
     stats.tally.add("skipped", list(problems))
+
+
+def _list_unread_keys(parsed: ParsedRow, renderer: Renderer) -> Iterator[str]:
+    """Yields the keys of a row's messages that the chat template does not read, as columns."""
+    for document in chain.from_iterable(group.documents for group in parsed.groups):
+        asked = document.asked if isinstance(document, Question) else document
+        if isinstance(asked, Conversation):
+            for message in asked.messages:
+                for key in list_unread_keys(message, renderer.template):
+                    yield f"{key} of messages"
 
 
 def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:

@@ -468,3 +468,14 @@ def test_negatives_come_in_the_order_of_their_numbers() -> None:
     parsed = parse_retrieval(row, SOURCE, Data(num_negatives=2))
     assert [document.text for document in parsed.groups[0].documents[2:]] == ["B", "C"]  # type: ignore[union-attr]
     assert parsed.unused_columns == ("negative_²",)
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "findings"),
+    [("A", "B", ()), ("Q", "B", ("same_texts",)), ("A", "A", ("same_texts",))],
+)
+def test_a_document_that_is_its_own_query_or_negative_is_found(
+    positive: str, negative: str, findings: tuple[str, ...]
+) -> None:
+    row = {"query": "Q", "positive": positive, "negative": negative}
+    assert parse_retrieval(row, SOURCE, Data(num_negatives=1)).findings == findings

@@ -293,6 +293,35 @@ def test_a_surrogate_in_the_name_of_a_column_is_an_error_message(
     assert "a.jsonl:1: not valid Unicode: " in err and "a.jsonl:2: not valid Unicode: " in err
 
 
+def test_keys_of_messages_that_the_template_does_not_read_are_named(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with recipe.open("a") as file:
+        file.write("chat_template: qwen3\n")
+    question = {"role": "user", "content": "Hi", "reasoning_content": "Shall I ask?"}
+    answer = {"role": "assistant", "content": "Hi", "reasoning_content": "I greet.", "mood": "glad"}
+    Path("a.jsonl").write_text(json.dumps({"messages": [question, answer]}) + "\n")
+    main(["inspect", "--recipe", str(recipe), "--rows", "0"])
+    out = capsys.readouterr().out
+    assert (
+        "  unused columns: reasoning_content of messages (1 row), mood of messages (1 row)\n" in out
+    )
+
+
+@pytest.mark.parametrize("written", ["m.mood + m['content']", "m | tojson"])
+def test_a_template_that_writes_a_key_of_messages_reads_it(
+    recipe: Path, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = f"{{% for m in messages %}}{{{{ {written} }}}}{{% endfor %}}"
+    with recipe.open("a") as file:
+        file.write(f"chat_template: {json.dumps(template)}\nassistant_only_loss: false\n")
+    messages = [{"role": role, "content": "Hi", "mood": "glad"} for role in ("user", "assistant")]
+    Path("a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    main(["inspect", "--recipe", str(recipe), "--rows", "0"])
+    out = capsys.readouterr().out
+    assert "1 row read" in out and "unused columns" not in out
+
+
 def test_a_column_name_that_breaks_the_line_is_quoted(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
