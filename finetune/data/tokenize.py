@@ -146,8 +146,8 @@ def _label_last(
 ) -> None:
     """Gives a document one label, at its last token that is not the pad token.
 
-    There transformers' own classes for sequence classification read the score, also where a text
-    ends with the pad token, as it does where that is the tokenizer's end of text.
+    transformers' sequence classifiers read the score there: where the pad token is also the end of
+    text, one token before the end.
     """
     labels[:] = IGNORE_INDEX
     scored = np.flatnonzero(input_ids != pad_id)
@@ -213,9 +213,9 @@ def _hash(document: RenderedText) -> int:
 class _Piece:
     text: str
     trained: bool
-    # Encoded together with the text and removed again, because it decides whether a space is put
-    # before the text: the special token that the piece follows; "\n" after any other text; "" at
-    # the start of a document.
+    # Encoded together with the text and removed again: a SentencePiece tokenizer puts a space
+    # before a text unless something stands there. It is the special token that the piece follows,
+    # which may decide for itself; "\n" for any other text; "" at the start of a document.
     before: str
 
 
@@ -307,7 +307,7 @@ def _encode_batch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]
     context_ids = {
         text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts
     }
-    # without ids where the tokenizer puts no space before a text: it needs no context
+    # newline_ids is empty where the tokenizer puts no space before a text: no context is encoded
     context_ids |= {"": [], "\n": encoder.newline_ids}
     texts = [
         piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces

@@ -269,7 +269,7 @@ def _add_adapter(
     Returns:
         [n, out].
     """
-    # peft adds left @ right to a weight [out, in]: A is right and B is left, else the transposes
+    # left @ right has the weight's shape: [out, in], so B @ A; transposed [in, out], so A.T @ B.T
     left, right, scale = factors
     a = left.mT if is_transposed else right  # [experts, rank, in]
     b = right.mT if is_transposed else left  # [experts, out, rank]
@@ -396,7 +396,7 @@ def quantize_experts(
     Args:
         model: On meta.
         quantization: How frozen weights are quantized. Trained ones (modules_to_save) stay.
-        dtype: The dtype of computation. The parameters have it, whatever their bytes mean.
+        dtype: The dtype of computation. The parameters report it, though their bytes are codes.
 
     Returns:
         The names of the parameters that hold codes and scales.
@@ -446,7 +446,8 @@ def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inpu
     """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so
     that none is kept.
 
-    It only runs where no weight is quantized, or activation checkpointing computes them again.
+    Where nothing needs to be made again, it calls `compute` as it is: without gradients, without
+    quantized weights, or under activation checkpointing, which makes all of the layer again.
     """
     weights = quantized_children(experts).values()
     if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
@@ -479,10 +480,9 @@ class _QuantizedExperts:
 def divide_experts(model: nn.Module, world: World) -> None:
     """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
 
-    A rank's gradients of its experts are already the sum over the tokens of its expert-parallel
-    group (dimension EXPERT). FSDP then averages them over the ranks that hold the same experts, so
-    the result is divided by the size of that group: all other gradients are averages over all
-    ranks.
+    A rank's gradients of its experts are sums over the tokens of its expert-parallel group
+    (dimension EXPERT), which FSDP averages over the ranks with the same experts. All other
+    gradients are averages over all ranks: so these are divided by `expert_parallel_size`.
 
     Args:
         model: On meta, not sharded yet.
@@ -568,7 +568,7 @@ class DividedExperts:
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        # plain buffers, which no checkpoint holds
+        # their parameters are no DTensors, and no checkpoint holds them
         for name, weight in quantized_children(module).items():
             setattr(module, name, weight.take_part(self.own_experts))
 
@@ -637,15 +637,16 @@ def _choose_sharded_dim(
     evenly, else along rows.
 
     Args:
-        module: A layer of experts, of which a rank of `size` has a part.
-        size: Ranks over which the experts are spread.
+        module: A layer whose experts are divided over `size` ranks.
+        size: The expert-parallel size.
         shards: Ranks over which FSDP shards a rank's part.
     """
     by_dim: dict[int, Shard] = {}
-    for weight in quantized_children(module).values():
+    for weight in quantized_children(module).values():  # codes and scales, one-dimensional
         by_dim |= {id(parameter): Shard(0) for parameter in weight.parameters()}
     for name, parameter in module.named_parameters(recurse=False):
         held = shard_experts(tuple(parameter.shape), size, shards)
         assert held is not None, f"{name}: refused by the rule `experts over shards`"
-        by_dim[id(parameter)] = Shard(0 if held[1:] == tuple(parameter.shape[1:]) else 1)
+        holds_whole_experts = held[1:] == tuple(parameter.shape[1:])
+        by_dim[id(parameter)] = Shard(0 if holds_whole_experts else 1)
     return lambda parameter: by_dim[id(parameter)]

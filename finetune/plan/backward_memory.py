@@ -4,7 +4,8 @@ A backward runs from the head to the first layer. `done` counts the decoder laye
 has ended. What is *staying* remains gathered for units that follow. The *tail* is final norm and
 head; if it has the embedding's weights, its gradient is *waiting* for the embedding's backward.
 *Vectors* are embedded documents, *factors* are copies of experts' adapters (`ExpertFactors`), and a
-*moment* is a point within a layer's backward.
+*moment* is a point within a layer's backward. A *traced* model is one whose layer torch ran on the
+meta device to see what it keeps. The other words of a unit's memory are in `UnitMemory`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,9 @@ class ShardedBackward:
     layer_temporaries: int  # temporaries of a layer's backward
     gradients: int  # shards that wait for the update
     reducing_before: int = 0  # input of the previous unit's reduce-scatter, not freed yet
-    waiting_gradient: int = 0  # the tail's, whole, until the embedding's backward (`tail_waits`)
+    waiting_gradient: int = (
+        0  # the tail's, whole, until the embedding's backward (`tail_has_embedding`)
+    )
 
     @property
     def keeps_shards(self) -> bool:
@@ -106,7 +109,7 @@ def sharded_points(
         layer_temporaries: Bytes of temporaries of a layer's backward.
     """
     backward = ShardedBackward(spec, memory, before, layer_temporaries, gradients=before.gradients)
-    if memory.tail_waits:
+    if memory.tail_has_embedding:
         backward.waiting_gradient = memory.tail.unreduced
     else:
         yield from _reduction_points(
@@ -132,15 +135,15 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
     name = _name_layer(done, memory.layers)
     is_last = done + 1 == memory.layers
     next_unit = memory.embedding if is_last else memory.layer
-    # the next unit's all-gather runs meanwhile
-    staying = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
-    if memory.tail_waits:
-        staying += memory.tail.gathered
+    # what is gathered beside this layer; the next unit arrives meanwhile
+    others = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
+    if memory.tail_has_embedding:
+        others += memory.tail.gathered
     point = replace(
         backward.before,
         name=f"backward of {name}",
         gradients=backward.gradients,
-        gathered=staying + memory.layer.gathered,
+        gathered=others + memory.layer.gathered,
         temporaries=backward.layer_temporaries,
     )
     for moment in _moments_of_layer(spec, done):
@@ -155,18 +158,18 @@ def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
         name=name,
         unit=memory.layer,
         activations=_activations_after_layers(spec, passed),
-        gathered=staying,
+        gathered=others,
     )
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
     """The backward of the embedding and its reduction.
 
-    Where head and embedding are one unit whose reduction waited (`tail_waits`), it is reduced here.
+    Where head and embedding are one unit (`tail_has_embedding`), its reduction waited until here.
     """
     spec = backward.spec
     memory = backward.memory
-    unit = memory.tail if memory.tail_waits else memory.embedding
+    unit = memory.tail if memory.tail_has_embedding else memory.embedding
     activations = _activations_after_layers(spec, spec.part.layers)
     yield replace(
         backward.before,
@@ -311,24 +314,22 @@ def _unsharded_layer(
 def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, whose weights it updates.
-
-    Two points of each moment: all of its activations before an update, and the first update, that
-    of down_proj.
+    """The backward of the layer after `done` others: its beginning, and its first update, that of
+    down_proj.
     """
     if spec.computed.trace(spec.computation) is None:
         # at the update the gradients of gate's and up's outputs are not there yet
         missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
     else:  # a trace does not say what is of the MLP
         missing = 0
-    for moment in _moments_of_layer(spec, done):
-        yield replace(point, gradients=0, activations=moment.activations)
-        yield replace(
-            point,
-            gradients=update.gradients,
-            activations=moment.activations - missing,
-            temporaries=point.temporaries + update.temporaries,
-        )
+    activations = _activations_at_layer(spec, done)
+    yield replace(point, gradients=0, activations=activations)
+    yield replace(
+        point,
+        gradients=update.gradients,
+        activations=activations - missing,
+        temporaries=point.temporaries + update.temporaries,
+    )
 
 
 def _name_layer(done: int, layers: int) -> str:
@@ -357,9 +358,9 @@ def _activations_after_layers(spec: RunSpec, done: int) -> int:
     of_one = (
         0 if computation.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
     )
-    gradients = spec.scored_outputs * architecture.hidden * computation.residual_itemsize
-    handed_on = gradients - kept["final norm"] - done * of_one
-    return kept_for_backward(spec) + int(spec.tokens * handed_on)
+    handed_on = spec.scored_outputs * architecture.hidden * computation.residual_itemsize
+    freed = kept["final norm"] + done * of_one
+    return kept_for_backward(spec) + int(spec.tokens * (handed_on - freed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +385,7 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
+    # what the MLP saved, and the first freed of the gradients of gate and up
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
         + architecture.mlp_width * computation.itemsize
@@ -412,8 +414,9 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
         + working_bytes(architecture, computation)
         + prefetched_bytes(architecture, computation)
     )
-    handed_on = architecture.hidden * computation.residual_itemsize  # in `working_bytes` too
-    return _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - handed_on)
+    # the gradient handed on, which `working_bytes` and `_activations_after_layers` both count
+    twice = architecture.hidden * computation.residual_itemsize
+    return _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - twice)
 
 
 def _count_elements(tensors: Iterable[StateTensor]) -> int:

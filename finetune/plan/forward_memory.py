@@ -31,15 +31,14 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     architecture = spec.computed
     computation = spec.computation
     keys = spec.recipe.rollout
-    length = spec.recipe.data.max_length
     rows = min(keys.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks))
-    prompts = ceil_div(rows, keys.num_generations)
-    tokens = length - keys.max_completion_length  # of a prompt
-    # a turn reads all before it as a prompt of its own, of any length beside that of the others
-    if keys.takes_turns:
+    if keys.takes_turns:  # each turn of a row reads the conversation so far as its own prompt
         prompts = rows
-        tokens = length
-        length = length + keys.max_completion_length
+        tokens = spec.recipe.data.max_length  # of a prompt
+    else:
+        prompts = ceil_div(rows, keys.num_generations)
+        tokens = spec.recipe.data.max_length - keys.max_completion_length
+    length = tokens + keys.max_completion_length  # of a row
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
     forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * tokens)
     if spec.sharding.is_fsdp:
@@ -54,16 +53,6 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     if keys.routing_replay and architecture.mixture is not None:
         experts_of_token = architecture.layers * architecture.mixture.chosen
         cache += rows * length * experts_of_token * INT16
-    numbers = rows * architecture.vocabulary
-    # a token of each row is drawn
-    yield replace(point, activations=cache, loss=numbers * SAMPLED_BYTES)
-    # the next one is computed
-    scores = 2 * FP32 * rows * architecture.heads * length
-    computed = cache + rows * evaluation_bytes(architecture, computation) + scores
-    yield replace(point, activations=computed, loss=numbers * FP32)
-    # prompts move into the last layer's cache
-    moved = cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers
-    yield replace(point, activations=moved, loss=numbers * FP32)
     # prompts are read; masks say which tokens see each other, and as numbers that are added
     if spec.recipe.model.attn_implementation == "auto":
         masks = 0  # prompts are packed
@@ -74,6 +63,16 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
         activations=kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
         loss=prompts_at_once * architecture.vocabulary * FP32,
     )
+    numbers = rows * architecture.vocabulary
+    # prompts move into the last layer's cache
+    moved = cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers
+    yield replace(point, activations=moved, loss=numbers * FP32)
+    # a token of each row is drawn
+    yield replace(point, activations=cache, loss=numbers * SAMPLED_BYTES)
+    # the next one is computed
+    attention_scores = 2 * FP32 * rows * architecture.heads * length
+    computed = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
+    yield replace(point, activations=computed, loss=numbers * FP32)
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
@@ -147,19 +146,21 @@ def teacher_tail_bytes(spec: RunSpec) -> int:
 
 
 def _teacher_units(spec: RunSpec) -> tuple[int, int]:
-    """Bytes of what FSDP gathers of the teacher: (a layer beside what stays gathered, the tail).
+    """Bytes of what FSDP gathers of the teacher: (in a layer, in the tail).
 
-    A tied tail holds the embedding, and stays gathered.
+    A tied tail has the embedding, and stays gathered in every layer.
     """
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
     architecture = spec.teacher.architecture
     units = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
     itemsize = spec.computation.itemsize
-    buffers = 2 if spec.shards > 1 else 1
+    copies = 2 if spec.shards > 1 else 1  # gathered, and arriving
     tail = itemsize * units.tail.numel
-    layer = itemsize * units.layer.numel * buffers
-    return layer + (tail if architecture.tied else 0), tail * buffers
+    layer = itemsize * units.layer.numel * copies
+    if architecture.tied:
+        layer += tail
+    return layer, tail * copies
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
@@ -215,6 +216,7 @@ def _gathered_in_forward(spec: RunSpec) -> int:
         layer = 0
     else:
         layer = layout.layer.gathered + 2 * layout.layer.arriving
-    waiting = layout.tail.gathered if layout.tail_waits else 0
+    if layout.tail_has_embedding:  # gathered for the embedding, it is there in every layer
+        layer += layout.tail.gathered
     tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
-    return max(layer, tail) + waiting + layout.kept_in_forward
+    return max(layer, tail) + layout.kept_in_forward

@@ -117,7 +117,7 @@ def _head_rank(spec: RunSpec) -> int:
 
 
 def critic_bytes(spec: RunSpec) -> int:
-    """The copy of the trained positions that a critic reads, in fp32, kept for its gradient."""
+    """The trained positions that a critic reads and their fp32 cast, both kept for its gradient."""
     if not spec.recipe.method_facts.has_critic:
         return 0
     cast = FP32 if spec.computation.itemsize < FP32 else 0
@@ -185,8 +185,8 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> 
 def weight_product_bytes(
     vocabulary: int, hidden: int, tokens: int, computation: Computation
 ) -> int:
-    """Bytes that a CPU needs below fp32 to add a chunk to the head's gradient: the chunk's scores
-    with their gradient, its product for the head's gradient, and the fp32 copy that is added.
+    """In a dtype below fp32, the bytes with which a CPU adds a chunk to the head's gradient: the
+    chunk's scores with their gradient, its product, and the fp32 copy of that.
 
     0 elsewhere: a GPU's kernel adds the product itself, and so does a CPU's in fp32.
     """
@@ -211,7 +211,9 @@ def divergence_chunk_bytes(
 
 
 def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
-    """Tokens in each of as many chunks as are needed."""
+    """Tokens of a chunk where `tokens` are split evenly into as few chunks as possible, each of at
+    most `chunk_tokens`.
+    """
     return ceil_div(tokens, max(ceil_div(tokens, chunk_tokens), 1))
 
 
@@ -230,17 +232,21 @@ def log_probability_backward_bytes(
         head_gradient: Bytes of the fp32 gradient of the head's weight; 0 where it is frozen.
     """
     hidden = architecture.hidden * tokens
-    prepared = computation.itemsize * hidden  # the hidden states' gradient, from the forward
-    scaled = computation.residual_itemsize * hidden
-    product = FP32 * hidden * (1 if computation.itemsize == FP32 else 2)
-    if not head_gradient:
-        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
-    trained = computation.itemsize * hidden  # the hidden states at the trained positions
-    chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation)
-    chunk += _cast_head_bytes(architecture, computation)
-    cast_gradient = _cast_gradient_bytes(head_gradient, computation)
-    again = 2 * scaled + head_gradient + max(chunk, cast_gradient)
-    return prepared + trained + max(product, FP32 * hidden + scaled, again)
+    held = computation.itemsize * hidden  # the hidden states' gradient, from the forward
+    copies_in_fp32 = 1 if computation.itemsize == FP32 else 2
+    cast = computation.residual_itemsize * hidden
+    steps = [
+        copies_in_fp32 * FP32 * hidden,  # the gradient in fp32, and its product with the scale
+        FP32 * hidden + cast,  # the product is cast to the dtype of the residual stream
+        2 * cast,  # and scattered to all positions
+    ]
+    if head_gradient:
+        held += computation.itemsize * hidden  # the hidden states at the trained positions
+        chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation)
+        chunk += _cast_head_bytes(architecture, computation)
+        cast_gradient = _cast_gradient_bytes(head_gradient, computation)
+        steps.append(2 * cast + head_gradient + max(chunk, cast_gradient))
+    return held + max(steps)
 
 
 def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:

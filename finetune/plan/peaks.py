@@ -1,7 +1,8 @@
 """The peak memory of one rank in every phase of a run, from snapshots at the points where memory
 could be highest.
 
-The points of a step follow torch's order of events; the backward's are in `backward_memory.py`.
+The points of a step follow torch's order of events, which `temporary_memory.py` describes; the
+backward's are in `backward_memory.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +73,7 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
         optimizer=state.optimizer if keeps_state_in_files else 0,
     )
     at_rest = replace(loaded, name="between steps", optimizer=state.optimizer)
-    step = [
+    step = [  # at the update only the pipeline's buffers are left: there it is an upper bound
         replace(point, activations=point.activations + pipeline_bytes(spec))
         for point in _step_points(spec, replace(at_rest, gradients=state.gradients))
     ]
@@ -106,9 +107,13 @@ def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
 
 
 def _load(spec: RunSpec, loaded: Snapshot) -> Snapshot:
+    """While weights are read, in the dtype of training: an optimizer whose state is in files leaves
+    them in the compute dtype afterwards.
+    """
+    if spec.sharding.cpu_offload:
+        return replace(loaded, parameters=0)
     state = spec.loaded_state()
-    on_cpu = spec.sharding.cpu_offload
-    return replace(loaded, parameters=0 if on_cpu else state.trained + state.frozen)
+    return replace(loaded, parameters=state.trained + state.frozen)
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
@@ -119,8 +124,8 @@ def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
 
 
 def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
-    """The points of an evaluation: the teacher's, then `sampling`, or if there is none a held-out
-    batch and the embeddings (vectors) that are compared.
+    """The points of an evaluation: the teacher's, then those of `sampling`. Without sampling, a
+    held-out batch and its vectors, which are compared.
     """
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
@@ -155,8 +160,8 @@ def find_peak(spec: RunSpec) -> Snapshot:
 def pipeline_bytes(spec: RunSpec) -> int:
     """The bytes that a rank of a pipeline holds for other micro-batches than the one it computes.
 
-    These are their activations, and buffers for messages: the states that enter each of its groups
-    of layers, and their gradients.
+    These are their activations, and buffers for messages: one for each state that it receives, and
+    one for each gradient of a state that it sent.
     """
     if spec.stages == 1:
         return 0
@@ -217,9 +222,9 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
     """The loss and the head's backward, when the activations of all layers are kept.
 
-    In the loss the gathered weights of the forward are still there (`kept_in_forward`). The
-    backward begins with `layer_staying` of each layer; where that is 0, the last layer is gathered
-    meanwhile.
+    In the loss the gathered weights of the forward are still there (`kept_in_forward`). When the
+    backward begins, either every layer has stayed gathered (`layer_staying`), or the last one is
+    being gathered again.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered

@@ -223,11 +223,6 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
     if spec.part.tied:
         embedding += tail
         tail = []
-    if spec.sharding.is_fsdp:
-        units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
-        if units.wraps_layers:
-            widest = f"layer {spec.part.widest_layer}"
-            layer = [tensor for tensor in layer if tensor.unit == widest]
     return {
         "head": _plan_update(spec, tail),
         "layer": _plan_update(spec, layer, waiting),
@@ -284,8 +279,8 @@ class UnitMemory:
 class LayoutMemory:
     """What each unit of a model takes; `layer` is its widest decoder layer.
 
-    A tied head, and FSDP1's, has the embedding in its unit, which is reduced after the backward of
-    the embedding (`tail_waits`).
+    A tied head, and FSDP1's, has the embedding in its unit (`tail_has_embedding`), which therefore
+    stays gathered in every layer and is reduced after the backward of the embedding.
     """
 
     embedding: UnitMemory
@@ -294,7 +289,7 @@ class LayoutMemory:
     layers: int  # how many units such as `layer`; 1 where all layers are one
     layer_staying: int = 0  # bytes of a gathered layer that is kept until its own backward
     kept_in_forward: int = 0  # bytes of all layers that are still there when the loss is computed
-    tail_waits: bool = False
+    tail_has_embedding: bool = False
     buckets: int = 0  # of DDP, an fp32 number for each trained number
     waiting_gradient: int = 0  # of a tied head where nothing is sharded
 
@@ -311,15 +306,15 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
     units = split_into_units(
         spec.part, _list_gathered(spec), spec.sharding, spec.fp8_gathered, spec.shards
     )
-    tail_waits = spec.part.tied or spec.sharding.layout == "fsdp1"
+    tail_has_embedding = spec.part.tied or spec.sharding.layout == "fsdp1"
     if units.wraps_layers:
         count = spec.part.layers
         names = [f"layer {spec.part.widest_layer}"]
     else:
         count = 1
         names = [f"layer {i}" for i in range(spec.part.layers)]
-    layer = _plan_unit(spec, units.layer, names, units.unshared)  # unshared: not gathered
-    if tail_waits:
+    layer = _plan_unit(spec, units.layer, names, units.unshared)
+    if tail_has_embedding:
         embedding = UnitMemory()
         tail = _plan_unit(spec, units.tail, ["tail", "embedding"])
     else:
@@ -334,7 +329,7 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         kept_in_forward=(
             units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
         ),
-        tail_waits=tail_waits,
+        tail_has_embedding=tail_has_embedding,
     )
 
 
@@ -358,8 +353,8 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
     Args:
         spec: The run.
         unit: What is gathered, and what of it is trained.
-        names: The units of its tensors.
-        unshared: Numbers that no other rank has, which no all-gather brings.
+        names: The names by which its tensors know the unit.
+        unshared: How many of its numbers (experts) this rank alone has: no all-gather brings them.
     """
     itemsize = spec.computation.itemsize
     gathered = unit.gathered(itemsize)

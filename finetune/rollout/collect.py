@@ -2,7 +2,8 @@
 of a step.
 
 A group is the completions of one prompt, of which there are `generations`; it is flat if their
-rewards are all equal. What is sampled together, `generations.py` says.
+rewards are all equal. `generations.py` says what is sampled together. An episode is a completion
+within an environment, which may change its prompt and reward it.
 
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
 ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
@@ -49,7 +50,9 @@ from finetune.units import counted
 
 Record = Callable[[list[dict[str, Any]]], None]
 MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
-"""A step's batch -> for each micro-batch, fp32[positions] by the names of `OF_TOKENS`."""
+"""A step's batch -> for each micro-batch, fp32[positions] by name: "old", "reference", "values"
+(`OF_TOKENS` in engine.py).
+"""
 ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
 IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
 
@@ -65,7 +68,7 @@ class RequestBatch:
     generations: int  # completions of each prompt
     requests: list[Request]
     rows: list[dict[str, Any]]  # [completions]
-    episodes: Episodes | None
+    episodes: Episodes | None  # one for each completion
     messages: list[list[Message]] = field(init=False)  # [completions]
 
     def __post_init__(self) -> None:
@@ -186,7 +189,12 @@ class Sampler:
         most_tokens = self.recipe.rollout.max_completion_length
         first_environment = 0 if episodes is None else episodes.first_place
         conversations = Conversations(
-            self.tools, self.rewards, most_tokens, batch.rows, batch.messages, first_environment
+            self.tools,
+            self.rewards,
+            most_tokens,
+            batch.rows,
+            messages=batch.messages,
+            first_place=first_environment,
         )
         most_turns = self.recipe.rollout.max_tool_calling_iterations
         return take_turns(batch.requests, sample, conversations, most_turns, on_main)
@@ -256,8 +264,8 @@ class Sampler:
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            # The process of rewards numbers all environments of a run: these get the next numbers.
-            # It is the main rank's, as rows are.
+            # Environments live in the rewards' process, which the main rank alone has (others have
+            # no rows), and are numbered over the whole run.
             first_environment = self.rewards.reserve_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_environment, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
@@ -406,7 +414,7 @@ class RolloutBatches:
 
     sampler: Sampler
     prompts: StoredBatches
-    # before the first update; None where the loss asks for nothing before its own forward
+    # runs before the first update on a rollout; None where the loss needs nothing of before it
     measure_tokens: MeasureTokens | None = None
     # by prompts_step: what is still trained on; what is sampled ahead, and not rewarded yet
     _held: dict[int, Rollout] = field(default_factory=dict)
@@ -426,20 +434,19 @@ class RolloutBatches:
 
     def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
-        generations = self.generations
-        if generations.begins_at(step):
+        if self.schedule.begins_at(step):
             self._sample_generation(step)
-        prompts_step, iteration = generations.find_prompts_step(step)
+        prompts_step, iteration = self.schedule.find_prompts_step(step)
         rollout = self._held[prompts_step]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
-        if self._samples_ahead:  # the next weights that the server gets are those after this step
+        if self._samples_ahead:  # weights handed over from here on are those after this step
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
 
     @property
-    def generations(self) -> Generations:
+    def schedule(self) -> Generations:
         """What is sampled together, over the whole run."""
         keys = self.sampler.recipe.rollout
         return Generations(self.prompts.steps, keys.steps_per_generation, keys.num_iterations)
@@ -465,10 +472,10 @@ class RolloutBatches:
         """
         self._held.clear()
         taken = self._take_and_submit_next(step) if self._samples_ahead else {}
-        for prompts_step, trained_at in self.generations.list_shares(step):
+        for prompts_step, trained_at in self.schedule.list_shares(step):
             rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
-                # of the last one: each share's own where it is sampled now
+                # the seconds of the latest hand-over: this share's own where it is sampled now
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
             self._held[prompts_step] = rollout
 
@@ -476,20 +483,21 @@ class RolloutBatches:
         """Returns the completions that were sampled ahead for the generation at `step`, by the
         steps of their prompts, and has the server begin those of the next generations.
 
-        The first generation of a run is submitted here too: nothing was sampled ahead of it.
+        Where nothing of this generation has begun, at the start of a run or after a resume, it is
+        submitted here too. The server answers from what a checkpoint has kept of it.
         """
         engine = self._engine
         engine.version = step
-        shares = list(self.generations.list_shares(step))
-        is_first = not engine.is_in_flight(shares[0].prompts_step)
-        if is_first:
+        shares = list(self.schedule.list_shares(step))
+        has_begun = engine.is_in_flight(shares[0].prompts_step)
+        if not has_begun:
             engine.hand_over()
             self._submit(shares)
         taken = {share.prompts_step: engine.take(share.prompts_step) for share in shares}
         engine.hand_over()  # what begins from here on has these weights
         max_staleness = self.sampler.recipe.rollout.max_staleness
-        for later in self.generations.list_later(step, max_staleness):
-            self._submit(self.generations.list_shares(later))
+        for later in self.schedule.list_later(step, max_staleness):
+            self._submit(self.schedule.list_shares(later))
         return taken
 
     def _submit(self, shares: Iterable[Share]) -> None:
@@ -498,12 +506,14 @@ class RolloutBatches:
         A share may be passed several times, once by each earlier generation. All ranks call it.
         """
         sampler = self.sampler
-        generations = sampler.recipe.rollout.num_generations
         for prompts_step, trained_at in shares:
             if not self._engine.is_in_flight(prompts_step):
                 example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
                 batch = sampler.make_requests(
-                    self.prompts.examples, example_ids, trained_at, generations
+                    self.prompts.examples,
+                    example_ids,
+                    trained_at,
+                    sampler.recipe.rollout.num_generations,
                 )
                 self._requested[prompts_step] = batch
                 sampling = sampler.choose_sampling()
@@ -590,7 +600,7 @@ class RolloutBatches:
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """Returns the files of a checkpoint after `step` steps: the rollouts that later steps are
-        still to train on. Drops what only an older checkpoint needs.
+        still to train on. Has the engine forget what only an older checkpoint needs.
         """
         assert self.sampler.engine is not None
         self.sampler.engine.forget()
@@ -599,7 +609,7 @@ class RolloutBatches:
         files = {}
         if self._samples_ahead:
             files[IN_FLIGHT] = _encode_lines(self._engine.describe_lines())
-        if not self.generations.begins_at(step):
+        if not self.schedule.begins_at(step):
             files[ROLLOUTS] = _encode_lines(
                 line | {"prompts_step": prompts_step}
                 for prompts_step, rollout in self._held.items()
@@ -615,8 +625,9 @@ class RolloutBatches:
         self._held.clear()
         if self._samples_ahead:
             self._engine.version = step
+            # submitted again, these requests are answered from here
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
-        if self.generations.begins_at(step) or step >= self.prompts.steps:
+        if self.schedule.begins_at(step) or step >= self.prompts.steps:
             return
         by_step: dict[int, list[dict[str, Any]]] = {}
         for line in _read_lines(checkpoint / ROLLOUTS):
@@ -624,10 +635,10 @@ class RolloutBatches:
         self._held.update(
             {prompts_step: Rollout.of_lines(lines) for prompts_step, lines in by_step.items()}
         )
-        updates = self.generations.updates
+        updates = self.schedule.updates
         sampled_at = step // updates * updates
         for trained_at in range(step, min(sampled_at + updates, self.prompts.steps)):
-            prompts_step, _ = self.generations.find_prompts_step(trained_at)
+            prompts_step, _ = self.schedule.find_prompts_step(trained_at)
             if prompts_step not in self._held:
                 raise UserError(
                     f"{checkpoint}: holds no completions for step {trained_at + 1}, which trains "

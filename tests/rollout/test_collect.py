@@ -118,7 +118,7 @@ def test_each_share_is_trained_on_in_turn_and_then_again(
     rollouts, _ = make_rollouts(
         steps, lambda i: False, f"num_iterations={iterations}", f"steps_per_generation={shares}"
     )
-    found = [rollouts.generations.find_prompts_step(step) for step in range(steps)]
+    found = [rollouts.schedule.find_prompts_step(step) for step in range(steps)]
     assert found == expected
 
 

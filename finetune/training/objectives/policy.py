@@ -100,7 +100,7 @@ class PolicyObjective(Objective):
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
         times the most tokens of one (Dr. GRPO's budget), or its completions.
         """
-        completions = batch.groups  # of a `StepBatch`: its documents, where none belong together
+        completions = batch.groups  # each completion is a group of its own here
         average = policy_loss(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
@@ -211,8 +211,8 @@ class PolicyObjective(Objective):
     ) -> Tensor | None:
         """Estimates each token's KL divergence from the other model, [positions]; None without one.
 
-        From a teacher it is that of the sampling policy, from a reference that of the model in
-        training, with its gradient.
+        To a teacher: of the sampling policy, without a gradient, for the advantages. To a
+        reference: of the model in training, with a gradient, for the loss.
         """
         if other_log_probabilities is None:
             return None
@@ -225,8 +225,8 @@ class PolicyObjective(Objective):
     ) -> Tensor:
         """Returns the advantages, [completions] or [positions] as `loss_level` says.
 
-        Under a teacher each token has the negative of its `kl` beside that of its completion
-        (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
+        Under a teacher a token's advantage is its completion's minus its own `kl` (Agarwal et al.
+        2023, arXiv:2306.13649, sec. 3.2).
         """
         if self.recipe.method_facts.has_critic:
             return rollout["token_advantages"].double()
@@ -281,16 +281,16 @@ class PolicyObjective(Objective):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         sampled = rollout["sampled"].double()
-        log_ratios = log_probabilities - sampled
+        log_drifts = log_probabilities - sampled
         is_outside = find_outside(log_probabilities, sampled, self.recipe)
         metrics = {
             **describe_completions(rollout, has_groups=not self.recipe.method_facts.has_critic),
-            **describe_ratios(log_ratios, completions),
+            **describe_ratios(log_drifts, completions),
             "ratio/outside": sum_and_count(is_outside.double(), completions.is_trained),
-            **self._make_empty_metrics(log_ratios.new_zeros(2)),
+            **self._make_empty_metrics(log_drifts.new_zeros(2)),
             **self._describe_rollout(rollout),
         }
-        distances = torch.where(completions.is_trained, log_ratios, 0.0).abs()
+        distances = torch.where(completions.is_trained, log_drifts, 0.0).abs()
         if len(distances):
             largest = distances.max()
         else:
@@ -299,7 +299,7 @@ class PolicyObjective(Objective):
         if self.recipe.rollout.max_staleness:
             staleness = step - rollout["versions"].double()
             metrics_of_age, oldest = describe_staleness(
-                log_ratios, staleness, completions, self.recipe
+                log_drifts, staleness, completions, self.recipe
             )
             metrics |= metrics_of_age
             maxima["staleness/max"] = oldest
@@ -357,7 +357,7 @@ class PolicyObjective(Objective):
         """
         for name in [name for name in means if name.endswith(SQUARE)]:
             mean_square = means.pop(name)
-            ratio = name.removesuffix("/square")
+            ratio = name.removesuffix("/square")  # "ratio", or "ratio" of one age
             if mean_square:
                 share = means[f"{ratio}/mean"] ** 2 / mean_square
                 # sums in fp32 may round above 1
@@ -395,11 +395,11 @@ class HeldOutRewards(Objective):
         at_once = (
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
-        # Asking for a micro-batch shows that the evaluation continues, and ends it where a signal
-        # asks for that. What is in it is not used; where there are too few, they begin again.
-        signs_of_life = chain.from_iterable(micro_batches() for _ in count())
+        # Only the asking matters: it raises where a signal ends the evaluation. The micro-batches
+        # themselves are not used, and begin again where they are fewer than the parts.
+        checks_for_signal = chain.from_iterable(micro_batches() for _ in count())
         for first in range(0, len(ids), at_once):
-            next(signs_of_life)
+            next(checks_for_signal)
             part = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
                 self.prompts.examples, part, step=0, generations=1, greedy=True, first_place=first
@@ -420,7 +420,7 @@ class HeldOutRewards(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """Averages the rewards, tokens and scores that `prepare` has collected."""
+        """Sums the rewards, tokens and scores that `prepare` has collected, and counts them."""
         names = ["reward", "completions/mean_length"]
         names += [f"rewards/{name}" for name in self.sampler.reward_names]
         rows = torch.tensor([self.results[i] for i in micro_batch.example_ids])

@@ -2,6 +2,10 @@
 divergence, the sum.
 
 A stage's values belong to tokens or to sequences: `Level` says to which, and with it their shape.
+
+Three ratios of probabilities occur. The *ratio*, of the model in training to that before the first
+update ("old"), is bounded by the loss. The *sampling ratio*, of old to sampled, corrects it. The
+*drift*, of the model in training to sampled, is only reported, most often as its logarithm.
 """
 
 from dataclasses import dataclass
@@ -59,7 +63,7 @@ class Completions:
 def find_completions(micro_batch: MicroBatch) -> Completions:
     """Reads which completion each of a micro-batch's `trained_positions` belongs to.
 
-    Some only fill up their number, and have no label.
+    Some of these positions are padding, without a label.
     """
     assert micro_batch.trained_documents is not None, "completions are documents"
     is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
@@ -81,7 +85,7 @@ def loss_level(recipe: Recipe) -> Level:
 
 
 def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
-    """Computes the probability ratios of the model in training to the sampled model.
+    """Computes the probability ratios of the model in training to the old one.
 
     Args:
         log_ratios: [positions], of single tokens.
@@ -121,7 +125,7 @@ def find_outside(log_probabilities: Tensor, sampled: Tensor, recipe: Recipe) -> 
     """Says which tokens are beyond the bounds of the loss, whatever their advantages;
     bool[positions].
 
-    Bounded are their ratios, or the differences of their probabilities (DPPO).
+    The bounds are on the drifts, or on the differences of the two probabilities (DPPO).
 
     Args:
         log_probabilities: [positions], of the model in training.
@@ -212,8 +216,10 @@ def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe
 
 
 def bound_sampling_ratios(ratios: Tensor, recipe: Recipe) -> Tensor:
-    """Returns the weights of the losses, as the recipe's row of `CORRECTIONS` says: the ratio, or 1
-    under a mask without weights; beyond the bounds the bound, 0, or the ratio all the same.
+    """Returns the weights of the losses, as the recipe's row of `CORRECTIONS` says.
+
+    Within the bounds a weight is the ratio, or 1 where `is_weighted` is false. Beyond them it is as
+    `beyond` says: the bound, 0, or the ratio all the same.
 
     Arguments and result are at `loss_level`.
     """
