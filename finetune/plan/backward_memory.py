@@ -122,17 +122,17 @@ def sharded_points(
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
-        if _name_layer(done, memory.layers):  # between these, memory changes evenly
-            yield from _sharded_layer(backward, done)
+        name = _name_layer(done, memory.layers)
+        if name:  # between the named layers, memory changes evenly
+            yield from _sharded_layer(backward, done, name)
         backward.end_unit(memory.layer)
     yield from _sharded_embedding(backward)
 
 
-def _sharded_layer(backward: ShardedBackward, done: int) -> Iterator[Snapshot]:
-    """The backward of one layer, after `done` others, and then its reduction."""
+def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[Snapshot]:
+    """The backward of the layer `name`, after `done` others, and then its reduction."""
     spec = backward.spec
     memory = backward.memory
-    name = _name_layer(done, memory.layers)
     is_last = done + 1 == memory.layers
     next_unit = memory.embedding if is_last else memory.layer
     # what is gathered beside this layer; the next unit arrives meanwhile
@@ -251,7 +251,7 @@ def unsharded_points(
         yield from _updated_head(spec, memory, before, updates["head"])
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
-        if not name:  # between the named layers, memory changes evenly
+        if not name:
             continue
         point = replace(
             before,

@@ -44,6 +44,7 @@ def compared_bytes(spec: RunSpec, groups: int) -> int:
     their cosines.
     """
     queries = min(groups, CONTRASTED_QUERIES)
+    # the cosines, their log-softmax and its gradient
     cosines = 3 * FP64 * queries * groups * (spec.recipe.group_size - 1)
     return VECTOR_COPIES * vector_bytes(spec, groups) + cosines
 
