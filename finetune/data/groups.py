@@ -20,6 +20,7 @@ from finetune.data.formats import (
     Text,
     parse_row,
 )
+from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import hash_images, read_image
 from finetune.data.messages import BadRow
 from finetune.data.preferences import (
@@ -246,7 +247,7 @@ def _read_row(
         return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
-        return READERS[kind](row, source, data)
+        return READERS[kind](rewrite_row(row), source, data)
     except BadRow as problem:
         return problem
     except UnicodeEncodeError:

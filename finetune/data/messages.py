@@ -8,6 +8,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from finetune.config.user_code import load, place_of
+from finetune.data.hosted_rows import split_turn
 from finetune.errors import UserError, name_page
 from finetune.units import counted
 
@@ -82,7 +83,8 @@ def parse_messages(
     messages: list[Message] = []
     trained: list[bool] = []
     part_images: list[Any] = []
-    for number, turn in enumerate(turns, 1):
+    numbered = ((i, each) for i, turn in enumerate(turns, 1) for each in split_turn(turn))
+    for number, turn in numbered:
         message, is_trained = _parse_message(turn, number, part_images)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
             # ShareGPT has a turn for the text and one for each call; a chat template reads them as

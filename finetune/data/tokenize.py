@@ -191,7 +191,9 @@ def _store_facts(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
-    """The fields of `Tokens` that hold the documents' images."""
+    """The fields of `Tokens` by which images are found again: their paths, or the bytes of those
+    that came with the row.
+    """
     images = list(chain.from_iterable(document.images for document in documents))
     stored = [image.stored() for image in images]
     return {
@@ -214,14 +216,15 @@ class _Piece:
     text: str
     trained: bool
     # Encoded together with the text and removed again: a SentencePiece tokenizer puts a space
-    # before a text unless something stands there. It is the special token that the piece follows,
-    # which may decide for itself; "\n" for any other text; "" at the start of a document.
+    # before a text unless something stands there. It is "" at the start of a document and at a
+    # fresh start; the added token that the piece follows, since tokenizers differ in whether a
+    # space follows such a token; else "\n".
     before: str
 
 
 def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """The text of a document, cut where a trained span begins or ends, and where a text starts as
-    if nothing stood before it.
+    """The text of a document, cut at the borders of its trained spans and at `fresh_starts`; each
+    piece with what it is encoded behind.
     """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}

@@ -36,6 +36,7 @@ from finetune.data.formats import (
     find_common_pair,
     parse_row,
 )
+from finetune.data.hosted_rows import rewrite_row
 from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files
@@ -416,7 +417,7 @@ def _find_columns(
     row: Mapping[str, Any], source: DatasetSource, has_template: bool
 ) -> DatasetSource:
     try:
-        recognized = parse_row(row, source)
+        recognized = parse_row(rewrite_row(row), source)
     except BadRow as error:
         return _name_columns(row, source, error)
     pair = find_common_pair(row, source)

@@ -33,6 +33,7 @@ from finetune.data.formats import (
     TokenRow,
 )
 from finetune.data.groups import READERS
+from finetune.data.hosted_rows import rewrite_row
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
@@ -200,7 +201,7 @@ def _read(
     row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind, data: Data
 ) -> ParsedRow:
     try:
-        return READERS[kind](row, source, data)
+        return READERS[kind](rewrite_row(row), source, data)
     except BadRow as error:
         raise UserError(f"{place}: {name_flags(str(error))}") from None
 

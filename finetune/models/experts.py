@@ -537,7 +537,7 @@ class DividedExperts:
     (Lepikhin et al. 2021, arXiv:2006.16668).
 
     LoRA's adapters of the experts are not spread: FSDP shards them with the other parameters of
-    their layer over all ranks, and a rank adds the factors of its own experts to its weights. They
+    their layer over all ranks, and a rank multiplies with the factors of its own experts. They
     have a few hundredths of the experts' size and are gathered whole. In return their gradients,
     names and checkpoints are those of every other layout. peft keeps the factors B of all experts
     in one matrix, in which the columns of one expert lie r x E columns apart, so no rank's part

@@ -3,7 +3,7 @@
 A backward runs from the head to the first layer. `done` counts the decoder layers whose backward
 has ended. What is *staying* remains gathered for units that follow. The *tail* is final norm and
 head; if it has the embedding's weights, its gradient is *waiting* for the embedding's backward.
-*Vectors* are embedded documents, *factors* are copies of experts' adapters (`ExpertFactors`), and a
+*Factors* are copies of experts' adapters (`ExpertFactors`), and a
 *moment* is a point within a layer's backward. A *traced* model is one whose layer torch ran on the
 meta device to see what it keeps. The other words of a unit's memory are in `UnitMemory`.
 """
@@ -34,7 +34,9 @@ from finetune.plan.temporary_memory import (
 
 
 def kept_for_backward(spec: RunSpec) -> int:
-    """Bytes of activations that the forward of a micro-batch leaves for its backward."""
+    """Bytes of activations when the backward of a micro-batch begins: those that its forward left,
+    and of embeddings the gradients of the whole step.
+    """
     architecture = spec.computed
     computation = spec.computation
     masks = mask_bytes(architecture, computation, spec.tokens)
@@ -43,8 +45,9 @@ def kept_for_backward(spec: RunSpec) -> int:
         factors = 0  # the backward makes them again, see `recompute_dequantized`
     else:
         factors = expert_factor_bytes(architecture, computation).kept
-    vectors = vector_bytes(spec, spec.rows_per_step)
-    return spec.tokens * sum(kept.values()) + factors + masks + vectors
+    # to the vectors of all documents of the step, from `ContrastiveObjective.prepare`
+    vector_gradients = vector_bytes(spec, spec.rows_per_step)
+    return spec.tokens * sum(kept.values()) + factors + masks + vector_gradients
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:

@@ -277,7 +277,8 @@ class UnitMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
-    """What each unit of a model takes; `layer` is its widest decoder layer.
+    """What each unit of a model takes; `layer` is its widest decoder layer, or all of them where
+    they are one unit.
 
     A tied head, and FSDP1's, has the embedding in its unit (`tail_has_embedding`), which therefore
     stays gathered in every layer and is reduced after the backward of the embedding.
@@ -313,6 +314,7 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
     else:
         count = 1
         names = [f"layer {i}" for i in range(spec.part.layers)]
+    # unshared: the experts of this rank alone, for which no all-gather needs a buffer
     layer = _plan_unit(spec, units.layer, names, units.unshared)
     if tail_has_embedding:
         embedding = UnitMemory()

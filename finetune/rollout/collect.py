@@ -440,7 +440,7 @@ class RolloutBatches:
         rollout = self._held[prompts_step]
         if self.sampler.world.is_main and iteration == 0:
             record(list(self._describe_lines(rollout, step)))
-        if self._samples_ahead:  # weights handed over from here on are those after this step
+        if self._samples_ahead:  # the next hand-over comes after this step's update
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)

@@ -100,7 +100,7 @@ class PolicyObjective(Objective):
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
         times the most tokens of one (Dr. GRPO's budget), or its completions.
         """
-        completions = batch.groups  # each completion is a group of its own here
+        completions = batch.groups  # which counts completions here, not prompts
         average = policy_loss(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
