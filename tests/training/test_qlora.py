@@ -107,6 +107,7 @@ def test_a_checkpoint_holds_the_adapters_and_the_digest_of_the_base(resumed: Pat
     )
 
 
+@pytest.mark.slow
 def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(resumed: Path) -> None:
     """Transformers, bitsandbytes and peft alone, from the base's folder and `adapter/`, against the run's own model in fp32."""
     recipe = read_recipe(str(resumed / "recipe.yaml"))
