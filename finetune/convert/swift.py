@@ -1,7 +1,11 @@
 """What only several keys of an ms-swift file or command together determine."""
 
+import re
+from typing import Any
+
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -23,6 +27,8 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("loss_scale", scale, "every token of an answer counts alike here")
     if not settings.get("template"):
         conversion.add_difference("template", None, SWIFT_TURNS)
+    _report_turns(settings, conversion)
+    _report_rows(settings, conversion)
     _adapt_swifts_values(settings, conversion)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
@@ -33,6 +39,137 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(
             "adapters", adapters, "one adapter is trained further", "several adapters at once"
         )
+
+
+# _swift_encode and _add_dynamic_eos of its template/base.py
+ENDS_WHOLE = (
+    "template: all that its template writes after an answer is trained there, as ChatML's line "
+    "break or GLM's <|user|>; here the token alone that ends a turn"
+)
+# its templates with a non_thinking_prefix, and the others that are is_thinking
+HYBRID = re.compile(
+    r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
+    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|kimi-k2\.[5-9]"
+)
+THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3")
+# _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
+EMPTY_THOUGHTS = (
+    "an answer without a thought begins with an empty one there, in every turn, and none is "
+    "trained; here as the tokenizer's template writes it, whose empty thought is trained"
+)
+# _get_preserve_thinking of its template/base.py
+THOUGHTS_KEPT = (
+    "template: the thoughts of all answers of a row stay as they are written there; here where the "
+    "tokenizer's template keeps them"
+)
+# the default_system of its templates/qwen.py, which its base models have too
+SYSTEMS = {
+    r"qwen-?2\.5-math(?!.*instruct)": (
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    ),
+    r"qwen-?2\.5-(?!.*(instruct|vl|omni|math))": (
+        "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    ),
+}
+SYSTEM_THERE = "of a row without one this is the system message there; here the tokenizer's own"
+
+
+def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what a template of ms-swift's writes, or trains, otherwise than the tokenizer's."""
+    if conversion.recipe.get("assistant_only_loss") is not False:
+        conversion.remarks.append(ENDS_WHOLE)
+    template = settings.get("template")
+    name = name_model(settings).lower()
+    is_hybrid = HYBRID.search(name) is not None
+    if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
+        conversion.add_difference("template", None, EMPTY_THOUGHTS)
+    # all but the thought of the last one are left out there
+    is_last_round = conversion.recipe.get("turns") == "last"
+    if (is_hybrid or THINKING.search(name)) and not is_last_round:
+        conversion.remarks.append(THOUGHTS_KEPT)
+    system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)
+    if system and not template and settings.get("system") is None:
+        conversion.add_difference("system", system, SYSTEM_THERE)
+
+
+# BatchSamplerShard of its dataloader/shard.py
+NOT_OF_ALL_RANKS = (
+    "rows: where their number is no multiple of the processes' the last of them are left out there"
+)
+# SequenceParallelSampler of its sequence_parallel/utils.py
+READ_TWICE = (
+    "rows: where their number is no multiple of the groups' of ranks some are read twice there"
+)
+# calculate_matched_group of its dataset/packing.py, and to_constant_volume of binpacking
+PACKED_BY_THOUSANDS = (
+    "packing: a thousand rows at a time are packed there, the longest first, each into the "
+    "emptiest packed row with room for it; here all together, each into the fullest: fewer packed "
+    "rows, and fewer steps"
+)
+# LazyLLMDataset of its dataset/utils.py, by _init_lazy_tokenize of its base_args.py
+DRAWN_ANEW = (
+    "max_length: rows are tokenized when they are trained on there, and in place of one that is "
+    "too long another one is drawn; here it is dropped"
+)
+# _drop_mamba_incompatible_targets of its pipelines/train/tuner.py
+MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
+
+
+def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which rows, and which of them together, make a step there."""
+    if not settings.get("streaming"):
+        shares = (settings.get("sequence_parallel_size") or 1) > 1
+        conversion.remarks.append(READ_TWICE if shares else NOT_OF_ALL_RANKS)
+    packs = settings.get("packing")
+    if packs and settings.get("packing_strategy", "binpack") == "binpack":
+        conversion.remarks.append(PACKED_BY_THOUSANDS)
+    is_lazy = settings.get("lazy_tokenize")
+    grouped = any(map(settings.get, ("packing", "streaming", "group_by_length")))
+    is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)
+    if is_lazy and conversion.recipe.get("overlength", "drop") == "drop":
+        conversion.remarks.append(DRAWN_ANEW)
+    targets = conversion.recipe.get("lora_target_modules", "all-linear")
+    is_of_mamba = guess_family(name_model(settings)) in MAMBA_FAMILIES
+    if is_of_mamba and targets == "all-linear" and conversion.recipe.get("use_peft", True):
+        conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
+
+
+# of data sets that its dataset/dataset registers: the ends of their names -> what of a row is
+# written otherwise
+REWRITTEN = {
+    "alpaca-gpt4-data-zh": "输入： at the start of an input is left out there",
+    "LongAlpaca-12k": "Answer: at the start of an answer is left out there",
+    "function-calling-chatml": (
+        "a system message is left out there, and function_description is read as the tools"
+    ),
+    "AdvertiseGen": (
+        "a question asks for advertisements in English there, and the rows of validation are "
+        "trained on too"
+    ),
+}
+SELF_COGNITION = "self-cognition"
+# SelfCognitionPreprocessor of its dataset/dataset/llm.py, by the names of its own subsets
+SUBSETS = {
+    "qwen3": "each question ends with /no_think there, each answer begins with an empty thought",
+    "empty_think": "each answer begins with an empty thought there",
+}
+OF_IMAGES = re.compile("latex_ocr|textcaps|captcha|clevr|coco|llava|vqa", re.IGNORECASE)
+
+
+def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
+    """Names the columns of a data set that ms-swift knows, and reports how it rewrites its rows."""
+    for entry in sources:
+        name = str(entry["path"]).rpartition("/")[2]
+        if name in REWRITTEN:
+            conversion.add_difference("dataset", entry["path"], REWRITTEN[name])
+        if name != SELF_COGNITION:
+            continue
+        entry |= {"type": "messages", "prompt_column": "query", "completion_column": "response"}
+        subset = entry.get("name")
+        if subset in SUBSETS:
+            del entry["name"]
+            conversion.add_difference("dataset", f"{entry['path']}:{subset}", SUBSETS[subset])
 
 
 # get_quantization_config of its arguments/base_args/quant_args.py
