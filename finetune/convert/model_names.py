@@ -242,7 +242,8 @@ MAYBE_KEPT_IN_FP8 = (
     f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
-# WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's model/model_utils/quantization.py asks for
+# update_dtype of transformers' AwqQuantizer, and WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's
+# model/model_utils/quantization.py and ms-swift's model/model_meta.py ask for
 DEQUANTIZED_AWQ = (
     "the base is packed there, and its layers compute in float16 under bf16 too; dequantized here, "
     "its numbers are rounded to the run's 16 bits"
@@ -1171,7 +1172,7 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
         if pattern.search(name) and not loads_plain:
             conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
-        by_autoawq = conversion.tool == "LLaMA-Factory" and "awq" in name
+        by_autoawq = conversion.tool in ("LLaMA-Factory", "ms-swift") and "awq" in name
         note = DEQUANTIZED_AWQ if by_autoawq else DEQUANTIZED
         conversion.remarks.append(f"model: {name_model(settings)}   ({note})")
     if "nvfp4" in name and settings.get("use_sonicmoe"):

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
@@ -29,6 +30,7 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("template", None, SWIFT_TURNS)
     _report_turns(settings, conversion)
     _report_rows(settings, conversion)
+    _report_targets(settings, conversion)
     _adapt_swifts_values(settings, conversion)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
@@ -111,9 +113,6 @@ DRAWN_ANEW = (
     "max_length: rows are tokenized when they are trained on there, and in place of one that is "
     "too long another one is drawn; here it is dropped"
 )
-# _drop_mamba_incompatible_targets of its pipelines/train/tuner.py
-MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 
 def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
@@ -129,10 +128,28 @@ def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
     is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)
     if is_lazy and conversion.recipe.get("overlength", "drop") == "drop":
         conversion.remarks.append(DRAWN_ANEW)
+
+
+# _drop_mamba_incompatible_targets of its pipelines/train/tuner.py
+MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+# find_all_linears of its utils/transformers_utils.py, by the classes of transformers 4
+EXPERTS_UNDER_4 = (
+    "under transformers 4, which runs there too, experts and routers are linear layers, which get "
+    "adapters; under 5, and here, they are none"
+)
+NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
+
+
+def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports layers that all-linear is there, or is not."""
     targets = conversion.recipe.get("lora_target_modules", "all-linear")
-    is_of_mamba = guess_family(name_model(settings)) in MAMBA_FAMILIES
-    if is_of_mamba and targets == "all-linear" and conversion.recipe.get("use_peft", True):
+    family = guess_family(name_model(settings)) or ""
+    if targets != "all-linear" or not conversion.recipe.get("use_peft", True):
+        return
+    if family in MAMBA_FAMILIES:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
+    elif find_alias(family) in ("qwen2_moe", "mixtral"):
+        conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
 
 
 # of data sets that its dataset/dataset registers: the ends of their names -> what of a row is

@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DRAWN_AGAIN
-from finetune.convert.model_names import OWN_THOUGHT, THOUGHT_WHOLE, TOWER_ADAPTED, TRAINED_TOWER
+from finetune.convert.model_names import (
+    DEQUANTIZED_AWQ,
+    OWN_THOUGHT,
+    THOUGHT_WHOLE,
+    TOWER_ADAPTED,
+    TRAINED_TOWER,
+)
 from finetune.convert.swift import (
     DRAWN_ANEW,
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
+    EXPERTS_UNDER_4,
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
     PACKED_BY_THOUSANDS,
@@ -110,6 +117,30 @@ def test_ms_swift_puts_no_adapter_on_mambas_out_proj(convert: Convert) -> None:
     name = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
     assert NOT_ON_MAMBA in said(convert(SWIFT, model=name))
     assert NOT_ON_MAMBA not in said(convert(SWIFT, model=name, target_modules=["q_proj"]))
+
+
+def test_experts_that_ms_swift_adapts_under_transformers_4_are_said(convert: Convert) -> None:
+    mixture = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    assert EXPERTS_UNDER_4 in said(convert(SWIFT, model=mixture))
+    assert EXPERTS_UNDER_4 not in said(convert(SWIFT, model=mixture, tuner_type="full"))
+    assert EXPERTS_UNDER_4 not in said(convert(SWIFT, model="Qwen/Qwen3-8B"))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"), [("fsdp2.json", REDUCED_IN_16_BITS), ("multi_node.yaml", MAYBE_REDUCED)]
+)
+def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    options = "--model org/model --dataset rows.jsonl --max_length 512 --torch_dtype bfloat16"
+    script.write_text(f"accelerate launch --config_file {file} swift/cli/sft.py {options}\n")
+    assert line in said(convert_file(script))
+    script.write_text(f"swift sft {options}\n")
+    assert line not in said(convert_file(script))
+
+
+def test_awq_computes_in_float16_in_ms_swift(convert: Convert) -> None:
+    """update_dtype of transformers' AwqQuantizer."""
+    assert DEQUANTIZED_AWQ in said(convert(SWIFT, model="Qwen/Qwen2.5-7B-Instruct-AWQ"))
 
 
 def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
