@@ -138,6 +138,14 @@ def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_pa
     assert line not in said(convert_file(script))
 
 
+def test_keys_of_ms_swift_that_ask_for_nothing_have_no_line(convert: Convert) -> None:
+    asked = {"freeze_llm": True, "tuner_backend": "unsloth"}
+    assert all(f"{key}: " in said(convert(SWIFT, **asked)) for key in asked)
+    usual = {"freeze_llm": False, "tuner_backend": "peft", "use_logits_to_keep": True}
+    usual["use_ray"] = True
+    assert not any(f"{key}: " in said(convert(SWIFT, **usual)) for key in usual)
+
+
 def test_awq_computes_in_float16_in_ms_swift(convert: Convert) -> None:
     """update_dtype of transformers' AwqQuantizer."""
     assert DEQUANTIZED_AWQ in said(convert(SWIFT, model="Qwen/Qwen2.5-7B-Instruct-AWQ"))
