@@ -31,6 +31,7 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     _report_turns(settings, conversion)
     _report_rows(settings, conversion)
     _report_targets(settings, conversion)
+    _report_copies(settings, conversion)
     _adapt_swifts_values(settings, conversion)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
@@ -48,6 +49,13 @@ ENDS_WHOLE = (
     "template: all that its template writes after an answer is trained there, as ChatML's line "
     "break or GLM's <|user|>; here the token alone that ends a turn"
 )
+# whose templates write a turn's end alone
+WITHOUT_MORE = re.compile(r"deepseek|gpt-?oss|llama|gemma-?[123]|phi|mistral|mixtral")
+# the chat_sep of its gpt_oss, which is no suffix
+EARLIER_ENDS = (
+    "answers before the last one of a row end with <|end|> there, which is not trained, all with "
+    "<|return|> here"
+)
 # its templates with a non_thinking_prefix, and the others that are is_thinking
 HYBRID = re.compile(
     r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
@@ -56,8 +64,8 @@ HYBRID = re.compile(
 THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3")
 # _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
 EMPTY_THOUGHTS = (
-    "an answer without a thought begins with an empty one there, in every turn, and none is "
-    "trained; here as the tokenizer's template writes it, whose empty thought is trained"
+    "an answer without a thought begins with an empty one there, {}, and none is trained; here as "
+    "the tokenizer's template writes it, whose empty thought is trained"
 )
 # _get_preserve_thinking of its template/base.py
 THOUGHTS_KEPT = (
@@ -78,15 +86,19 @@ SYSTEM_THERE = "of a row without one this is the system message there; here the 
 
 def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what a template of ms-swift's writes, or trains, otherwise than the tokenizer's."""
-    if conversion.recipe.get("assistant_only_loss") is not False:
-        conversion.remarks.append(ENDS_WHOLE)
     template = settings.get("template")
     name = name_model(settings).lower()
+    is_masked = conversion.recipe.get("assistant_only_loss") is not False
+    if is_masked and (template or not WITHOUT_MORE.search(name)):
+        conversion.remarks.append(ENDS_WHOLE)
+    if is_masked and guess_family(name) == "gpt_oss":
+        conversion.add_difference("template", template, EARLIER_ENDS)
     is_hybrid = HYBRID.search(name) is not None
-    if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
-        conversion.add_difference("template", None, EMPTY_THOUGHTS)
     # all but the thought of the last one are left out there
     is_last_round = conversion.recipe.get("turns") == "last"
+    if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
+        where = "in the last turn" if is_last_round else "in every turn"
+        conversion.add_difference("template", None, EMPTY_THOUGHTS.format(where))
     if (is_hybrid or THINKING.search(name)) and not is_last_round:
         conversion.remarks.append(THOUGHTS_KEPT)
     system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)
@@ -150,6 +162,32 @@ def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
     elif find_alias(family) in ("qwen2_moe", "mixtral"):
         conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
+
+
+# of peft, whose cast_adapter_dtype leaves what ModulesToSaveWrapper copies as the base is
+COPIES_IN_16_BITS = (
+    "without DeepSpeed and FSDP the copies that are trained are in bfloat16 there, as the base is, "
+    "and so are their moments; in float32 here"
+)
+# _add_new_special_tokens of its model/register.py
+ROWS_UNTRAINED = (
+    "beside adapters the rows of new tokens are trained there where modules_to_save names the "
+    "embedding and the output head; both are trained here"
+)
+
+
+def _report_copies(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what is trained whole beside adapters."""
+    recipe = conversion.recipe
+    if recipe.get("use_peft") is False:
+        return
+    saved = recipe.get("modules_to_save")
+    is_sharded = settings.get("deepspeed") or settings.get("fsdp")
+    if saved and not is_sharded and settings.get("torch_dtype") in (None, "bfloat16"):
+        conversion.add_difference("modules_to_save", saved, COPIES_IN_16_BITS)
+    if settings.get("new_special_tokens") and not saved:
+        added = settings["new_special_tokens"]
+        conversion.add_difference("new_special_tokens", added, ROWS_UNTRAINED)
 
 
 # of data sets that its dataset/dataset registers: the ends of their names -> what of a row is

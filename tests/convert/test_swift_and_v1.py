@@ -18,7 +18,9 @@ from finetune.convert.model_names import (
     TRAINED_TOWER,
 )
 from finetune.convert.swift import (
+    COPIES_IN_16_BITS,
     DRAWN_ANEW,
+    EARLIER_ENDS,
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
     EXPERTS_UNDER_4,
@@ -26,6 +28,7 @@ from finetune.convert.swift import (
     NOT_ON_MAMBA,
     PACKED_BY_THOUSANDS,
     READ_TWICE,
+    ROWS_UNTRAINED,
     SYSTEM_THERE,
     THOUGHTS_KEPT,
 )
@@ -62,8 +65,8 @@ def said(made: Conversion) -> str:
         ("Qwen/Qwen2.5-7B", [SYSTEM_THERE]),
         ("Qwen/Qwen2.5-7B-Instruct", []),
         ("Qwen/Qwen2.5-Math-1.5B", [SYSTEM_THERE]),
-        ("Qwen/Qwen3-8B", [EMPTY_THOUGHTS, THOUGHTS_KEPT]),
-        ("Qwen/Qwen3.5-4B", [EMPTY_THOUGHTS, THOUGHTS_KEPT]),
+        ("Qwen/Qwen3-8B", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
+        ("Qwen/Qwen3.5-4B", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
         ("Qwen/Qwen3-4B-Instruct-2507", []),
         ("Qwen/Qwen3-4B-Thinking-2507", [THOUGHTS_KEPT]),
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", [THOUGHTS_KEPT]),
@@ -76,7 +79,7 @@ def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
 ) -> None:
     """default_system, non_thinking_prefix and is_thinking of its template/templates, by model/models."""
     text = said(convert(SWIFT, model=name))
-    known = (SYSTEM_THERE, EMPTY_THOUGHTS, THOUGHTS_KEPT)
+    known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
     assert [line for line in known if line in text] == lines
     assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
 
@@ -85,6 +88,15 @@ def test_the_suffix_of_ms_swifts_templates_is_trained_whole(convert: Convert) ->
     """_add_dynamic_eos of its template/base.py: `<|im_end|>\\n` of ChatML, after each answer."""
     assert ENDS_WHOLE in said(convert(SWIFT))
     assert ENDS_WHOLE not in said(convert(SWIFT, loss_scale="all"))
+    assert ENDS_WHOLE not in said(convert(SWIFT, model="meta-llama/Llama-3.1-8B-Instruct"))
+    assert EARLIER_ENDS in said(convert(SWIFT, model="openai/gpt-oss-20b"))
+
+
+def test_the_thoughts_of_earlier_turns_are_left_out_there_under_last_round(
+    convert: Convert,
+) -> None:
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", loss_scale="last_round"))
+    assert EMPTY_THOUGHTS.format("in the last turn") in text and THOUGHTS_KEPT not in text
 
 
 @pytest.mark.parametrize(
@@ -136,6 +148,17 @@ def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_pa
     assert line in said(convert_file(script))
     script.write_text(f"swift sft {options}\n")
     assert line not in said(convert_file(script))
+
+
+def test_what_ms_swift_trains_whole_beside_adapters_is_said(convert: Convert) -> None:
+    """cast_adapter_dtype of peft, and _add_new_special_tokens of its model/register.py."""
+    saved = {"modules_to_save": ["embed_tokens"], "torch_dtype": "bfloat16"}
+    assert COPIES_IN_16_BITS in said(convert(SWIFT, **saved))
+    assert COPIES_IN_16_BITS not in said(convert(SWIFT, **saved, deepspeed="zero2"))
+    tokens = {"new_special_tokens": ["<a>"]}
+    assert ROWS_UNTRAINED in said(convert(SWIFT, **tokens))
+    assert ROWS_UNTRAINED not in said(convert(SWIFT, **tokens, **saved))
+    assert ROWS_UNTRAINED not in said(convert(SWIFT, **tokens, tuner_type="full"))
 
 
 def test_keys_of_ms_swift_that_ask_for_nothing_have_no_line(convert: Convert) -> None:
