@@ -729,7 +729,9 @@ class _FactoryData:
             # _get_dataset_info of v1's core/data_engine.py
             is_v1 = self.conversion.is_factory_v1
             if is_v1 and not name.endswith(".yaml"):
-                return [{"path": name}]
+                return read_v1_entry(
+                    DataSetEntry.make("train_dataset", {"path": name}), self.source, self.conversion
+                )
             listed = list_v1_entries(name, self.source) if is_v1 else None
             if listed is not None:
                 return read_each("LLaMA-Factory", listed, self._read_v1, self.conversion)

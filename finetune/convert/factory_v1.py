@@ -95,6 +95,11 @@ def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
     report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
 
 
+# SFTSample of its utils/types.py
+V1_ROWS = (
+    "datasets: without a converter a row has messages there, each with a list of parts with a type "
+    "and a value, and a loss_weight; here their keys are text and weight"
+)
 # adjust_data_index of its plugins/data_plugins/loader.py
 DRAWN_AGAIN = (
     "so many are drawn there, some of them more than once and others never; here each is read once"
@@ -124,6 +129,8 @@ def read_v1_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> 
     converter = entry.unread.get("converter")
     if converter in ("alpaca", "sharegpt"):
         keys["type"] = entry.take("converter")
+    elif converter is None and V1_ROWS not in conversion.remarks:
+        conversion.remarks.append(V1_ROWS)
     if keys["max_samples"]:
         conversion.add_remark(f"{entry.where}.size", keys["max_samples"], DRAWN_AGAIN)
     return make_sources([path], **keys)

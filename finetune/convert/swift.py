@@ -114,11 +114,15 @@ NOT_OF_ALL_RANKS = (
 READ_TWICE = (
     "rows: where their number is no multiple of the groups' of ranks some are read twice there"
 )
+# _inner_call of its loss_scale/base.py
+LOSS_OF_MESSAGES = (
+    "rows: a message's loss and loss_scale say there whether it is trained, and how much; train "
+    "and weight do here"
+)
 # calculate_matched_group of its dataset/packing.py, and to_constant_volume of binpacking
-PACKED_BY_THOUSANDS = (
-    "packing: a thousand rows at a time are packed there, the longest first, each into the "
-    "emptiest packed row with room for it; here all together, each into the fullest: fewer packed "
-    "rows, and fewer steps"
+PACKED_AT_ONCE = (
+    "packing: {} rows at a time are packed there, the longest first, each into the emptiest packed "
+    "row with room for it; here each into the fullest: fewer packed rows, and fewer steps"
 )
 # LazyLLMDataset of its dataset/utils.py, by _init_lazy_tokenize of its base_args.py
 DRAWN_ANEW = (
@@ -129,12 +133,14 @@ DRAWN_ANEW = (
 
 def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which rows, and which of them together, make a step there."""
+    conversion.remarks.append(LOSS_OF_MESSAGES)
     if not settings.get("streaming"):
         shares = (settings.get("sequence_parallel_size") or 1) > 1
         conversion.remarks.append(READ_TWICE if shares else NOT_OF_ALL_RANKS)
     packs = settings.get("packing")
     if packs and settings.get("packing_strategy", "binpack") == "binpack":
-        conversion.remarks.append(PACKED_BY_THOUSANDS)
+        at_once = "128" if settings.get("streaming") else "a thousand"
+        conversion.remarks.append(PACKED_AT_ONCE.format(at_once))
     is_lazy = settings.get("lazy_tokenize")
     grouped = any(map(settings.get, ("packing", "streaming", "group_by_length")))
     is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)

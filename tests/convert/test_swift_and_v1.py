@@ -9,7 +9,7 @@ import yaml
 
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
-from finetune.convert.factory_v1 import DRAWN_AGAIN
+from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
 from finetune.convert.model_names import (
     DEQUANTIZED_AWQ,
     OWN_THOUGHT,
@@ -24,9 +24,10 @@ from finetune.convert.swift import (
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
     EXPERTS_UNDER_4,
+    LOSS_OF_MESSAGES,
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
-    PACKED_BY_THOUSANDS,
+    PACKED_AT_ONCE,
     READ_TWICE,
     ROWS_UNTRAINED,
     SYSTEM_THERE,
@@ -37,6 +38,7 @@ from finetune.errors import UserError
 
 Convert = Callable[..., Conversion]
 SWIFT = {"model": "org/model", "tuner_type": "lora", "dataset": ["rows.jsonl"], "max_length": 512}
+PACKED = PACKED_AT_ONCE.format("a thousand")
 V1 = {
     "model": "Qwen/Qwen3-4B",
     "dist_config": {"name": "fsdp2"},
@@ -105,7 +107,7 @@ def test_the_thoughts_of_earlier_turns_are_left_out_there_under_last_round(
         ({}, [NOT_OF_ALL_RANKS]),
         ({"streaming": True, "max_steps": 9}, []),
         ({"sequence_parallel_size": 2}, [READ_TWICE]),
-        ({"packing": True}, [NOT_OF_ALL_RANKS, PACKED_BY_THOUSANDS]),
+        ({"packing": True}, [NOT_OF_ALL_RANKS, PACKED]),
         ({"model": "Qwen/Qwen3.5-4B"}, [NOT_OF_ALL_RANKS, DRAWN_ANEW]),
         ({"model": "Qwen/Qwen3.5-4B", "truncation_strategy": "right"}, [NOT_OF_ALL_RANKS]),
         ({"lazy_tokenize": True}, [NOT_OF_ALL_RANKS, DRAWN_ANEW]),
@@ -116,7 +118,8 @@ def test_which_rows_ms_swift_leaves_out_packs_or_draws_is_said(
 ) -> None:
     """BatchSamplerShard, SequenceParallelSampler, PackingDataset and LazyLLMDataset."""
     text = said(convert(SWIFT, **keys))
-    known = (NOT_OF_ALL_RANKS, READ_TWICE, PACKED_BY_THOUSANDS, DRAWN_ANEW)
+    known = (NOT_OF_ALL_RANKS, READ_TWICE, PACKED, DRAWN_ANEW)
+    assert LOSS_OF_MESSAGES in text
     assert [line for line in known if line in text] == lines
 
 
@@ -251,6 +254,10 @@ def test_a_list_of_data_sets_of_llama_factorys_v1_is_read(tmp_path: Path, conver
         {"path": "a/b", "split": "test"},
     ]
     assert not made.to_do and DRAWN_AGAIN in said(made) and "two.weight: 2.0" in said(made)
+    assert V1_ROWS in said(made) and V1_ROWS in said(convert(V1))
+    listed["two"]["converter"] = "sharegpt"
+    (tmp_path / "listed.yaml").write_text(yaml.safe_dump(listed))
+    assert V1_ROWS not in said(convert(V1, train_dataset="listed.yaml"))
 
 
 def test_llama_factorys_script_is_its_command(tmp_path: Path) -> None:
