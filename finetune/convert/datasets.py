@@ -26,7 +26,7 @@ from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
 from finetune.convert.model_names import HEADER, guess_family, guess_vision_family
 from finetune.convert.shared import PACKED_IN_ORDER
-from finetune.convert.swift import adapt_rows
+from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
 from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
@@ -858,10 +858,12 @@ def _read_swift(
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))
     for entry in train:
-        if entry.get("max_samples"):
+        if entry.get("max_samples") and not settings.get("streaming"):
             conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
     adapt_rows(train + held_out, conversion)
-    names = [entry["path"] for entry in train + held_out if not Path(entry["path"]).suffix]
+    paths = [entry["path"] for entry in train + held_out]
+    known = ON_HUGGING_FACE.values()
+    names = [path for path in paths if not Path(path).suffix and path not in known]
     if names and not settings.get("use_hf"):
         conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
     return train, held_out

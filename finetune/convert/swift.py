@@ -210,6 +210,22 @@ REWRITTEN = {
     ),
 }
 SELF_COGNITION = "self-cognition"
+# their names on Hugging Face's hub, by the same
+ON_HUGGING_FACE = {
+    "AI-ModelScope/alpaca-gpt4-data-en": "vicgalle/alpaca-gpt4",
+    "AI-ModelScope/alpaca-gpt4-data-zh": "llm-wizard/alpaca-gpt4-data-zh",
+    "AI-ModelScope/LongAlpaca-12k": "Yukang/LongAlpaca-12k",
+    "AI-ModelScope/function-calling-chatml": "Locutusque/function-calling-chatml",
+    "AI-MO/NuminaMath-CoT": "AI-MO/NuminaMath-CoT",
+    "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": (
+        "Congliu/Chinese-DeepSeek-R1-Distill-data-110k-SFT"
+    ),
+    "lvjianjin/AdvertiseGen": "shibing624/AdvertiseGen",
+    "self-cognition": "modelscope/self-cognition",
+    "swift/self-cognition": "modelscope/self-cognition",
+}
+OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
+THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
 # SelfCognitionPreprocessor of its dataset/dataset/llm.py, by the names of its own subsets
 SUBSETS = {
     "qwen3": "each question ends with /no_think there, each answer begins with an empty thought",
@@ -221,16 +237,22 @@ OF_IMAGES = re.compile("latex_ocr|textcaps|captcha|clevr|coco|llava|vqa", re.IGN
 def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
     """Names the columns of a data set that ms-swift knows, and reports how it rewrites its rows."""
     for entry in sources:
-        name = str(entry["path"]).rpartition("/")[2]
+        asked = str(entry["path"])
+        name = asked.rpartition("/")[2]
         if name in REWRITTEN:
-            conversion.add_difference("dataset", entry["path"], REWRITTEN[name])
+            conversion.add_difference("dataset", asked, REWRITTEN[name])
+        if name in OF_ALPACA:
+            entry["type"] = "alpaca"
+        entry["path"] = ON_HUGGING_FACE.get(asked, asked)
+        if entry["path"] != asked:
+            conversion.add_remark("dataset", asked, THERE_AS.format(entry["path"]))
         if name != SELF_COGNITION:
             continue
         entry |= {"type": "messages", "prompt_column": "query", "completion_column": "response"}
         subset = entry.get("name")
         if subset in SUBSETS:
             del entry["name"]
-            conversion.add_difference("dataset", f"{entry['path']}:{subset}", SUBSETS[subset])
+            conversion.add_difference("dataset", f"{asked}:{subset}", SUBSETS[subset])
 
 
 # get_quantization_config of its arguments/base_args/quant_args.py

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.datasets import REPEATED
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
 from finetune.convert.model_names import (
@@ -182,14 +183,22 @@ def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
     names = ["AI-ModelScope/alpaca-gpt4-data-zh#500", "swift/self-cognition:qwen3#600", "a/b"]
     made = convert(SWIFT, dataset=names)
     assert made.recipe["datasets"][1] == {
-        "path": "swift/self-cognition",
+        "path": "modelscope/self-cognition",
         "type": "messages",
         "max_samples": 600,
         "prompt_column": "query",
         "completion_column": "response",
     }
+    assert made.recipe["datasets"][0] == {
+        "path": "llm-wizard/alpaca-gpt4-data-zh",
+        "type": "alpaca",
+        "max_samples": 500,
+    }
+    assert [line.split(": ")[1] for line in made.to_do] == ["a/b"]
     assert "输入：" in said(made) and "/no_think" in said(made)
     assert "/no_think" not in said(convert(SWIFT, dataset=["swift/self-cognition"]))
+    streamed = convert(SWIFT, dataset=names, streaming=True, max_steps=9)
+    assert REPEATED in said(made) and REPEATED not in said(streamed)
 
 
 @pytest.mark.parametrize(
