@@ -79,7 +79,7 @@ UNREAD = (
     Unread(
         (*TRAINERS, "Axolotl"),
         ("save_total_limit",),
-        lambda file: file.get("save_total_limit") == 0,
+        lambda file: file.get("save_total_limit") in (0, -1),
     ),
     Unread(
         ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0

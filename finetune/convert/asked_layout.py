@@ -14,7 +14,8 @@ from finetune.convert.value_conversion import read_section
 
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
-LAUNCHED = re.compile(r"--config_file[ =](\S*fsdp\S*)")  # in those of LLaMA-Factory's
+LAUNCHED = re.compile(r"--config_file[ =](\S*fsdp\S*)")  # in those of LLaMA-Factory and ms-swift
+LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file")
 ZERO_STAGE = re.compile(r"'stage': (\d)|^[^{]*(?:z|zero|stage)[-_]?(\d)")  # in lower case
 COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
 FILES: Mapping[AskedSharding, str] = {
@@ -144,7 +145,7 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     """Reads files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
     sharding = _find_sharding(tool, settings)
     launched = LAUNCHED.search(text)
-    if tool == "LLaMA-Factory" and launched and sharding == "none":
+    if tool in ("LLaMA-Factory", "ms-swift") and launched and sharding == "none":
         sharding = "offload" if "offload" in launched[1] else "full"
     precision = _find_precision(tool, settings)
     inner = _drop_prefix(read_section(settings, "fsdp_config"))

@@ -275,6 +275,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     elif conversion.images and conversion.tool != "torchtune":
         conversion.remarks += [RESIZED] if conversion.images not in BY_TORCHVISION else []
     is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
+    is_bounded = is_bounded and not conversion.is_factory_v1
     if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
         conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
 

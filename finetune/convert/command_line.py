@@ -24,6 +24,7 @@ PROGRAMS: Mapping[str, Tool] = {
 }
 # of its examples
 TRL_SCRIPT = re.compile(r"(?:^|/)(sft|dpo|kto|orpo|grpo|cpo|gkd|reward_modeling)\.py$")
+FACTORY_SCRIPT = re.compile(r"(?:^|/)src/train\.py$")
 SWIFT_SCRIPT = re.compile(r"(?:^|/)swift/cli/(\w+)\.py$")
 ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")  # $(expr 16 / 4)
 VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -125,6 +126,10 @@ def _find_program(words: Sequence[str]) -> tuple[Tool, str, Sequence[str]] | Non
         script = SWIFT_SCRIPT.search(word)
         if script is not None:
             return "ms-swift", script[1], words[i + 1 :]
+        rest = words[i + 1 :]
+        is_factorys = "--stage" in rest or any(other.endswith(CONFIGS) for other in rest)
+        if FACTORY_SCRIPT.search(word) and is_factorys:
+            return "LLaMA-Factory", "train", rest
         script = TRL_SCRIPT.search(word)
         if script is not None:
             return "TRL", script[1], words[i + 1 :]

@@ -22,7 +22,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.as_read import read_as_tool
-from finetune.convert.asked_layout import AskedLayout, read_layout, write_accelerate
+from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
 from finetune.convert.axolotl import ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
@@ -219,6 +219,10 @@ ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
     "over a step's micro-batches too; in float32 here"
+)
+MAYBE_REDUCED = (
+    "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
+    "are added over the ranks in 16 bits there, in float32 here"
 )
 # What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
 # its name.
@@ -536,6 +540,8 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     )
     if is_sharded and layout.precision != "no" and not in_fp32:
         conversion.remarks.append(REDUCED_IN_16_BITS)
+    elif conversion.tool == "ms-swift" and LAUNCH_FILE.search(text):
+        conversion.remarks.append(MAYBE_REDUCED)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:
         filters = read_section(settings, "fp8").get("filter_fqns") or []
         has_head = conversion.tool == "Automodel" and "lm_head" not in filters

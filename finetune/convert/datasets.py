@@ -22,9 +22,11 @@ from finetune.convert.entries import (
     read_each,
     take_first_rows,
 )
+from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
 from finetune.convert.model_names import HEADER, guess_family, guess_vision_family
 from finetune.convert.shared import PACKED_IN_ORDER
+from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
 from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
@@ -727,7 +729,12 @@ class _FactoryData:
             # _get_dataset_info of v1's core/data_engine.py
             is_v1 = self.conversion.is_factory_v1
             if is_v1 and not name.endswith(".yaml"):
-                return [{"path": name}]
+                return read_v1_entry(
+                    DataSetEntry.make("train_dataset", {"path": name}), self.source, self.conversion
+                )
+            listed = list_v1_entries(name, self.source) if is_v1 else None
+            if listed is not None:
+                return read_each("LLaMA-Factory", listed, self._read_v1, self.conversion)
             where = f"is not in {self.info_path}"
             its = "its file or hub name"
             if is_v1:
@@ -745,6 +752,9 @@ class _FactoryData:
             )
         entry = DataSetEntry.make(f"{self.info_path.name}: {name}", keys)
         return read_each("LLaMA-Factory", [entry], self._read_entry, self.conversion)
+
+    def _read_v1(self, entry: DataSetEntry) -> Sources:
+        return read_v1_entry(entry, self.source, self.conversion)
 
     def _read_entry(self, entry: DataSetEntry) -> Sources:
         conversion = self.conversion
@@ -835,8 +845,8 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
 
 
 SWIFT_HUB = (
-    "names of ModelScope's hub there: name a file, or the data set on Hugging Face's, where it "
-    "differs"
+    "names of ModelScope's hub there, and code of its own rewrites the rows of some: name a file, "
+    "or the data set on Hugging Face's, where it differs"
 )
 SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
 
@@ -848,9 +858,12 @@ def _read_swift(
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))
     for entry in train:
-        if entry.get("max_samples"):
+        if entry.get("max_samples") and not settings.get("streaming"):
             conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
-    names = [entry["path"] for entry in train + held_out if not Path(entry["path"]).suffix]
+    adapt_rows(train + held_out, conversion)
+    paths = [entry["path"] for entry in train + held_out]
+    known = ON_HUGGING_FACE.values()
+    names = [path for path in paths if not Path(path).suffix and path not in known]
     if names and not settings.get("use_hf"):
         conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
     return train, held_out

@@ -34,6 +34,11 @@ UNLIMITED_NOTE = (
     "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for "
     "longer ones"
 )
+# max_length of ms-swift's base_args.py, which is max_model_len where a file has none
+MODELS_LIMIT_NOTE = (
+    "a row that is longer than the model takes is left out there; one of over 8192 tokens stops "
+    "the run here: raise max_length for longer ones"
+)
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
     "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
@@ -127,7 +132,7 @@ def _keep_unlimited_length(
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
         defaults |= UNLIMITED
-        conversion.remarks.append(UNLIMITED_NOTE)
+        conversion.remarks.append(MODELS_LIMIT_NOTE if tool == "ms-swift" else UNLIMITED_NOTE)
 
 
 def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:

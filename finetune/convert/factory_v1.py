@@ -3,7 +3,13 @@
 Its source: src/llamafactory/v1.
 """
 
+from pathlib import Path
+from typing import Any
+
+import yaml
+
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.entries import DataSetEntry, Sources, find_from_root, make_sources
 from finetune.convert.model_names import HEADER_TRAINED, name_model, report_own_thoughts
 from finetune.convert.shared import PACKED_IN_ORDER, WHOLE_STEPS
 from finetune.convert.value_conversion import Conversion
@@ -15,6 +21,12 @@ V1_COMMAND = (
 V1_ALPACA = (
     "datasets: instruction and input of a row of alpaca follow one another there, with nothing "
     "between; on lines of their own here"
+)
+# alpaca_converter and sharegpt_converter of its plugins/data_plugins/converter.py
+V1_COLUMNS = (
+    "datasets: the history of a row of alpaca, and the system column of one of sharegpt, are not "
+    "read there, and an empty system column of alpaca is a system message without words; here both "
+    "are read, and an empty one is none"
 )
 # _render_messages of its core/rendering/rendering.py
 V1_BREAK = (
@@ -53,7 +65,7 @@ FILLS = "dynamic_batching"
 
 def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what v1 does otherwise; splits turns where it does."""
-    conversion.remarks += [V1_COMMAND, V1_ALPACA]
+    conversion.remarks += [V1_COMMAND, V1_ALPACA, V1_COLUMNS]
     _adapt_turns(settings, conversion)
     strategy = settings.get("batching_strategy")
     conversion.remarks.append(FILLED_UP if strategy in (PACKS, FILLS) else WHOLE_STEPS)
@@ -78,4 +90,47 @@ def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["turns"] = "split"  # _prefix_cuts of its core/data_engine.py
     conversion.remarks += [V1_BREAK, V1_SPECIAL]
+    if settings.get("chat_template"):
+        return  # its custom_chat_template, in place of the tokenizer's
     report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
+
+
+# SFTSample of its utils/types.py
+V1_ROWS = (
+    "datasets: without a converter a row has messages there, each with a list of parts with a type "
+    "and a value, and a loss_weight; here their keys are text and weight"
+)
+# adjust_data_index of its plugins/data_plugins/loader.py
+DRAWN_AGAIN = (
+    "so many are drawn there, some of them more than once and others never; here each is read once"
+)
+
+
+def list_v1_entries(name: str, source: Path) -> list[DataSetEntry] | None:
+    """Lists the data sets of a file that names several; None where it is not at hand."""
+    path = find_from_root(source, name)
+    if path is None:
+        return None
+    listed = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    entries = listed if isinstance(listed, dict) else {}
+    return [
+        DataSetEntry.make(f"{path.name}: {key}", entry)
+        for key, entry in entries.items()
+        if isinstance(entry, dict)
+    ]
+
+
+def read_v1_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
+    """Reads one data set of such a file, as _load_dataset of its core/data_engine.py does."""
+    path = str(entry.take("path"))
+    if entry.take("source") == "local":
+        path = str(find_from_root(source, path) or path)
+    keys: dict[str, Any] = {"split": entry.take("split"), "max_samples": entry.take("size")}
+    converter = entry.unread.get("converter")
+    if converter in ("alpaca", "sharegpt"):
+        keys["type"] = entry.take("converter")
+    elif converter is None and V1_ROWS not in conversion.remarks:
+        conversion.remarks.append(V1_ROWS)
+    if keys["max_samples"]:
+        conversion.add_remark(f"{entry.where}.size", keys["max_samples"], DRAWN_AGAIN)
+    return make_sources([path], **keys)

@@ -194,11 +194,11 @@ VISION_FAMILIES = (
     (r"moss-vl", "moss_vl"),
     (r"apertus-v?1\.5", "apertus1p5"),
 )
-AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
+AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio|[-_]tts\b")
 HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")  # beside words
 MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
-    r"minicpm-[vo]"
+    r"[-_.]vl\d?\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
+    r"minicpm-[vo]|ocr\b|\bovis|\bemu3"
 )
 # Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that
 # were not tried.
@@ -217,7 +217,9 @@ MIXTURE = re.compile(
     r"nex-n2|trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
 FIRST_QWEN = re.compile(r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)")
-DIFFUSION_MODEL = re.compile(r"labs-diffusion|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower")
+DIFFUSION_MODEL = re.compile(
+    r"labs-diffusion|diffusiongemma|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower"
+)
 HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
 # Of FP8 and MXFP4 their config says whether they are read; of these it must be a kind that is.
 PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
@@ -240,7 +242,8 @@ MAYBE_KEPT_IN_FP8 = (
     f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
-# WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's model/model_utils/quantization.py asks for
+# update_dtype of transformers' AwqQuantizer, and WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's
+# model/model_utils/quantization.py and ms-swift's model/model_meta.py ask for
 DEQUANTIZED_AWQ = (
     "the base is packed there, and its layers compute in float16 under bf16 too; dequantized here, "
     "its numbers are rounded to the run's 16 bits"
@@ -701,7 +704,7 @@ THOUGHTS_OF_IMAGES = re.compile(
 # Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
 THINKING = re.compile(r"glm-?4\.[567]|nex-n2|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
 FORGETTING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking")  # in earlier turns
-THINKING_LAST = re.compile(r"qwen-?3(?!.*(instruct|coder|embedding|\.8|guard|omni))")
+THINKING_LAST = re.compile(r"qwen-?3(?!\.8|.*(instruct|coder|embedding|guard|omni))")
 # Of these some may.
 MAYBE_THINKING = re.compile(
     r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
@@ -949,7 +952,7 @@ def _find_other_end(name: str, conversion: Conversion) -> str | None:
 def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which template a tool saves with the tokenizer where it writes turns by another."""
     ours = conversion.recipe.get("chat_template")
-    if ours is None or conversion.images:
+    if ours is None or conversion.images or conversion.is_factory_v1:
         return
     if conversion.tool == "torchtune":
         saved = "the model's own tokenizer files are copied"
@@ -1000,6 +1003,7 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     """
     lower = name.lower()
     is_marked = conversion.tool != "Automodel" or conversion.images in MARKED_BY_HEADER
+    is_marked = is_marked and not conversion.is_factory_v1
     own_thought = THOUGHT_WHOLE if conversion.images and is_marked else OWN_THOUGHT
     # LLaMA-Factory's v1 splits the turns as here
     is_one_text = conversion.tool in ("Axolotl", "Automodel")
@@ -1168,7 +1172,7 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
         if pattern.search(name) and not loads_plain:
             conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
-        by_autoawq = conversion.tool == "LLaMA-Factory" and "awq" in name
+        by_autoawq = conversion.tool in ("LLaMA-Factory", "ms-swift") and "awq" in name
         note = DEQUANTIZED_AWQ if by_autoawq else DEQUANTIZED
         conversion.remarks.append(f"model: {name_model(settings)}   ({note})")
     if "nvfp4" in name and settings.get("use_sonicmoe"):
@@ -1364,7 +1368,10 @@ def _adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
         conversion.add_difference(load_key, True, QUANTIZED_PARTS)
-    if conversion.tool == "LLaMA-Factory":
+    if conversion.is_factory_v1:  # which freezes no part by itself
+        adapts = settings.get("finetuning_type") == "lora"
+        conversion.add_difference("model_class", "llm", TOWER_ADAPTED if adapts else TRAINED_TOWER)
+    elif conversion.tool == "LLaMA-Factory":
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
         _adapt_automodels_parts(settings, conversion)

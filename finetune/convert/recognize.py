@@ -36,6 +36,7 @@ from finetune.convert.objectives import (
     find_rounding,
     find_unsupported_losses,
 )
+from finetune.convert.swift import OF_IMAGES
 from finetune.convert.value_conversion import read_section
 from finetune.errors import UserError
 
@@ -125,6 +126,9 @@ V1_NAMES = {
     "model": "model_name_or_path",
     "micro_batch_size": "per_device_train_batch_size",
     "train_dataset": "dataset",
+    "cp_size": "context_parallel_size",
+    "dist_timeout": "ddp_timeout",
+    "custom_chat_template": "chat_template",
 }
 V1_DEFAULTS: Mapping[str, Any] = {
     "stage": "sft",
@@ -161,6 +165,12 @@ V1_UNREAD = (
     "batching_workers",
     "sample_backend",
     "max_new_tokens",
+    "cp_mode",
+    "dp_size",
+    "mp_replicate_size",
+    "mp_shard_size",
+    "full_determinism",
+    "save_ckpt_as_hf",
 )
 
 
@@ -281,13 +291,20 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         }
         others = adapters.keys() - V1_ADAPTERS.keys() - {"name"}
         renamed |= {key: adapters[key] for key in sorted(others)}
-    sharding = read_section(settings, "dist_config").get("name")
-    if sharding == "fsdp2":
+    sharding = read_section(settings, "dist_config")
+    if sharding.get("name") in ("fsdp2", "fsdpturbo"):
         renamed["fsdp"] = "full_shard"
     elif sharding:
-        renamed["deepspeed"] = sharding
+        renamed["deepspeed"] = sharding.get("config_file") or sharding.get("name")
     elif kind == "full":
         renamed["bf16"] = False  # which FSDP2 alone reads; the weights are in float32
+    if sharding.get("name") == "fsdpturbo":  # shard_model of its fsdpturbo.py casts all weights
+        renamed["pure_bf16"] = renamed["bf16"]
+    if settings.get("save_epochs") == 1:
+        renamed["save_strategy"] = "epoch"
+        del renamed["save_epochs"]
+    elif settings.get("save_steps"):
+        del renamed["save_strategy"]
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
     if has_images or settings.get("model_class") == "other":  # not a causal text model's class
@@ -374,6 +391,9 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     name = str(settings.get("model"))
     if MULTIMODAL_MODEL.search(name.lower()) or AUDIO_MODEL.search(name.lower()):
         yield f"model: {name}", "images by ms-swift", True
+    data = str(settings.get("dataset"))
+    if OF_IMAGES.search(data):
+        yield f"dataset: {shorten(data)}", "images by ms-swift", True
 
 
 def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:

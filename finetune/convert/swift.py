@@ -1,7 +1,12 @@
 """What only several keys of an ms-swift file or command together determine."""
 
+import re
+from typing import Any
+
+from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -23,6 +28,10 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("loss_scale", scale, "every token of an answer counts alike here")
     if not settings.get("template"):
         conversion.add_difference("template", None, SWIFT_TURNS)
+    _report_turns(settings, conversion)
+    _report_rows(settings, conversion)
+    _report_targets(settings, conversion)
+    _report_copies(settings, conversion)
     _adapt_swifts_values(settings, conversion)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
@@ -33,6 +42,217 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(
             "adapters", adapters, "one adapter is trained further", "several adapters at once"
         )
+
+
+# _swift_encode and _add_dynamic_eos of its template/base.py
+ENDS_WHOLE = (
+    "template: all that its template writes after an answer is trained there, as ChatML's line "
+    "break or GLM's <|user|>; here the token alone that ends a turn"
+)
+# whose templates write a turn's end alone
+WITHOUT_MORE = re.compile(r"deepseek|gpt-?oss|llama|gemma-?[123]|phi|mistral|mixtral")
+# the chat_sep of its gpt_oss, which is no suffix
+EARLIER_ENDS = (
+    "answers before the last one of a row end with <|end|> there, which is not trained, all with "
+    "<|return|> here"
+)
+# its templates with a non_thinking_prefix, and the others that are is_thinking
+HYBRID = re.compile(
+    r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
+    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|kimi-k2\.[5-9]"
+)
+THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3")
+# _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
+EMPTY_THOUGHTS = (
+    "an answer without a thought begins with an empty one there, {}, and none is trained; here as "
+    "the tokenizer's template writes it, whose empty thought is trained"
+)
+# _get_preserve_thinking of its template/base.py
+THOUGHTS_KEPT = (
+    "template: the thoughts of all answers of a row stay as they are written there; here where the "
+    "tokenizer's template keeps them"
+)
+# the default_system of its templates/qwen.py, which its base models have too
+SYSTEMS = {
+    r"qwen-?2\.5-math(?!.*instruct)": (
+        "Please reason step by step, and put your final answer within \\boxed{}."
+    ),
+    r"qwen-?2\.5-(?!.*(instruct|vl|omni|math))": (
+        "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    ),
+}
+SYSTEM_THERE = "of a row without one this is the system message there; here the tokenizer's own"
+
+
+def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what a template of ms-swift's writes, or trains, otherwise than the tokenizer's."""
+    template = settings.get("template")
+    name = name_model(settings).lower()
+    is_masked = conversion.recipe.get("assistant_only_loss") is not False
+    if is_masked and (template or not WITHOUT_MORE.search(name)):
+        conversion.remarks.append(ENDS_WHOLE)
+    if is_masked and guess_family(name) == "gpt_oss":
+        conversion.add_difference("template", template, EARLIER_ENDS)
+    is_hybrid = HYBRID.search(name) is not None
+    # all but the thought of the last one are left out there
+    is_last_round = conversion.recipe.get("turns") == "last"
+    if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
+        where = "in the last turn" if is_last_round else "in every turn"
+        conversion.add_difference("template", None, EMPTY_THOUGHTS.format(where))
+    if (is_hybrid or THINKING.search(name)) and not is_last_round:
+        conversion.remarks.append(THOUGHTS_KEPT)
+    system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)
+    if system and not template and settings.get("system") is None:
+        conversion.add_difference("system", system, SYSTEM_THERE)
+
+
+# BatchSamplerShard of its dataloader/shard.py
+NOT_OF_ALL_RANKS = (
+    "rows: where their number is no multiple of the processes' the last of them are left out there"
+)
+# SequenceParallelSampler of its sequence_parallel/utils.py
+READ_TWICE = (
+    "rows: where their number is no multiple of the groups' of ranks some are read twice there"
+)
+# _inner_call of its loss_scale/base.py
+LOSS_OF_MESSAGES = (
+    "rows: a message's loss and loss_scale say there whether it is trained, and how much; train "
+    "and weight do here"
+)
+# calculate_matched_group of its dataset/packing.py, and to_constant_volume of binpacking
+PACKED_AT_ONCE = (
+    "packing: {} rows at a time are packed there, the longest first, each into the emptiest packed "
+    "row with room for it; here each into the fullest: fewer packed rows, and fewer steps"
+)
+# LazyLLMDataset of its dataset/utils.py, by _init_lazy_tokenize of its base_args.py
+DRAWN_ANEW = (
+    "max_length: rows are tokenized when they are trained on there, and in place of one that is "
+    "too long another one is drawn; here it is dropped"
+)
+
+
+def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which rows, and which of them together, make a step there."""
+    conversion.remarks.append(LOSS_OF_MESSAGES)
+    if not settings.get("streaming"):
+        shares = (settings.get("sequence_parallel_size") or 1) > 1
+        conversion.remarks.append(READ_TWICE if shares else NOT_OF_ALL_RANKS)
+    packs = settings.get("packing")
+    if packs and settings.get("packing_strategy", "binpack") == "binpack":
+        at_once = "128" if settings.get("streaming") else "a thousand"
+        conversion.remarks.append(PACKED_AT_ONCE.format(at_once))
+    is_lazy = settings.get("lazy_tokenize")
+    grouped = any(map(settings.get, ("packing", "streaming", "group_by_length")))
+    is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)
+    if is_lazy and conversion.recipe.get("overlength", "drop") == "drop":
+        conversion.remarks.append(DRAWN_ANEW)
+
+
+# _drop_mamba_incompatible_targets of its pipelines/train/tuner.py
+MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+# find_all_linears of its utils/transformers_utils.py, by the classes of transformers 4
+EXPERTS_UNDER_4 = (
+    "under transformers 4, which runs there too, experts and routers are linear layers, which get "
+    "adapters; under 5, and here, they are none"
+)
+NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
+
+
+def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports layers that all-linear is there, or is not."""
+    targets = conversion.recipe.get("lora_target_modules", "all-linear")
+    family = guess_family(name_model(settings)) or ""
+    if targets != "all-linear" or not conversion.recipe.get("use_peft", True):
+        return
+    if family in MAMBA_FAMILIES:
+        conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
+    elif find_alias(family) in ("qwen2_moe", "mixtral"):
+        conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
+
+
+# of peft, whose cast_adapter_dtype leaves what ModulesToSaveWrapper copies as the base is
+COPIES_IN_16_BITS = (
+    "without DeepSpeed and FSDP the copies that are trained are in bfloat16 there, as the base is, "
+    "and so are their moments; in float32 here"
+)
+# _add_new_special_tokens of its model/register.py
+ROWS_UNTRAINED = (
+    "beside adapters the rows of new tokens are trained there where modules_to_save names the "
+    "embedding and the output head; both are trained here"
+)
+
+
+def _report_copies(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what is trained whole beside adapters."""
+    recipe = conversion.recipe
+    if recipe.get("use_peft") is False:
+        return
+    saved = recipe.get("modules_to_save")
+    is_sharded = settings.get("deepspeed") or settings.get("fsdp")
+    if saved and not is_sharded and settings.get("torch_dtype") in (None, "bfloat16"):
+        conversion.add_difference("modules_to_save", saved, COPIES_IN_16_BITS)
+    if settings.get("new_special_tokens") and not saved:
+        added = settings["new_special_tokens"]
+        conversion.add_difference("new_special_tokens", added, ROWS_UNTRAINED)
+
+
+# of data sets that its dataset/dataset registers: the ends of their names -> what of a row is
+# written otherwise
+REWRITTEN = {
+    "alpaca-gpt4-data-zh": "输入： at the start of an input is left out there",
+    "LongAlpaca-12k": "Answer: at the start of an answer is left out there",
+    "function-calling-chatml": (
+        "a system message is left out there, and function_description is read as the tools"
+    ),
+    "AdvertiseGen": (
+        "a question asks for advertisements in English there, and the rows of validation are "
+        "trained on too"
+    ),
+}
+SELF_COGNITION = "self-cognition"
+# their names on Hugging Face's hub, by the same
+ON_HUGGING_FACE = {
+    "AI-ModelScope/alpaca-gpt4-data-en": "vicgalle/alpaca-gpt4",
+    "AI-ModelScope/alpaca-gpt4-data-zh": "llm-wizard/alpaca-gpt4-data-zh",
+    "AI-ModelScope/LongAlpaca-12k": "Yukang/LongAlpaca-12k",
+    "AI-ModelScope/function-calling-chatml": "Locutusque/function-calling-chatml",
+    "AI-MO/NuminaMath-CoT": "AI-MO/NuminaMath-CoT",
+    "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": (
+        "Congliu/Chinese-DeepSeek-R1-Distill-data-110k-SFT"
+    ),
+    "lvjianjin/AdvertiseGen": "shibing624/AdvertiseGen",
+    "self-cognition": "modelscope/self-cognition",
+    "swift/self-cognition": "modelscope/self-cognition",
+}
+OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
+THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
+# SelfCognitionPreprocessor of its dataset/dataset/llm.py, by the names of its own subsets
+SUBSETS = {
+    "qwen3": "each question ends with /no_think there, each answer begins with an empty thought",
+    "empty_think": "each answer begins with an empty thought there",
+}
+OF_IMAGES = re.compile("latex_ocr|textcaps|captcha|clevr|coco|llava|vqa", re.IGNORECASE)
+
+
+def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
+    """Names the columns of a data set that ms-swift knows, and reports how it rewrites its rows."""
+    for entry in sources:
+        asked = str(entry["path"])
+        name = asked.rpartition("/")[2]
+        if name in REWRITTEN:
+            conversion.add_difference("dataset", asked, REWRITTEN[name])
+        if name in OF_ALPACA:
+            entry["type"] = "alpaca"
+        entry["path"] = ON_HUGGING_FACE.get(asked, asked)
+        if entry["path"] != asked:
+            conversion.add_remark("dataset", asked, THERE_AS.format(entry["path"]))
+        if name != SELF_COGNITION:
+            continue
+        entry |= {"type": "messages", "prompt_column": "query", "completion_column": "response"}
+        subset = entry.get("name")
+        if subset in SUBSETS:
+            del entry["name"]
+            conversion.add_difference("dataset", f"{asked}:{subset}", SUBSETS[subset])
 
 
 # get_quantization_config of its arguments/base_args/quant_args.py

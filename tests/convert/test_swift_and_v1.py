@@ -1,0 +1,278 @@
+"""What ms-swift and LLaMA-Factory's v1 do by themselves: their rows, turns, ends and defaults, converted or said."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.datasets import REPEATED
+from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
+from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
+from finetune.convert.model_names import (
+    DEQUANTIZED_AWQ,
+    OWN_THOUGHT,
+    THOUGHT_WHOLE,
+    TOWER_ADAPTED,
+    TRAINED_TOWER,
+)
+from finetune.convert.swift import (
+    COPIES_IN_16_BITS,
+    DRAWN_ANEW,
+    EARLIER_ENDS,
+    EMPTY_THOUGHTS,
+    ENDS_WHOLE,
+    EXPERTS_UNDER_4,
+    LOSS_OF_MESSAGES,
+    NOT_OF_ALL_RANKS,
+    NOT_ON_MAMBA,
+    PACKED_AT_ONCE,
+    READ_TWICE,
+    ROWS_UNTRAINED,
+    SYSTEM_THERE,
+    THOUGHTS_KEPT,
+)
+from finetune.convert.value_conversion import Conversion
+from finetune.errors import UserError
+
+Convert = Callable[..., Conversion]
+SWIFT = {"model": "org/model", "tuner_type": "lora", "dataset": ["rows.jsonl"], "max_length": 512}
+PACKED = PACKED_AT_ONCE.format("a thousand")
+V1 = {
+    "model": "Qwen/Qwen3-4B",
+    "dist_config": {"name": "fsdp2"},
+    "train_dataset": "a/rows",
+    "max_steps": 10,
+}
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Convert:
+    def convert(file: dict[str, Any], **keys: Any) -> Conversion:
+        source = tmp_path / "theirs.yaml"
+        source.write_text(yaml.safe_dump(file | keys))
+        return convert_file(source)
+
+    return convert
+
+
+def said(made: Conversion) -> str:
+    return "\n".join([*made.differences, *made.remarks])
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("Qwen/Qwen2.5-7B", [SYSTEM_THERE]),
+        ("Qwen/Qwen2.5-7B-Instruct", []),
+        ("Qwen/Qwen2.5-Math-1.5B", [SYSTEM_THERE]),
+        ("Qwen/Qwen3-8B", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
+        ("Qwen/Qwen3.5-4B", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
+        ("Qwen/Qwen3-4B-Instruct-2507", []),
+        ("Qwen/Qwen3-4B-Thinking-2507", [THOUGHTS_KEPT]),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", [THOUGHTS_KEPT]),
+        ("Qwen/QwQ-32B", [THOUGHTS_KEPT]),
+        ("google/gemma-4-E2B-it", []),
+    ],
+)
+def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
+    name: str, lines: list[str], convert: Convert
+) -> None:
+    """default_system, non_thinking_prefix and is_thinking of its template/templates, by model/models."""
+    text = said(convert(SWIFT, model=name))
+    known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
+    assert [line for line in known if line in text] == lines
+    assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
+
+
+def test_the_suffix_of_ms_swifts_templates_is_trained_whole(convert: Convert) -> None:
+    """_add_dynamic_eos of its template/base.py: `<|im_end|>\\n` of ChatML, after each answer."""
+    assert ENDS_WHOLE in said(convert(SWIFT))
+    assert ENDS_WHOLE not in said(convert(SWIFT, loss_scale="all"))
+    assert ENDS_WHOLE not in said(convert(SWIFT, model="meta-llama/Llama-3.1-8B-Instruct"))
+    assert EARLIER_ENDS in said(convert(SWIFT, model="openai/gpt-oss-20b"))
+
+
+def test_the_thoughts_of_earlier_turns_are_left_out_there_under_last_round(
+    convert: Convert,
+) -> None:
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", loss_scale="last_round"))
+    assert EMPTY_THOUGHTS.format("in the last turn") in text and THOUGHTS_KEPT not in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({}, [NOT_OF_ALL_RANKS]),
+        ({"streaming": True, "max_steps": 9}, []),
+        ({"sequence_parallel_size": 2}, [READ_TWICE]),
+        ({"packing": True}, [NOT_OF_ALL_RANKS, PACKED]),
+        ({"model": "Qwen/Qwen3.5-4B"}, [NOT_OF_ALL_RANKS, DRAWN_ANEW]),
+        ({"model": "Qwen/Qwen3.5-4B", "truncation_strategy": "right"}, [NOT_OF_ALL_RANKS]),
+        ({"lazy_tokenize": True}, [NOT_OF_ALL_RANKS, DRAWN_ANEW]),
+    ],
+)
+def test_which_rows_ms_swift_leaves_out_packs_or_draws_is_said(
+    keys: dict[str, Any], lines: list[str], convert: Convert
+) -> None:
+    """BatchSamplerShard, SequenceParallelSampler, PackingDataset and LazyLLMDataset."""
+    text = said(convert(SWIFT, **keys))
+    known = (NOT_OF_ALL_RANKS, READ_TWICE, PACKED, DRAWN_ANEW)
+    assert LOSS_OF_MESSAGES in text
+    assert [line for line in known if line in text] == lines
+
+
+def test_ms_swifts_limit_of_length_is_the_models(convert: Convert) -> None:
+    text = said(convert(SWIFT, max_length=None))
+    assert MODELS_LIMIT_NOTE in text and UNLIMITED_NOTE not in text
+
+
+def test_ms_swift_puts_no_adapter_on_mambas_out_proj(convert: Convert) -> None:
+    name = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
+    assert NOT_ON_MAMBA in said(convert(SWIFT, model=name))
+    assert NOT_ON_MAMBA not in said(convert(SWIFT, model=name, target_modules=["q_proj"]))
+
+
+def test_experts_that_ms_swift_adapts_under_transformers_4_are_said(convert: Convert) -> None:
+    mixture = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    assert EXPERTS_UNDER_4 in said(convert(SWIFT, model=mixture))
+    assert EXPERTS_UNDER_4 not in said(convert(SWIFT, model=mixture, tuner_type="full"))
+    assert EXPERTS_UNDER_4 not in said(convert(SWIFT, model="Qwen/Qwen3-8B"))
+
+
+@pytest.mark.parametrize(
+    ("file", "line"), [("fsdp2.json", REDUCED_IN_16_BITS), ("multi_node.yaml", MAYBE_REDUCED)]
+)
+def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    options = "--model org/model --dataset rows.jsonl --max_length 512 --torch_dtype bfloat16"
+    script.write_text(f"accelerate launch --config_file {file} swift/cli/sft.py {options}\n")
+    assert line in said(convert_file(script))
+    script.write_text(f"swift sft {options}\n")
+    assert line not in said(convert_file(script))
+
+
+def test_what_ms_swift_trains_whole_beside_adapters_is_said(convert: Convert) -> None:
+    """cast_adapter_dtype of peft, and _add_new_special_tokens of its model/register.py."""
+    saved = {"modules_to_save": ["embed_tokens"], "torch_dtype": "bfloat16"}
+    assert COPIES_IN_16_BITS in said(convert(SWIFT, **saved))
+    assert COPIES_IN_16_BITS not in said(convert(SWIFT, **saved, deepspeed="zero2"))
+    tokens = {"new_special_tokens": ["<a>"]}
+    assert ROWS_UNTRAINED in said(convert(SWIFT, **tokens))
+    assert ROWS_UNTRAINED not in said(convert(SWIFT, **tokens, **saved))
+    assert ROWS_UNTRAINED not in said(convert(SWIFT, **tokens, tuner_type="full"))
+
+
+def test_keys_of_ms_swift_that_ask_for_nothing_have_no_line(convert: Convert) -> None:
+    asked = {"freeze_llm": True, "tuner_backend": "unsloth"}
+    assert all(f"{key}: " in said(convert(SWIFT, **asked)) for key in asked)
+    usual = {"freeze_llm": False, "tuner_backend": "peft", "use_logits_to_keep": True}
+    usual["use_ray"] = True
+    assert not any(f"{key}: " in said(convert(SWIFT, **usual)) for key in usual)
+
+
+def test_awq_computes_in_float16_in_ms_swift(convert: Convert) -> None:
+    """update_dtype of transformers' AwqQuantizer."""
+    assert DEQUANTIZED_AWQ in said(convert(SWIFT, model="Qwen/Qwen2.5-7B-Instruct-AWQ"))
+
+
+def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
+    """Its dataset/dataset/llm.py."""
+    names = ["AI-ModelScope/alpaca-gpt4-data-zh#500", "swift/self-cognition:qwen3#600", "a/b"]
+    made = convert(SWIFT, dataset=names)
+    assert made.recipe["datasets"][1] == {
+        "path": "modelscope/self-cognition",
+        "type": "messages",
+        "max_samples": 600,
+        "prompt_column": "query",
+        "completion_column": "response",
+    }
+    assert made.recipe["datasets"][0] == {
+        "path": "llm-wizard/alpaca-gpt4-data-zh",
+        "type": "alpaca",
+        "max_samples": 500,
+    }
+    assert [line.split(": ")[1] for line in made.to_do] == ["a/b"]
+    assert "输入：" in said(made) and "/no_think" in said(made)
+    assert "/no_think" not in said(convert(SWIFT, dataset=["swift/self-cognition"]))
+    streamed = convert(SWIFT, dataset=names, streaming=True, max_steps=9)
+    assert REPEATED in said(made) and REPEATED not in said(streamed)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model": "deepseek-ai/DeepSeek-OCR"},
+        {"model": "AIDC-AI/Ovis2.5-2B"},
+        {"model": "deepseek-ai/deepseek-vl2-tiny"},
+        {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"},
+        {"dataset": ["AI-ModelScope/LaTeX_OCR:human_handwrite#20"]},
+    ],
+)
+def test_images_of_ms_swift_are_refused(keys: dict[str, Any], convert: Convert) -> None:
+    with pytest.raises(UserError, match="images by ms-swift"):
+        convert(SWIFT, **keys)
+
+
+def test_a_limit_of_minus_one_keeps_all_checkpoints(convert: Convert) -> None:
+    assert convert(SWIFT, save_total_limit=-1).recipe["save_total_limit"] is None
+
+
+def test_fsdpturbo_of_llama_factorys_v1_trains_weights_in_bfloat16(convert: Convert) -> None:
+    """shard_model of its plugins/trainer_plugins/distributed/fsdpturbo.py."""
+    turbo = convert(V1, dist_config={"name": "fsdpturbo"})
+    assert turbo.recipe["dtype"] == "bfloat16"
+    assert "dtype" not in convert(V1).recipe
+
+
+def test_what_llama_factorys_v1_trains_of_a_model_that_reads_images_is_said(
+    convert: Convert,
+) -> None:
+    """Its core/model_engine.py freezes nothing, and its processor resizes no image by itself."""
+    file = V1 | {"model": "Qwen/Qwen3.5-0.8B", "train_dataset": "a/multimodal"}
+    text = said(convert(file))
+    assert TRAINED_TOWER in text and OWN_THOUGHT in text and THOUGHT_WHOLE not in text
+    assert "image_max_pixels" not in text
+    assert TOWER_ADAPTED in said(convert(file, peft_config={"name": "lora"}))
+
+
+def test_the_keys_of_llama_factorys_v1_are_its_arguments(convert: Convert) -> None:
+    """Its config/training_args.py and config/model_args.py."""
+    keys = {"save_steps": 20, "cp_size": 1, "dist_timeout": 60, "full_determinism": True}
+    made = convert(V1, **keys, custom_chat_template="{{ messages }}")
+    assert made.recipe["save_steps"] == 20 and made.recipe["timeout_seconds"] == 60
+    assert made.recipe["chat_template"] == "{{ messages }}"
+    assert "not known here" not in said(made) and OWN_THOUGHT not in said(made)
+    assert "cp_size: 2" in str(convert(V1, cp_size=2, cp_mode="ulysses").accelerate_file)
+    assert convert(V1, save_epochs=1).recipe["save_strategy"] == "epoch"
+
+
+def test_a_list_of_data_sets_of_llama_factorys_v1_is_read(tmp_path: Path, convert: Convert) -> None:
+    """_load_dataset of its core/data_engine.py, and adjust_data_index of its loader.py."""
+    (tmp_path / "rows.json").write_text("[]")
+    listed = {
+        "one": {"path": "rows.json", "source": "local", "converter": "alpaca", "size": 50},
+        "two": {"path": "a/b", "split": "test", "weight": 2.0},
+    }
+    (tmp_path / "listed.yaml").write_text(yaml.safe_dump(listed))
+    made = convert(V1, train_dataset="listed.yaml")
+    assert made.recipe["datasets"] == [
+        {"path": str(tmp_path / "rows.json"), "type": "alpaca", "max_samples": 50},
+        {"path": "a/b", "split": "test"},
+    ]
+    assert not made.to_do and DRAWN_AGAIN in said(made) and "two.weight: 2.0" in said(made)
+    assert V1_ROWS in said(made) and V1_ROWS in said(convert(V1))
+    listed["two"]["converter"] = "sharegpt"
+    (tmp_path / "listed.yaml").write_text(yaml.safe_dump(listed))
+    assert V1_ROWS not in said(convert(V1, train_dataset="listed.yaml"))
+
+
+def test_llama_factorys_script_is_its_command(tmp_path: Path) -> None:
+    file = {"model_name_or_path": "org/model", "stage": "sft", "do_train": True, "dataset": "a"}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    script = tmp_path / "train.sh"
+    script.write_text("accelerate launch --config_file fsdp.yaml src/train.py theirs.yaml\n")
+    made = convert_file(script)
+    assert made.tool == "LLaMA-Factory" and made.recipe["model_name_or_path"] == "org/model"
