@@ -24,30 +24,35 @@ SHARED_CUT = (
 
 def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what several keys of a LLaMA-Factory file ask for together."""
-    recipe = conversion.recipe
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
-        recipe["oft_block_size"] = int(block)
-    if not conversion.is_factory_v1:
-        _report_loaded_dtype(settings, conversion)
-    if conversion.is_factory_v1:
-        adapt_v1(settings, conversion)
-    elif settings.get("stage") == "pt" and settings.get("packing", True):
-        conversion.add_difference("stage", "pt", JOINED)
-    elif settings.get("stage") == "pt":
-        recipe["overlength"] = "truncate"
-    elif settings.get("stage") != "rm":
-        conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    reads_images = conversion.images is not None or has_tower(name_model(settings))
-    has_processor = reads_images and not conversion.is_factory_v1
-    if has_processor and settings.get("stage") in ("pt", "sft"):
-        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+        conversion.recipe["oft_block_size"] = int(block)
     packs = settings.get("packing") and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
-    if packs and not (conversion.is_factory_v1 or settings.get("neat_packing")):
-        conversion.add_difference("packing", True, NOT_NEAT)
+    if conversion.is_factory_v1:
+        adapt_v1(settings, conversion)
+    else:
+        _adapt_v0(settings, conversion, packs=bool(packs))
     _adapt_factorys_adapters(settings, conversion)
+
+
+def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> None:
+    """Sets and reports what v1 no longer does."""
+    recipe = conversion.recipe
+    stage = settings.get("stage")
+    _report_loaded_dtype(settings, conversion)
+    if stage == "pt" and settings.get("packing", True):
+        conversion.add_difference("stage", "pt", JOINED)
+    elif stage == "pt":
+        recipe["overlength"] = "truncate"
+    elif stage != "rm":
+        conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
+    reads_images = conversion.images is not None or has_tower(name_model(settings))
+    if reads_images and stage in ("pt", "sft"):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    if packs and not settings.get("neat_packing"):
+        conversion.add_difference("packing", True, NOT_NEAT)
 
 
 # torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py
