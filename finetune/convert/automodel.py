@@ -3,7 +3,7 @@ here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.config.facts import read_family_source
@@ -11,7 +11,14 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
-from finetune.convert.model_names import guess_family, has_tower, name_model
+from finetune.convert.model_names import (
+    UNKNOWN_IMAGES,
+    guess_family,
+    has_tower,
+    is_mixture,
+    is_of_transformers,
+    name_model,
+)
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
 
@@ -42,6 +49,11 @@ MEASURED_WITH_SAVES = (
 )
 HELD_OUT_ROWS_LEFT = (
     "eval_loss: the held-out rows of a rank that fill no micro-batch are left out there"
+)
+# the sampler of _make_sampler of its components/datasets/loader.py, with drop_last
+LAST_OF_RANKS = (
+    "epochs: where the ranks do not divide the rows, the last ones, fewer than there are ranks, "
+    "are left out there, of held-out rows too"
 )
 # of its recipes/vlm/finetune.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
@@ -74,8 +86,8 @@ AHEAD = (
 # _fp32_params of its own classes of these families
 DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 RATES_IN_FP32 = (
-    "A_log and dt_bias of the recurrent layers stay in float32 there, and are in the run's 16 bits "
-    "here"
+    "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
+    "are in the run's 16 bits here"
 )
 
 
@@ -88,6 +100,8 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     drops_last_rows = has_stages and conversion.images is None
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
+    elif conversion.images is None:
+        conversion.remarks.append(LAST_OF_RANKS)
     epochs = schedule.get("num_epochs", EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
@@ -148,19 +162,33 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     is_padded = is_class and dataset.get("pad_to_max_length", True)
     if is_padded:
         conversion.add_difference("packed_sequence.packed_sequence_size", size, PADDED_ROWS)
-    rows = read_section(settings, "step_scheduler").get("local_batch_size") or 1
+    rows = _count_rows(settings)
     model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
     if is_thd and not is_padded:  # of rows of one length both pack alike
         conversion.remarks.append(PACKED_IN_ORDER)
     is_batch = isinstance(rows, int) and rows > 1
-    if is_thd and is_batch and not model.get("backend") and _may_flash(model):
+    if is_thd and is_batch and not model.get("backend") and _may_flash(settings):
         conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
 
 
-def _may_flash(model: Mapping[str, Any]) -> bool:
-    """Whether a model's attention is flash attention there, by its key or the default."""
-    return model.get("attn_implementation") not in NOT_FLASH
+def _count_rows(settings: ToolFile) -> Any:
+    """Returns how many rows a forward pass has there: of pipeline stages those of a part."""
+    distributed = read_section(settings, "distributed")
+    stages = distributed.get("pp_size")
+    if isinstance(stages, int) and stages > 1:
+        return read_section(distributed, "pipeline").get("pp_microbatch_size", 1)
+    return read_section(settings, "step_scheduler").get("local_batch_size") or 1
+
+
+def _may_flash(settings: ToolFile) -> bool:
+    """Whether a model's attention is flash attention there: by the key or the default of its own
+    classes, always with transformers' (_apply_preload_overrides of its kernel_patches.py).
+    """
+    model = read_section(settings, "model")
+    family = guess_family(name_model(settings))
+    is_own = not is_of_transformers(settings) and family in (None, *OWN_CLASSES)
+    return not is_own or model.get("attn_implementation") not in NOT_FLASH
 
 
 # whose own classes give their Gate, of components/moe/layers.py, no dtype by default
@@ -168,6 +196,20 @@ GATED_IN_16_BITS = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", 
 IN_16_BITS = (
     "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
+SCORED_IN_16_BITS = (
+    "the experts' scores for a token are rounded to bfloat16 there, in float32 here, and choose "
+    "some other experts"
+)
+IN_32_BITS = (
+    "routers are computed in float32 there, in the run's 16 bits here, and choose some other "
+    "experts"
+)
+# by the default of the class there, where it is another than that of transformers' code
+GATES: Mapping[str, str] = {
+    **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
+    "minimax_m2": SCORED_IN_16_BITS,
+    "laguna": IN_32_BITS,
+}
 IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
 # of transformers' classes
 GATE_IN_FP32 = re.compile(
@@ -192,6 +234,33 @@ WITH_BIAS = (
     "the weights of a token's experts have the routers' biases in them there; here these choose "
     "the experts, and the weights are without them"
 )
+# e_score_correction_bias of its Gate; transformers' classes of these have it in the model's dtype
+BIASES_ROUNDED = ("kimi_linear", "laguna", "minimax_m2")
+ROUNDED_BIASES = (
+    "the biases by which routers choose experts are in float32 there, in the run's 16 bits here, "
+    "and choose some other experts"
+)
+# window_size of its models/gpt_oss/layers.py, for Transformer Engine
+WIDER_WINDOW = (
+    "in the layers with a sliding window a token attends to one more before it there, under "
+    "Transformer Engine's attention, its default: 128 and itself"
+)
+# attention_sink_bias of its models/mimo_v2_flash, which is no parameter
+SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
+    (BIASES_MOVED, MOVED_BIASES),
+    (BIASED_WEIGHTS, WITH_BIAS),
+    (BIASES_ROUNDED, ROUNDED_BIASES),
+    (("mimo_v2_flash",), SINKS_FROZEN),
+    *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
+    (PREDICTING_AHEAD, AHEAD),
+)
+UNKNOWN_CLASS = (
+    "model: its name says no family that is known here: what a class of Automodel's own for it "
+    "does otherwise is not listed"
+)
+# _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
+HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
 
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
@@ -243,24 +312,35 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a class of Automodel's own moves the biases of the routers, adds a loss,
-    attends to other tokens, or keeps weights in float32.
+    """Reports what a class of Automodel's own does otherwise with routers, attention and losses,
+    and which weights it keeps in float32.
     """
     name = name_model(settings)
     family = str(guess_family(name))
+    model = read_section(settings, "model")
     _report_gates(family, settings, conversion)
-    if read_section(settings, "model").get("force_hf"):
+    if is_of_transformers(settings):
         return
-    if family in BIASES_MOVED:
-        conversion.add_difference("model", name, MOVED_BIASES)
-    if family in BIASED_WEIGHTS:
-        conversion.add_difference("model", name, WITH_BIAS)
-    if family in INDEXED_OTHERWISE:
-        conversion.add_difference("model", name, INDEXED_OTHERWISE[family])
-    if family in PREDICTING_AHEAD:
-        conversion.add_difference("model", name, AHEAD)
+    for families, note in OF_CLASSES:
+        if family in families:
+            conversion.add_difference("model", name, note)
+    if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
+        conversion.add_difference("model", name, WIDER_WINDOW)
     if family in DECAYS_IN_FP32:
         conversion.add_remark("model", name, RATES_IN_FP32)
+    is_image_file = conversion.images or any(
+        UNKNOWN_IMAGES in line for line in conversion.differences
+    )
+    if guess_family(name) is None and not is_image_file:
+        conversion.remarks.append(UNKNOWN_CLASS)
+
+
+def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the output head that a loader of Automodel's own quantizes with the other layers."""
+    is_quantized = read_section(settings, "quantization").get("load_in_4bit")
+    is_streamed = not (conversion.images or is_mixture(name_model(settings)))
+    if is_quantized and is_streamed and not read_section(settings, "model").get("force_hf"):
+        conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
 
 
 def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:
@@ -270,8 +350,8 @@ def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> No
     is_in_fp32 = GATE_IN_FP32.search(read_family_source(family)) is not None
     if asked is not None and not (is_in_fp32 and "float32" in str(asked)):
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
-    elif asked is None and family in GATED_IN_16_BITS and not model.get("force_hf"):
-        conversion.add_difference("model", name_model(settings), IN_16_BITS)
+    elif asked is None and family in GATES and not is_of_transformers(settings):
+        conversion.add_difference("model", name_model(settings), GATES[family])
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
@@ -298,6 +378,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
     _report_own_class(settings, conversion)
+    _report_head_bits(settings, conversion)
 
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:

@@ -140,6 +140,7 @@ FAMILIES = (
         r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar",
         "llama",
     ),
+    (r"laguna-[a-z]+-\d", "laguna"),
     (r"mistral-large-4", "mistral_large4_text"),
     (r"mistral-small-4", "mistral4"),
     (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
@@ -212,7 +213,7 @@ MIXTURE = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|"
     r"glm-?5|minimax|mimo-v2|"
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
-    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
+    r"laguna|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
     r"qwen3(\.\d-flash)?-next|"
     r"nex-n2|trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
@@ -419,12 +420,18 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         _adapt_automodel_targets(family, peft, conversion)
 
 
+def is_of_transformers(settings: ToolFile) -> bool:
+    """Whether Automodel loads transformers' class of a model that it has one of its own for."""
+    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
+    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
+
+
 def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how much of the routers' auxiliary loss Automodel adds."""
     name = name_model(settings)
     model = read_section(settings, "model")
     asked = model.get("router_aux_loss_coef")
-    is_balanced = BALANCED.search(name.lower()) and not model.get("force_hf")
+    is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
     if is_balanced and asked is None:
         conversion.add_difference("model", name, AUXILIARY)
     elif is_balanced and asked:

@@ -12,11 +12,13 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
+from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
@@ -24,12 +26,16 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     AS_FILED,
+    BIASES_ROUNDED,
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
+    HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
     IN_16_BITS,
+    IN_32_BITS,
     IN_OWN_DTYPE,
+    LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
@@ -37,12 +43,17 @@ from finetune.convert.automodel import (
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
+    ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
+    SCORED_IN_16_BITS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
+    SINKS_FROZEN,
     SLOW_START,
+    UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     WIDENED,
+    WIDER_WINDOW,
     WITH_BIAS,
 )
 from finetune.convert.axolotl import (
@@ -293,6 +304,13 @@ def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
     ("rows", "model", "strategy", "is_joined"),
     [
         (2, {}, "thd", True),
+        (2, {"attn_implementation": "sdpa", "force_hf": True}, "thd", True),
+        (
+            2,
+            {"attn_implementation": "sdpa", "pretrained_model_name_or_path": "a/phi-4"},
+            "thd",
+            True,
+        ),
         (1, {}, "thd", False),
         (2, {"attn_implementation": "sdpa"}, "thd", False),
         (2, {"backend": {"attn": "te"}}, "thd", False),
@@ -307,6 +325,102 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
     assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
+def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
+    part: dict[str, int], is_joined: bool, convert: Convert
+) -> None:
+    made = convert(
+        AUTOMODEL,
+        distributed={"pp_size": 2, "pipeline": part},
+        packed_sequence={"packed_sequence_size": 1024},
+        dataset={"pad_to_max_length": False},
+        step_scheduler={"local_batch_size": 4},
+    )
+    assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"dataloader": {"drop_last": True}}, False),  # which leaves out more
+        ({"distributed": {"pp_size": 2}}, False),
+    ],
+)
+def test_automodels_ranks_have_as_many_rows_each(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """The DistributedSampler that its own one is made of, with drop_last, leaves out the tail."""
+    sampler: Any = DistributedSampler(range(7), 3, 0, shuffle=False, drop_last=True)  # type: ignore[arg-type]
+    assert sampler.total_size == 6
+    assert (LAST_OF_RANKS in said(convert(AUTOMODEL, **keys))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("openai/gpt-oss-20b", [WIDER_WINDOW]),
+        ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
+        ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("org/own", [UNKNOWN_CLASS]),
+        ("zai-org/GLM-4.7-Flash", []),
+        ("meta-llama/Llama-3.1-8B", []),
+    ],
+)
+def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
+    name: str, lines: list[str], convert: Convert
+) -> None:
+    def find(**keys: Any) -> list[str]:
+        text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, **keys}))
+        return [each for each in known if each in text]
+
+    known = (
+        WIDER_WINDOW,
+        SCORED_IN_16_BITS,
+        IN_32_BITS,
+        ROUNDED_BIASES,
+        SINKS_FROZEN,
+        UNKNOWN_CLASS,
+    )
+    assert find() == lines
+    assert find(force_hf=True) == []
+    if WIDER_WINDOW in lines:
+        assert find(backend={"attn": "flex"}) == []
+
+
+def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
+    for family in BIASES_ROUNDED:
+        source = read_family_source(family)
+        assert re.search(
+            r"e_score_correction_bias = nn\.\w+\(torch\.zeros\([^)]*(num|n)_\w*experts\)", source
+        )
+        assert not re.search(r"_keep_in_fp32_modules\w* = \[[^\]]*e_score", source)
+    assert "self.sinks = nn.Parameter" in read_family_source("mimo_v2_flash")
+    assert "sigmoid(router_logits.float())" in read_family_source("minimax_m2")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("Qwen/Qwen3-8B", {}, True),
+        ("Qwen/Qwen3-8B", {"force_hf": True}, False),
+        ("mistralai/Mixtral-8x7B-v0.1", {}, False),  # whose weights are converted as they are read
+    ],
+)
+def test_automodel_quantizes_the_head_too(
+    name: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: replace_with_bnb_linear without layers to leave out converts all."""
+    assert should_convert_module("lm_head", None)
+    model = {"pretrained_model_name_or_path": name, **keys}
+    adapted = {"peft": {"dim": 8}, "model": model}
+    made = convert(AUTOMODEL, quantization={"load_in_4bit": True}, **adapted)
+    assert (HEAD_IN_4_BITS in said(made)) == is_said
+    assert HEAD_IN_4_BITS not in said(convert(AUTOMODEL, **adapted))
 
 
 @pytest.mark.parametrize(
