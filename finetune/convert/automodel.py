@@ -410,6 +410,11 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
 
 
 NOT_CUT = (None, False, "do_not_truncate")
+# __getitem__ of its ChatDataset, and of its ColumnMappedTextInstructionDataset
+CUT_BEFORE_ANSWER = "a row that is cut before its answer has no loss there; it is left out here"
+NEXT_IN_PLACE = (
+    "a row that is cut before its answer is the next one in its place there; it is left out here"
+)
 
 
 def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:
@@ -419,10 +424,12 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     packed_length = packed.get("packed_sequence_size") or 0
     is_cut = dataset.get("truncation") not in NOT_CUT
     row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
+    # of its pack_dataset, whose rows no key keeps
+    is_thd = packed.get("packing_strategy", "thd") == "thd"
     if packed_length:
         if row_length and row_length <= packed_length:
             overlength = "truncate"
-        elif packed.get("drop_long_samples", True):
+        elif is_thd or packed.get("drop_long_samples", True):
             overlength = "drop"
         else:
             overlength = "error"
@@ -431,6 +438,9 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
         recipe["max_length"] = row_length
     elif conversion.images is not None:
         _adapt_image_lengths(settings, conversion)
+    if row_length and recipe.get("overlength") != "drop":
+        cut = NEXT_IN_PLACE if dataset.get("column_mapping") else CUT_BEFORE_ANSWER
+        conversion.add_remark("dataset.seq_length", row_length, cut)
     if packed_length and row_length and row_length < packed_length:
         note = "a row is cut to it before it is packed there, to max_length here"
         conversion.add_difference("dataset.seq_length", row_length, note)

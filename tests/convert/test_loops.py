@@ -27,6 +27,7 @@ from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     AS_FILED,
     BIASES_ROUNDED,
+    CUT_BEFORE_ANSWER,
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
@@ -39,6 +40,7 @@ from finetune.convert.automodel import (
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
+    NEXT_IN_PLACE,
     NOT_APART,
     NOTHING_SAVED,
     PADDED_ROWS,
@@ -991,6 +993,22 @@ def test_rows_that_automodel_cuts_before_it_packs_are_cut_here(
         AUTOMODEL | {"dataset": CHATS}, dataset=keys, packed_sequence={"packed_sequence_size": 1024}
     )
     assert made.recipe["overlength"] == overlength and made.recipe["max_length"] == 1024
+    assert (CUT_BEFORE_ANSWER in said(made)) == (overlength == "truncate")
+
+
+def test_rows_that_automodel_cuts_before_their_answers_are_said(convert: Convert) -> None:
+    limits = {"seq_length": 64, "truncation": "longest_first"}
+    assert CUT_BEFORE_ANSWER in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits))
+    columns = {"column_mapping": {"question": "q", "answer": "a"}}
+    assert NEXT_IN_PLACE in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+
+
+@pytest.mark.parametrize(("strategy", "overlength"), [("thd", "drop"), ("neat", "error")])
+def test_automodels_thd_packing_drops_long_rows_whatever_the_file_says(
+    strategy: str, overlength: str, convert: Convert
+) -> None:
+    keys = {"packing_strategy": strategy, "drop_long_samples": False, "packed_sequence_size": 1024}
+    assert convert(AUTOMODEL, packed_sequence=keys).recipe["overlength"] == overlength
 
 
 @pytest.mark.parametrize(
