@@ -12,6 +12,7 @@ from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.model_names import (
+    FUSED_LOSS,
     UNKNOWN_IMAGES,
     guess_family,
     has_tower,
@@ -259,6 +260,11 @@ UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
 )
+SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping")
+UNSCALED = (
+    "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
+    "config, which has effect here"
+)
 # _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -335,6 +341,16 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(UNKNOWN_CLASS)
 
 
+def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the scale and the cap of scores that the fused loss does not know."""
+    loss = read_section(settings, "loss_fn")
+    family = conversion.images or guess_family(name_model(settings)) or ""
+    is_fused = str(loss.get("_target_")).endswith(FUSED_LOSS)
+    is_capped = bool(loss.get("logit_softcapping"))
+    if is_fused and not is_capped and SCALED_SCORES.search(read_family_source(family)):
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+
+
 def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the output head that a loader of Automodel's own quantizes with the other layers."""
     is_quantized = read_section(settings, "quantization").get("load_in_4bit")
@@ -379,6 +395,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _report_packing(settings, conversion)
     _report_own_class(settings, conversion)
     _report_head_bits(settings, conversion)
+    _report_fused_loss(settings, conversion)
 
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:

@@ -283,6 +283,7 @@ OTHER_LAYERS = (
     "all linear layers but the head here, for this model's code is its own: one of another name "
     "gets no adapter there"
 )
+WITH_HEAD = [ALL_LINEAR, "lm_head"]
 NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
 # a layer by its number, or a part of one that is not named by its end
 PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
@@ -418,6 +419,20 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
         family = guess_family(name_model(settings)) or ""
         _adapt_automodel_targets(family, peft, conversion)
+        if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
+            conversion.recipe["lora_target_modules"] = ALL_LINEAR
+
+
+# materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone
+FUSED_LOSS = "FusedLinearCrossEntropy"
+
+
+def _may_adapt_head(settings: ToolFile) -> bool:
+    """Whether Automodel trains an adapter of the output head: the fused loss leaves it at 0, and
+    Baichuan's head is no linear layer.
+    """
+    is_fused = str(read_section(settings, "loss_fn").get("_target_")).endswith(FUSED_LOSS)
+    return not is_fused and "baichuan" not in name_model(settings).lower()
 
 
 def is_of_transformers(settings: ToolFile) -> bool:
@@ -463,7 +478,7 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all and not any("head" in name for name in excluded):
-        conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
+        conversion.recipe["lora_target_modules"] = list(WITH_HEAD)
     elif is_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
     elif targets and names != ["*_proj"]:
