@@ -54,6 +54,7 @@ from finetune.convert.automodel import (
     SLOW_START,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
+    UNSCALED,
     WIDENED,
     WIDER_WINDOW,
     WITH_BIAS,
@@ -392,6 +393,42 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+FUSED = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "targets"),
+    [
+        ("Qwen/Qwen2.5-3B", {}, [ALL_LINEAR, "lm_head"]),
+        ("Qwen/Qwen2.5-3B", {"loss_fn": FUSED}, ALL_LINEAR),
+        ("baichuan-inc/Baichuan2-7B-Chat", {}, ALL_LINEAR),  # whose head is no linear layer
+    ],
+)
+def test_a_head_that_automodel_trains_no_adapter_of_has_none(
+    name: str, keys: dict[str, Any], targets: Any, convert: Convert
+) -> None:
+    """_get_lm_head_weight of its components/loss/utils.py: the weight, without its adapter."""
+    model = {"pretrained_model_name_or_path": name}
+    made = convert(AUTOMODEL, model=model, peft={"match_all_linear": True}, **keys)
+    assert made.recipe["lora_target_modules"] == targets
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "is_said"),
+    [
+        ("ibm-granite/granite-3.3-2b-instruct", FUSED, True),
+        ("ibm-granite/granite-3.3-2b-instruct", FUSED | {"logit_softcapping": 30.0}, False),
+        ("ibm-granite/granite-3.3-2b-instruct", {}, False),
+        ("Qwen/Qwen2.5-3B", FUSED, False),
+    ],
+)
+def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
+    name: str, loss: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    model = {"pretrained_model_name_or_path": name}
+    assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
 
 
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
