@@ -253,7 +253,7 @@ TOKENIZER_AS_IT_IS = (
 )
 HEADER_THERE = (
     f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
-    "break"
+    "break; of one with generation blocks these alone are"
 )
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
