@@ -80,6 +80,7 @@ MOVED_BIASES = (
 
 # mtp_config of its own classes of these families: _resolve_mtp_num_layers, and MTPConfig
 PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
+DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of such layers
 AHEAD = (
     "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
     "added there; no such layers are trained here"
@@ -254,7 +255,6 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_ROUNDED, ROUNDED_BIASES),
     (("mimo_v2_flash",), SINKS_FROZEN),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
-    (PREDICTING_AHEAD, AHEAD),
 )
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
@@ -330,6 +330,9 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in OF_CLASSES:
         if family in families:
             conversion.add_difference("model", name, note)
+    depths = {**model, **read_section(model, "text_config")}
+    if family in PREDICTING_AHEAD and 0 not in (depths.get(key) for key in DEPTHS):
+        conversion.add_difference("model", name, AHEAD)
     if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
         conversion.add_difference("model", name, WIDER_WINDOW)
     if family in DECAYS_IN_FP32:
