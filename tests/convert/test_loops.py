@@ -82,7 +82,12 @@ from finetune.convert.by_tool import (
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
 )
-from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.conversion import (
+    ALL_IN_FP8,
+    OPTIMIZERS_COPY,
+    REDUCED_IN_16_BITS,
+    convert_file,
+)
 from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory import NOT_NEAT
@@ -393,6 +398,26 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        ({"_target_": "torch.optim.AdamW"}, "bfloat16"),
+        ({"_target_": "flashoptim.FlashAdamW"}, None),  # of 24 bits by default
+        ({"_target_": "flashoptim.FlashAdamW", "master_weight_bits": 32}, None),
+        ({"_target_": "flashoptim.FlashAdamW", "master_weight_bits": None}, "bfloat16"),
+        ({"_target_": "a.fused_adam.FusedAdam"}, "bfloat16"),
+        ({"_target_": "a.fused_adam.FusedAdam", "master_weights": True}, None),
+    ],
+)
+def test_weights_of_which_automodels_optimizer_keeps_a_copy_are_in_float32(
+    optimizer: dict[str, Any], dtype: str | None, convert: Convert
+) -> None:
+    for asked in ({}, {"torch_dtype": "bf16"}):
+        made = convert(AUTOMODEL, model=asked, optimizer=optimizer)
+        assert made.recipe.get("dtype") == dtype
+        assert (OPTIMIZERS_COPY in said(made)) == (dtype is None and bool(asked))
 
 
 FUSED = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
