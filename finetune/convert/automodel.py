@@ -56,7 +56,7 @@ LAST_OF_RANKS = (
     "epochs: where the ranks do not divide the rows, the last ones, fewer than there are ranks, "
     "are left out there, of held-out rows too"
 )
-# of its recipes/vlm/finetune.py
+# of its recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of its components/datasets/llm/hellaswag.py
 PADDED_ROWS = (
@@ -114,7 +114,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     # after _adapt_saves: rows without steps of their own are measured with each save
     if not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
-    if has_stages and conversion.images is not None:
+    if has_stages and (conversion.images is not None or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     conversion.remarks.append(MEASURED_WITH_SAVES)

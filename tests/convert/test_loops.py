@@ -273,6 +273,13 @@ def test_automodel_measures_no_images_between_stages(
     made = convert(AUTOMODEL, dataset=rows, validation_dataset=dict(rows), **keys)
     lines = {MEASURED_WITH_SAVES, UNMEASURED_IN_STAGES}
     assert lines.intersection(made.remarks) == {line}
+    taught = {
+        "teacher_model": {"pretrained_model_name_or_path": "Qwen/Qwen3-14B"},
+        "kd_loss_fn": {"_target_": "nemo_automodel.components.loss.kd_loss.KDLoss"},
+        "distributed": {"pp_size": stages},
+    }
+    made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), **taught)
+    assert lines.intersection(made.remarks) == {line}
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
