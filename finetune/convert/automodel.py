@@ -249,11 +249,17 @@ WIDER_WINDOW = (
 )
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+# time_step_limit of its models/nemotron_v3, and of transformers' class
+STEPS_UNCLAMPED = (
+    "the steps of the recurrent layers keep to the config's time_step_limit there, which as a rule "
+    "bounds none; here none is below its time_step_min"
+)
 OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
     (BIASES_ROUNDED, ROUNDED_BIASES),
     (("mimo_v2_flash",), SINKS_FROZEN),
+    (("nemotron_h",), STEPS_UNCLAMPED),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
 )
 UNKNOWN_CLASS = (

@@ -52,6 +52,7 @@ from finetune.convert.automodel import (
     SHUFFLED_ONCE,
     SINKS_FROZEN,
     SLOW_START,
+    STEPS_UNCLAMPED,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
@@ -381,6 +382,7 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
         ("zai-org/GLM-4.7-Flash", []),
         ("meta-llama/Llama-3.1-8B", []),
@@ -400,6 +402,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         ROUNDED_BIASES,
         SINKS_FROZEN,
         UNKNOWN_CLASS,
+        STEPS_UNCLAMPED,
     )
     assert find() == lines
     assert find(force_hf=True) == []
@@ -470,6 +473,8 @@ def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_trans
             r"e_score_correction_bias = nn\.\w+\(torch\.zeros\([^)]*(num|n)_\w*experts\)", source
         )
         assert not re.search(r"_keep_in_fp32_modules\w* = \[[^\]]*e_score", source)
+    clamped = "self.time_step_limit = (config.time_step_min,"
+    assert clamped in read_family_source("nemotron_h")
     assert "self.sinks = nn.Parameter" in read_family_source("mimo_v2_flash")
     assert "sigmoid(router_logits.float())" in read_family_source("minimax_m2")
 
