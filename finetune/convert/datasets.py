@@ -217,11 +217,16 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
 
 
 AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
+# len_prompt_ids in format_prompt_completion of its components/datasets/llm/formatting_utils.py,
+# which counts the space that ends a prompt
+FIRST_OF_ANSWER = (
+    "which is trained there only where the tokenizer begins a text with BOS and does not say "
+    "add_bos_token"
+)
 AUTOMODEL_ENDS = {
     "squad": (
         "without a chat template the end-of-text token is trained after each answer here, and the "
-        "space before an answer is no part of its first token, which is not trained there where "
-        "the tokenizer says add_bos_token"
+        f"space before an answer is no part of its first token, {FIRST_OF_ANSWER}"
     ),
     # SFTSingleTurnPreprocessor of its components/datasets/utils.py
     "hellaswag": (
@@ -250,7 +255,7 @@ TOKENIZER_AS_IT_IS = (
 )
 HEADER_THERE = (
     f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
-    "break"
+    "break; of one with generation blocks these alone are"
 )
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
@@ -259,6 +264,7 @@ MARKED_THERE = (
     "prompt of inference"
 )
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
+FIRST_IN_SPACE = f"the answer's first token begins with the space there, {FIRST_OF_ANSWER}"
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"
 BY_CODE = (
@@ -359,7 +365,8 @@ def _take_automodel_format(
         masks_prompt = entry.take("answer_only_loss_mask") is not False
         columns = {"prompt_column": question, "completion_column": answer}
         if not entry.take("use_hf_chat_template"):
-            note = SPACE_BETWEEN if masks_prompt else f"{SPACE_BETWEEN}, and the prompt is trained"
+            trained = FIRST_IN_SPACE if masks_prompt else "the prompt is trained there"
+            note = f"{SPACE_BETWEEN}; {trained}"
             conversion.add_difference(f"{entry.where}.column_mapping", columns, note)
             return {"type": "prompt_completion", **columns}
         if not masks_prompt:

@@ -140,6 +140,7 @@ FAMILIES = (
         r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar",
         "llama",
     ),
+    (r"laguna-[a-z]+-\d", "laguna"),
     (r"mistral-large-4", "mistral_large4_text"),
     (r"mistral-small-4", "mistral4"),
     (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
@@ -212,7 +213,7 @@ MIXTURE = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|"
     r"glm-?5|minimax|mimo-v2|"
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
-    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
+    r"laguna|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
     r"qwen3(\.\d-flash)?-next|"
     r"nex-n2|trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
@@ -285,6 +286,7 @@ OTHER_LAYERS = (
     "all linear layers but the head here, for this model's code is its own: one of another name "
     "gets no adapter there"
 )
+WITH_HEAD = [ALL_LINEAR, "lm_head"]
 NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
 # a layer by its number, or a part of one that is not named by its end
 PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
@@ -420,6 +422,26 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
         family = guess_family(name_model(settings)) or ""
         _adapt_automodel_targets(family, peft, conversion)
+        if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
+            conversion.recipe["lora_target_modules"] = ALL_LINEAR
+
+
+# materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone
+FUSED_LOSS = "FusedLinearCrossEntropy"
+
+
+def _may_adapt_head(settings: ToolFile) -> bool:
+    """Whether Automodel trains an adapter of the output head: the fused loss leaves it at 0, and
+    Baichuan's head is no linear layer.
+    """
+    is_fused = str(read_section(settings, "loss_fn").get("_target_")).endswith(FUSED_LOSS)
+    return not is_fused and "baichuan" not in name_model(settings).lower()
+
+
+def is_of_transformers(settings: ToolFile) -> bool:
+    """Whether Automodel loads transformers' class of a model that it has one of its own for."""
+    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
+    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
 
 
 def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
@@ -427,7 +449,7 @@ def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     model = read_section(settings, "model")
     asked = model.get("router_aux_loss_coef")
-    is_balanced = BALANCED.search(name.lower()) and not model.get("force_hf")
+    is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
     if is_balanced and asked is None:
         conversion.add_difference("model", name, AUXILIARY)
     elif is_balanced and asked:
@@ -459,7 +481,7 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all and not any("head" in name for name in excluded):
-        conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
+        conversion.recipe["lora_target_modules"] = list(WITH_HEAD)
     elif is_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
     elif targets and names != ["*_proj"]:

@@ -745,6 +745,9 @@ def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
     for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
         made = convert(NEMO, model={"pretrained_model_name_or_path": name})
         assert (AHEAD in said(made)) == is_listed
+    model = {"pretrained_model_name_or_path": "Qwen/Qwen3.5-27B"}
+    for none in ({"num_nextn_predict_layers": 0}, {"text_config": {"mtp_num_hidden_layers": 0}}):
+        assert AHEAD not in said(convert(NEMO, model=model | none))
 
 
 COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 0}
