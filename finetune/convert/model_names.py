@@ -14,7 +14,7 @@ from finetune.config.facts import (
     has_fused_experts,
     read_family_source,
 )
-from finetune.config.families import IMAGE_FAMILIES, find_family
+from finetune.config.families import IMAGE_FAMILIES, IN_WINDOWS, find_family
 from finetune.config.module_names import find_alias, find_renames, rename_pattern
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
@@ -490,6 +490,10 @@ def _name_automodel_layers(
     conversion.recipe["lora_target_modules"] = list(named)
 
 
+# models in whose windowed layers alone the tokens of an image attend to one another
+BOTH_WAYS = re.compile(r"gemma-?4-(26b|31b)")
+
+
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
     """Finds (the key by which a file trains on images, the model_type with the tower); none if it
     trains on text.
@@ -502,6 +506,8 @@ def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
+    if BOTH_WAYS.search(name.lower()):
+        return key, f"gemma4 with {IN_WINDOWS}"  # as the rules of a run know it
     return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
 
 
@@ -513,10 +519,25 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
     is_data_of_images = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
     if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
         return "template"
-    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
-    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
+    if tool == "Automodel" and reads_images(settings):
         return "model"
     return None
+
+
+# functions of Automodel's whose rows are texts, in its recipe for images too
+OF_TEXTS = re.compile(r"tulu3|ChatDataset$")
+
+
+def reads_images(settings: ToolFile) -> bool:
+    """Whether a file of Automodel's trains on rows with images."""
+    rows = str(read_section(settings, "dataset").get("_target_"))
+    return runs_for_images(settings) and not OF_TEXTS.search(rows)
+
+
+def runs_for_images(settings: ToolFile) -> bool:
+    """Whether a file of Automodel's is of its recipe for images, which reads texts, too."""
+    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
+    return re.search("ForVLM|ImageText", target) is not None
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write
@@ -1431,6 +1452,7 @@ def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> Non
 # apply_parameter_freezing of Automodel's components/utils/model_utils.py: a part is of the tower by
 # its name, which a projector of these names is not
 OF_TOWER = ("vision", "visual", "image_encoder")
+TOWER_PART = re.compile(r"self\.(vision_tower|visual|vision_model|embed_vision) = ")
 PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
 TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
 EMBEDDING_THERE = (
@@ -1442,26 +1464,66 @@ SOUND_THERE = "the tower of sound is trained there by rows with sound, which are
 
 def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
     """Adds which parts of a vision-language model Automodel trains: its freeze_config freezes the
-    tower, and no projector beside it.
+    tower, and no projector beside it; without one nothing is frozen.
     """
     frozen = read_section(settings, "freeze_config")
     if frozen.get("freeze_audio_tower") is False:
         conversion.add_remark("freeze_audio_tower", False, SOUND_THERE)
-    _report_frozen(frozen, conversion)
-    if read_section(settings, "peft"):
-        return  # adapters alone are trained
-    if not frozen:
-        conversion.add_difference("freeze_config", None, TRAINED_TOWER)
-        return
-    if frozen.get("freeze_embeddings"):
-        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     source = read_family_source(conversion.images or "")
     parts = sorted(set(PROJECTOR.findall(source)))
     parts = [part for part in parts if not any(name in part for name in OF_TOWER)]
-    is_kept = frozen.get("freeze_vision_tower", True) and not frozen.get("freeze_language_model")
-    if parts and is_kept:
-        text = sorted(set(TEXT_PART.findall(source)))
+    peft = read_section(settings, "peft")
+    if peft:  # adapters alone are trained
+        _report_adapted_parts(peft, parts, conversion)
+        return
+    if frozen.get("freeze_embeddings"):
+        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
+    text = sorted(set(TEXT_PART.findall(source)))
+    tower = sorted(set(TOWER_PART.findall(source)))
+    trains_tower = not frozen.get("freeze_vision_tower", bool(frozen))
+    if frozen.get("freeze_language_model") or (trains_tower and not (text and tower)):
+        _report_frozen({"freeze_vision_tower": not trains_tower} | frozen, conversion)
+    elif trains_tower:
+        conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts, *tower]
+    elif parts:
         conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts]
+
+
+PART_ADAPTED = "layers of this part get adapters too there; those of the language model here"
+
+
+def _report_adapted_parts(
+    peft: Mapping[str, Any], projectors: Sequence[str], conversion: Conversion
+) -> None:
+    """Reports which parts beside the language model get adapters there: ModuleMatcher of its
+    components/_peft/module_matcher.py, by names of layers as its own classes have them.
+    """
+    family = conversion.images or ""
+    source = read_family_source(family)
+    of_tower = find_vision_layers(family) or ("q_proj",)  # as in other families' towers
+    towers = set(TOWER_PART.findall(source))
+    layers = [f"model.{part}.{name}" for part in towers for name in of_tower]
+    classes = re.split(r"^(?=class )", source, flags=re.MULTILINE)
+    of_projector = "".join(each for each in classes if re.match(r"class \w*Projector", each))
+    linear = re.findall(r"self\.(\w+) = nn\.Linear", of_projector)
+    layers += [f"model.{part}.{name}" for part in projectors for name in linear]
+    asked = convert_names(peft.get("target_modules")) or []
+    excluded = convert_names(peft.get("exclude_modules")) or []
+    if not (asked or excluded or peft.get("match_all_linear")):
+        asked = ["*_proj"]
+    adapted = [
+        name
+        for name in layers
+        if not any(_matches(pattern, name) for pattern in excluded)
+        and (not asked or any(_matches(pattern, name) for pattern in asked))
+    ]
+    for part in sorted({name.split(".")[1] for name in adapted}):
+        conversion.add_difference("peft", part, PART_ADAPTED)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether Automodel's pattern names a layer, in full or by its last part."""
+    return pattern == name.rpartition(".")[2] or fnmatch.fnmatchcase(name, pattern)
 
 
 FROZEN_HERE = {
