@@ -395,6 +395,13 @@ CUT_AND_REPLACED = (
 )
 
 
+# PackedDatasetWrapper of its components/datasets/vlm/neat_packing_vlm.py
+ESTIMATED = (
+    "packing: rows are put together by an estimate of their lengths there, and one that does not "
+    "fit in after all is left out; here by their lengths"
+)
+
+
 def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None:
     """Takes over the length of rows of the recipe for images, as they are tokenized before they are
     packed, or in a batch.
@@ -411,6 +418,7 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
         left_out = "one longer than pack_size is" if size and length < size else "it is"
         conversion.add_difference("packed_sequence.max_length", length, note.format(left_out))
     if size:
+        conversion.remarks.append(ESTIMATED)
         conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}
         if conversion.images is not None:
             # the attention that is built in alone keeps packed rows with images apart

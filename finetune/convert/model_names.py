@@ -818,6 +818,12 @@ def _compare_templates_of_images(key: str, name: str, conversion: Conversion) ->
         conversion.add_difference(key, name, OWN_SYSTEM)
 
 
+def shows_images(settings: ToolFile) -> bool:
+    """Whether rows of torchtune's data sets hold images."""
+    components = find_texts(settings, "_component_")
+    return any(".datasets.multimodal." in each for each in components)
+
+
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
     the files say.
@@ -830,9 +836,11 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         _add_mistral_turns(settings, conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
-    if component.endswith("_transform"):
-        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
+    if component.endswith("llama3_2_vision_transform") and not shows_images(settings):
+        name = "llama3"  # the model's own writes a system message into a row without images
+    elif component.endswith("_transform"):
+        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
         return

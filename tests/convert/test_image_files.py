@@ -16,7 +16,7 @@ from finetune.config.families import IMAGE_FAMILIES, IN_WINDOWS
 from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
 from finetune.convert.automodel import BLANK_IMAGES, FOUND_BY_WORDS, REDUCED, THOUGHT_ADDED
-from finetune.convert.by_tool import RESIZED
+from finetune.convert.by_tool import RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
     MARKED_BY_HEADER,
@@ -410,3 +410,31 @@ def test_gradients_that_automodel_adds_in_16_bits_are_said(tmp_path: Path) -> No
             tmp_path, "google/gemma-3-4b-it", distributed={"mp_policy": policy}
         )
         assert any(REDUCED in line for line in made.differences) == (dtype == "bfloat16")
+
+
+TUNE = """
+model: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_11b, decoder_trainable: true, encoder_trainable: false, fusion_trainable: true}
+tokenizer: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_transform, path: /tmp/Llama-3.2-11B-Vision-Instruct/original/tokenizer.model}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Llama-3.2-11B-Vision-Instruct, checkpoint_files: [a], output_dir: /tmp/out, model_type: LLAMA3_VISION}
+dataset: {_component_: %s}
+optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}
+batch_size: 2
+epochs: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "template"),
+    [
+        ("torchtune.datasets.alpaca_cleaned_dataset", "llama3"),
+        ("torchtune.datasets.multimodal.the_cauldron_dataset", None),
+    ],
+)
+def test_torchtunes_texts_for_llama_3_2_vision_have_no_system_message_of_the_models_template(
+    rows: str, template: str | None, tmp_path: Path
+) -> None:
+    """The model's own template writes one with a date into a row without images; torchtune's tokenizer none."""
+    (tmp_path / "theirs.yaml").write_text(TUNE % rows)
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.images == "mllama" and found.recipe.get("chat_template") == template
+    assert (RESIZED_IN_16_BITS in found.remarks) == (template is None)
