@@ -1409,7 +1409,8 @@ UNKNOWN_IMAGES = (
 )
 # Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
 FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
-TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
+TOWER_ADAPTED = "the vision tower gets adapters too there"
+PROJECTOR_ADAPTED = "the projector gets adapters too there"
 FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
 # MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
 ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
@@ -1425,6 +1426,8 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
     if recipe.get("use_peft"):
         if parts["encoder"] == "lora":
             conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
+        if parts["fusion"] == "lora":  # fusion_lora of llama3_2_vision_encoder
+            conversion.add_difference("model.fusion_trainable", "lora", PROJECTOR_ADAPTED)
         if parts["decoder"] != "lora" and parts["fusion"] == "lora":
             targets = recipe.get("lora_target_modules") or []
             own = [each for each in targets if LINEAR_LAYERS.get(each) == "self_attn"]
