@@ -474,6 +474,8 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     if is_tokenized and are_texts and dataset.get("inject_fake_images", True):
         asked = dataset.get("inject_fake_images")
         conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
+    if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
+        conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER:
         conversion.add_difference("model", name_model(settings), FOUND_BY_WORDS)
 

@@ -270,7 +270,7 @@ BY_CODE = (
     "file as path, or yield them: `function: my_data.py:rows`"
 )
 # what its components/datasets/vlm/datasets.py makes of a row
-AS_FILED = "as its file has it, whatever EXIF says of its side that is up"
+AS_FILED = "not turned upright by its EXIF data"
 ROWS_BY_CODE = {
     "make_cord_v2_dataset": (
         "a row there: image, then 'Describe this image.'; the answer is the JSON of gt_parse in "
