@@ -482,11 +482,18 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32
 REDUCED = "gradients are added over the ranks in this dtype there; in float32 here"
+MEGATRON = "megatron_fsdp"
+REDUCED_BY_MEGATRON = (
+    "gradients are added over the ranks in the weights' dtype there, the default of "
+    "grad_reduce_in_fp32; in float32 here"
+)
 
 
 def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that gradients are added over the ranks in 16 bits."""
-    policy = read_section(read_section(settings, "distributed"), "mp_policy")
-    dtype = str(policy.get("reduce_dtype", "float32"))
-    if "float32" not in dtype:
+    layout = read_section(settings, "distributed")
+    dtype = str(read_section(layout, "mp_policy").get("reduce_dtype", "float32"))
+    if layout.get("strategy") == MEGATRON and not layout.get("grad_reduce_in_fp32"):
+        conversion.add_difference("distributed.strategy", MEGATRON, REDUCED_BY_MEGATRON)
+    elif "float32" not in dtype:
         conversion.add_difference("distributed.mp_policy.reduce_dtype", dtype, REDUCED)

@@ -274,8 +274,8 @@ AS_FILED = "not turned upright by its EXIF data"
 ROWS_BY_CODE = {
     "make_cord_v2_dataset": (
         "a row there: image, then 'Describe this image.'; the answer is the JSON of gt_parse in "
-        "ground_truth, or one drawn from gt_parses, each key as <s_key>value</s_key>, keys from "
-        "last to first, <sep/> between the values of a list"
+        "ground_truth, or one drawn from gt_parses, each key as <s_key>value</s_key>, keys in "
+        "reverse alphabetical order, <sep/> between the values of a list"
     ),
     "make_medpix_dataset": (
         f"a row there: image_id, {AS_FILED}, then question; the answer is answer"

@@ -15,7 +15,13 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from finetune.config.families import IMAGE_FAMILIES, IN_WINDOWS
 from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
-from finetune.convert.automodel import BLANK_IMAGES, FOUND_BY_WORDS, REDUCED, THOUGHT_ADDED
+from finetune.convert.automodel import (
+    BLANK_IMAGES,
+    FOUND_BY_WORDS,
+    REDUCED,
+    REDUCED_BY_MEGATRON,
+    THOUGHT_ADDED,
+)
 from finetune.convert.by_tool import RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
@@ -410,6 +416,11 @@ def test_gradients_that_automodel_adds_in_16_bits_are_said(tmp_path: Path) -> No
             tmp_path, "google/gemma-3-4b-it", distributed={"mp_policy": policy}
         )
         assert any(REDUCED in line for line in made.differences) == (dtype == "bfloat16")
+    for keys in ({}, {"grad_reduce_in_fp32": True}):
+        made = convert_automodels(
+            tmp_path, "google/gemma-3-4b-it", distributed={"strategy": "megatron_fsdp"} | keys
+        )
+        assert any(REDUCED_BY_MEGATRON in line for line in made.differences) != bool(keys)
 
 
 TUNE = """
