@@ -464,7 +464,8 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         "packed_sequence.post_tokenize_hook_fn": packed.get("post_tokenize_hook_fn"),
         "dataloader.collate_fn._target_": collated,
     }
-    is_gemma = guess_family(name_model(settings)) == "gemma4_text"
+    name = name_model(settings)
+    is_gemma = guess_family(name) == "gemma4_text"
     for key, value in functions.items():
         if str(value).endswith(ADDING_THOUGHTS) and is_gemma:
             conversion.add_difference(key, value, THOUGHT_ADDED)
@@ -476,8 +477,8 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
     if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
         conversion.add_difference("freeze_language_model", True, "trained here")
-    if conversion.images in WITHOUT_HEADER:
-        conversion.add_difference("model", name_model(settings), FOUND_BY_WORDS)
+    if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
+        conversion.add_difference("model", name, FOUND_BY_WORDS)
 
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32
