@@ -506,9 +506,18 @@ def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
+    return key, str(config["model_type"]) if config.get("model_type") else name_images(name)
+
+
+def name_images(name: str) -> str | None:
+    """Returns how the rules of a run know a model that reads images, by its name.
+
+    >>> name_images("google/gemma-4-31B-it"), name_images("google/gemma-4-E4B-it")
+    ('gemma4 with use_bidirectional_attention: vision', 'gemma4')
+    """
     if BOTH_WAYS.search(name.lower()):
-        return key, f"gemma4 with {IN_WINDOWS}"  # as the rules of a run know it
-    return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+        return f"gemma4 with {IN_WINDOWS}"
+    return guess_vision_family(name)
 
 
 def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
