@@ -440,6 +440,9 @@ FAMILIES: Mapping[str, Family] = {
         WITH_IMAGES,
     ),
 }
+# of a model whose windowed layers alone let the tokens of an image attend to one another, as no
+# family does that takes images
+IN_WINDOWS = "use_bidirectional_attention: vision"
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]
 PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 

@@ -15,10 +15,13 @@ from finetune.convert.model_names import (
     FUSED_LOSS,
     UNKNOWN_IMAGES,
     guess_family,
+    guess_vision_family,
     has_tower,
     is_mixture,
     is_of_transformers,
     name_model,
+    reads_images,
+    runs_for_images,
 )
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
@@ -80,11 +83,12 @@ MOVED_BIASES = (
 
 # mtp_config of its own classes of these families: _resolve_mtp_num_layers, and MTPConfig
 PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
-DEPTHS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of such layers
 AHEAD = (
     "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
     "added there; no such layers are trained here"
 )
+# _resolve_mtp_num_layers
+LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # _fp32_params of its own classes of these families
 DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 RATES_IN_FP32 = (
@@ -99,7 +103,8 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     schedule = read_section(settings, "step_scheduler")
     stages = recipe.get("pipeline_parallel_size")
     has_stages = isinstance(stages, int) and stages > 1
-    drops_last_rows = has_stages and conversion.images is None
+    is_for_images = runs_for_images(settings)
+    drops_last_rows = has_stages and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
     elif conversion.images is None:
@@ -114,7 +119,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     # after _adapt_saves: rows without steps of their own are measured with each save
     if not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
-    if has_stages and (conversion.images is not None or settings.get("teacher_model")):
+    if has_stages and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     conversion.remarks.append(MEASURED_WITH_SAVES)
@@ -280,12 +285,14 @@ AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat1
 WIDENED = (
     "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
 )
-# causal language models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
+# models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
 OWN_CLASSES = (
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
     "ernie4_5_moe",
+    "gemma4",
+    "gemma4_unified",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
@@ -301,11 +308,16 @@ OWN_CLASSES = (
     "nemotron_h",
     "qwen2",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 )
+TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForConditionalGeneration
 
 
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
@@ -316,7 +328,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     asked = model.get("torch_dtype", "auto")
     name = name_model(settings)
-    is_own = guess_family(name) in OWN_CLASSES or has_tower(name)
+    family = guess_vision_family(name) if has_tower(name) else guess_family(name)
+    is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
     elif model.get("force_hf") or not is_own:
@@ -336,8 +349,7 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in OF_CLASSES:
         if family in families:
             conversion.add_difference("model", name, note)
-    depths = {**model, **read_section(model, "text_config")}
-    if family in PREDICTING_AHEAD and 0 not in (depths.get(key) for key in DEPTHS):
+    if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
     if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
         conversion.add_difference("model", name, WIDER_WINDOW)
@@ -366,6 +378,16 @@ def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
     is_streamed = not (conversion.images or is_mixture(name_model(settings)))
     if is_quantized and is_streamed and not read_section(settings, "model").get("force_hf"):
         conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
+
+
+def _predicts_ahead(settings: ToolFile) -> bool:
+    """Whether a model may predict later tokens: distillation takes no loss of it, and 0 layers have
+    none.
+    """
+    model = read_section(settings, "model")
+    own = [model, read_section(model, "config"), read_section(model, "text_config")]
+    counts = [section.get(key) for section in own for key in LAYERS_AHEAD]
+    return not settings.get("teacher_model") and 0 not in counts
 
 
 def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:
@@ -402,6 +424,8 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["report_to"] = "wandb"
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
+    _report_rows_of_images(settings, conversion)
+    _report_reduction(settings, conversion)
     _report_own_class(settings, conversion)
     _report_head_bits(settings, conversion)
     _report_fused_loss(settings, conversion)
@@ -462,8 +486,8 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
         recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
     elif row_length:
         recipe["max_length"] = row_length
-    elif conversion.images is not None:
-        _adapt_image_lengths(settings, conversion)
+    elif runs_for_images(settings):
+        _adapt_lengths_of_images(settings, conversion)
     if row_length and recipe.get("overlength") != "drop":
         cut = NEXT_IN_PLACE if dataset.get("column_mapping") else CUT_BEFORE_ANSWER
         conversion.add_remark("dataset.seq_length", row_length, cut)
@@ -472,18 +496,116 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
         conversion.add_difference("dataset.seq_length", row_length, note)
 
 
-# default_collate_fn of Automodel's components/datasets/vlm/collate_fns.py
+# default_collate_fn of its components/datasets/vlm/collate_fns.py
 CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
+# PreTokenizedDatasetWrapper of its components/datasets/vlm/datasets.py
+REPLACED = "a longer row gives its place to another one, drawn at random, there; {} left out here"
+CUT_AND_REPLACED = (
+    "a longer row is cut there, and one whose image is cut gives its place to another one; {} left "
+    "out here"
+)
 
 
-def _adapt_image_lengths(settings: ToolFile, conversion: Conversion) -> None:
-    """Takes over the length of rows with images, as they are tokenized before or in a batch."""
+# PackedDatasetWrapper of its components/datasets/vlm/neat_packing_vlm.py
+ESTIMATED = (
+    "packing: rows are put together by an estimate of their lengths there, and one that does not "
+    "fit in after all is left out; here by their lengths"
+)
+
+
+def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Takes over the length of rows of the recipe for images, as they are tokenized before they are
+    packed, or in a batch.
+    """
     packed = read_section(settings, "packed_sequence")
-    length = packed.get("max_length") or packed.get("pack_size")
+    dataset = read_section(settings, "dataset")
+    size = packed.get("pack_size")
+    length = packed.get("max_length", dataset.get("max_length"))
     collated = read_section(read_section(settings, "dataloader"), "collate_fn")
+    is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
+    overlength = "truncate" if is_cut and conversion.images is None else "drop"
+    if length and overlength == "drop":
+        note = CUT_AND_REPLACED if is_cut else REPLACED
+        left_out = "one longer than pack_size is" if size and length < size else "it is"
+        conversion.add_difference("packed_sequence.max_length", length, note.format(left_out))
+    if size:
+        conversion.remarks.append(ESTIMATED)
+        conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}
+        if conversion.images is not None:
+            # the attention that is built in alone keeps packed rows with images apart
+            conversion.recipe.pop("attn_implementation", None)
+        return
     if not length and collated.get("max_length"):
         length = collated["max_length"]
         if not collated.get("drop_overlong"):
             conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
     if length:
-        conversion.recipe |= {"max_length": length, "overlength": "drop"}
+        conversion.recipe |= {"max_length": length, "overlength": overlength}
+
+
+# of its components/datasets/vlm/collate_fns.py, by its _inject_thinking_prefix_tokens, whose tokens
+# follow the marker from which build_labels_from_template trains
+ADDING_THOUGHTS = ("gemma4_inject_thinking_prefix", "gemma4_prefix_collate_fn")
+THOUGHT_ADDED = (
+    "an empty thought is written before each answer of Gemma 4 there, and trained with it; here a "
+    "row is as the chat template writes it"
+)
+# inject_fake_image_into_conversation of its components/datasets/vlm/fake_image.py
+BLANK_IMAGES = (
+    "a blank image is put before the first question of a row without one there, which shifts what "
+    "follows; none is here"
+)
+# build_labels of the same: the templates of these families write nothing between a question's end
+# and an answer, so that _derive_turn_markers finds no marker
+WITHOUT_HEADER = ("mistral3",)
+FOUND_BY_WORDS = (
+    "an answer is found there by its own tokens, where they first stand in a row: those that stand "
+    "in what is asked, too, are trained there; here the answer"
+)
+
+
+def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what the recipe for images puts into rows, and which of their tokens it trains."""
+    packed = read_section(settings, "packed_sequence")
+    is_packed = bool(packed.get("pack_size"))
+    collated = read_section(read_section(settings, "dataloader"), "collate_fn").get("_target_")
+    if is_packed:  # by a function of its own
+        collated = None
+    functions = {
+        "packed_sequence.post_tokenize_hook_fn": packed.get("post_tokenize_hook_fn"),
+        "dataloader.collate_fn._target_": collated,
+    }
+    name = name_model(settings)
+    is_gemma = guess_family(name) == "gemma4_text"
+    for key, value in functions.items():
+        if str(value).endswith(ADDING_THOUGHTS) and is_gemma:
+            conversion.add_difference(key, value, THOUGHT_ADDED)
+    dataset = read_section(settings, "dataset")
+    is_tokenized = packed.get("pretokenize", is_packed)
+    are_texts = runs_for_images(settings) and not reads_images(settings)
+    if is_tokenized and are_texts and dataset.get("inject_fake_images", True):
+        asked = dataset.get("inject_fake_images")
+        conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
+    if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
+        conversion.add_difference("freeze_language_model", True, "trained here")
+    if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
+        conversion.add_difference("model", name, FOUND_BY_WORDS)
+
+
+# MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32
+REDUCED = "gradients are added over the ranks in this dtype there; in float32 here"
+MEGATRON = "megatron_fsdp"
+REDUCED_BY_MEGATRON = (
+    "gradients are added over the ranks in the weights' dtype there, the default of "
+    "grad_reduce_in_fp32; in float32 here"
+)
+
+
+def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that gradients are added over the ranks in 16 bits."""
+    layout = read_section(settings, "distributed")
+    dtype = str(read_section(layout, "mp_policy").get("reduce_dtype", "float32"))
+    if layout.get("strategy") == MEGATRON and not layout.get("grad_reduce_in_fp32"):
+        conversion.add_difference("distributed.strategy", MEGATRON, REDUCED_BY_MEGATRON)
+    elif "float32" not in dtype:
+        conversion.add_difference("distributed.mp_policy.reduce_dtype", dtype, REDUCED)

@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import xxhash
 
+from finetune.config.families import IN_WINDOWS
 from finetune.config.pretrained import is_vision_language, load_config, text_config_of
 from finetune.config.schema import DatasetSource, Model
 from finetune.constants import PROCESSOR_FILES
@@ -360,7 +361,7 @@ class ImageProcessor:
             getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
         )
         if in_windows:
-            return f"{config.model_type} with use_bidirectional_attention: vision"
+            return f"{config.model_type} with {IN_WINDOWS}"
         return str(config.model_type)
 
     @property

@@ -268,7 +268,7 @@ def test_automodel_measures_no_images_between_stages(
     }
     model = {
         "_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained",
-        "pretrained_model_name_or_path": "google/gemma-4-31B-it",
+        "pretrained_model_name_or_path": "google/gemma-4-E4B-it",
     }
     keys = {"model": model, "distributed": {"pp_size": stages}}
     made = convert(AUTOMODEL, dataset=rows, validation_dataset=dict(rows), **keys)
@@ -638,6 +638,8 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
         ("Qwen/Qwen3-8B", {}, AS_FILED),
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+        ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
     ],
 )
 def test_the_dtype_of_weights_that_automodel_loads_is_said(
