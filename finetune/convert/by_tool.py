@@ -271,10 +271,19 @@ RESIZED_BY_COMMON = (
     "mistral-common resizes images by OpenCV there, whose cubic smooths none that is made smaller, "
     "and rounds the sides of a large one; here by Pillow, and those sides are rounded down"
 )
+# Gemma 4's large models; create_masks_for_vision_model of transformers' modeling_gemma4.py
+SEEN_IN_WINDOWS = re.compile(r"gemma-?4-(26b|31b)")
+IN_ALL_LAYERS = (
+    "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
+    "and since then, and here, in those with a window"
+)
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
+    name = name_model(settings)
+    if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
+        conversion.add_remark("model", name, IN_ALL_LAYERS)
     if conversion.images and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
     elif conversion.tool == "torchtune":
