@@ -59,16 +59,44 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
         conversion.remarks.append(_describe_mean(settings))
     _adapt_axolotls_warmup(settings, conversion)
-    report_turn_ends(settings, conversion)
+    _set_trained_tokens(settings, conversion)
     _report_axolotl_rows(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     threshold = settings.get("loss_watchdog_threshold")
     if threshold:
         conversion.add_remark("loss_watchdog_threshold", threshold, WATCHED)
     _report_new_adapter(settings, conversion)
+    _report_cut_answers(settings, conversion)
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     _report_muon(settings, conversion)
+
+
+OF_ALL_TOKENS = "mamba"  # whose AxolotlMambaTrainer has the ids of a batch as its labels
+ALL_TRAINED = (
+    "whatever train_on_inputs says, prompts are trained too there, as by assistant_only_loss: "
+    "false here{}"
+)
+# files of the package mamba_ssm, beside which the hub has each as transformers reads it
+OF_MAMBA_SSM = re.compile(r"state-spaces/mamba-(130m|370m|790m|1\.4b|2\.8b)")
+AS_TRANSFORMERS = "the same weights as transformers reads them: {}"
+# MambaDataCollator
+PADDING_TOO = "; the padding of a shorter row in a batch is trained there, never here"
+
+
+def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets which tokens are trained where the model decides it, and reports it where rows do."""
+    if guess_family(name_model(settings)) != OF_ALL_TOKENS or any(map(settings.get, OF_PAIRS)):
+        report_turn_ends(settings, conversion)
+        return
+    name = name_model(settings)
+    if OF_MAMBA_SSM.fullmatch(name):
+        conversion.recipe["model_name_or_path"] = f"{name}-hf"
+        conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(f"{name}-hf"))
+    conversion.recipe["assistant_only_loss"] = False
+    pads = PADDING_TOO if settings.get("micro_batch_size", 1) != 1 else ""
+    asked = settings.get("train_on_inputs")
+    conversion.add_remark("train_on_inputs", asked, ALL_TRAINED.format(pads))
 
 
 def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
@@ -84,6 +112,20 @@ NEW_UNDER_TRL = (
     "not loaded there under this rl: a new adapter is trained; here this one is trained further"
 )
 TRAINED_BY_TRL = ("dpo", "ipo", "kto")
+# transform_fn of its prompt_strategies/dpo/chat_template.py, by str.find
+ANSWERS_FOUND = (
+    "an answer is looked for in the text that the template makes of it there: with white space "
+    "around it that the template trims it is lost, but for a last character, and one that is found "
+    "earlier, as user in the header of a question, begins there; here each is scored as it is"
+)
+
+
+def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how Axolotl cuts the answers of pairs out of a template's text."""
+    kinds = find_texts(settings, "type")
+    is_cut = settings.get("rl") in ("dpo", "ipo", "simpo")
+    if is_cut and any(kind.startswith("chat_template") for kind in kinds):
+        conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
 
 
 def _report_new_adapter(settings: ToolFile, conversion: Conversion) -> None:
@@ -194,19 +236,22 @@ MICRO_BATCHES_OF_GROUPS = (
 )
 # whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
 COUNTED_IN_21 = ("gemma4", "gemma4_unified")
+MEANS_ADDED = (
+    "loss: the means of a step's micro-batches over their labels are added in 0.21{}, and averaged "
+    "in 0.19; here it is the mean over the labels of the whole step"
+)
 # lce_forward of Axolotl's integrations/liger/models, which take no count of the step's labels:
 # deepseekv2.py, for which Trainer divides by the micro-batches, and jamba.py, for which it does not
 UNCOUNTED_BY_LIGER = {
     "deepseek_v2": MICRO_BATCHES_ALIKE,
-    "jamba": (
-        "loss: the means of a step's micro-batches over their labels are added in 0.21 under this "
-        "fused loss, and averaged in 0.19; here it is the mean over the labels of the whole step"
-    ),
+    "jamba": MEANS_ADDED.format(" under this fused loss"),
 }
 
 
 def _describe_mean(settings: ToolFile) -> str:
     """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
+    if guess_family(name_model(settings)) == OF_ALL_TOKENS:
+        return MEANS_ADDED.format("")
     if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
     shares_rows = count_sharing_ranks(settings) > 1

@@ -11,9 +11,13 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
+    ALL_TRAINED,
+    ANSWERS_FOUND,
     APART_IN_21,
     BEST_ON_STEPS,
     EACH_IN_19,
+    MEANS_ADDED,
+    PADDING_TOO,
     RANKS_ALIKE,
     STATE_PASSED_ON,
     TWO_STEPS,
@@ -676,6 +680,44 @@ def test_the_fused_losses_of_two_families_take_no_count_of_labels(
     assert (RANKS_ALIKE.format(EACH_IN_19) in fused) == (not family)
     assert not family or UNCOUNTED_BY_LIGER[family] in fused
     assert RANKS_ALIKE.format(EACH_IN_19) in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"),
+    [
+        ("state-spaces/mamba-2.8b", True),
+        ("state-spaces/mamba-130m-hf", True),
+        ("tiiuae/falcon-mamba-7b", False),
+        ("mistralai/Mamba-Codestral-7B-v0.1", False),
+    ],
+)
+def test_axolotls_trainer_of_mamba_trains_all_tokens_whatever_a_file_says(
+    name: str, is_whole: bool, convert: Convert
+) -> None:
+    file = convert(AXOLOTL, base_model=name, train_on_inputs=False)
+    assert file.recipe["assistant_only_loss"] != is_whole
+    assert (ALL_TRAINED.format("") in said(file)) == is_whole
+    assert (MEANS_ADDED.format("") in file.remarks) == is_whole
+    assert (RANKS_ALIKE.format(EACH_IN_19) in file.remarks) != is_whole
+    assert file.recipe["model_name_or_path"] == name + "-hf" * name.endswith("2.8b")
+    batch = convert(AXOLOTL, base_model=name, micro_batch_size=2)
+    assert (ALL_TRAINED.format(PADDING_TOO) in said(batch)) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "is_said"),
+    [
+        ("dpo", "chat_template.default", True),
+        ("simpo", "chat_template.argilla_chat", True),
+        ("dpo", "chatml.ultra", False),
+        ("orpo", "chat_template.argilla", False),
+    ],
+)
+def test_how_axolotl_cuts_an_answer_out_of_a_templates_text_is_said(
+    method: str, kind: str, is_said: bool, convert: Convert
+) -> None:
+    pairs = {"rl": method, "datasets": [{"path": "a/pairs", "type": kind}]}
+    assert (ANSWERS_FOUND in said(convert(AXOLOTL | pairs))) == is_said
 
 
 @pytest.mark.parametrize(
