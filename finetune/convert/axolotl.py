@@ -72,31 +72,37 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     _report_muon(settings, conversion)
 
 
-OF_ALL_TOKENS = "mamba"  # whose AxolotlMambaTrainer has the ids of a batch as its labels
+# whose AxolotlMambaTrainer, until 0.19, has the ids of a batch as its labels, and MambaDataCollator
+OF_ALL_TOKENS = "mamba"
 ALL_TRAINED = (
-    "whatever train_on_inputs says, prompts are trained too there, as by assistant_only_loss: "
-    "false here{}"
+    "0.19 trains on prompts too, whatever this key says, and on the padding of a shorter row in a "
+    "batch; {}"
 )
-# files of the package mamba_ssm, beside which the hub has each as transformers reads it
+# the class of the package mamba_ssm, which 0.21 reads no more; the hub has its weights as
+# transformers reads them too
+MAMBA_SSM = "MambaLMHeadModel"
 OF_MAMBA_SSM = re.compile(r"state-spaces/mamba-(130m|370m|790m|1\.4b|2\.8b)")
-AS_TRANSFORMERS = "the same weights as transformers reads them: {}"
-# MambaDataCollator
-PADDING_TOO = "; the padding of a shorter row in a batch is trained there, never here"
+AS_TRANSFORMERS = "the same weights as transformers reads them: {}-hf"
 
 
 def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets which tokens are trained where the model decides it, and reports it where rows do."""
-    if guess_family(name_model(settings)) != OF_ALL_TOKENS or any(map(settings.get, OF_PAIRS)):
-        report_turn_ends(settings, conversion)
-        return
+    """Sets which tokens of a row are trained where the model decides it, and its end decides."""
     name = name_model(settings)
-    if OF_MAMBA_SSM.fullmatch(name):
+    is_old = settings.get("model_type") == MAMBA_SSM
+    if is_old and OF_MAMBA_SSM.fullmatch(name):
         conversion.recipe["model_name_or_path"] = f"{name}-hf"
-        conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(f"{name}-hf"))
-    conversion.recipe["assistant_only_loss"] = False
-    pads = PADDING_TOO if settings.get("micro_batch_size", 1) != 1 else ""
-    asked = settings.get("train_on_inputs")
-    conversion.add_remark("train_on_inputs", asked, ALL_TRAINED.format(pads))
+        conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(name))
+    if guess_family(name) == OF_ALL_TOKENS and not any(map(settings.get, OF_PAIRS)):
+        here = (
+            "prompts are trained here, padding never" if is_old else "neither 0.21 nor a run here"
+        )
+        conversion.add_remark(
+            "train_on_inputs", settings.get("train_on_inputs"), ALL_TRAINED.format(here)
+        )
+    if is_old:
+        conversion.recipe["assistant_only_loss"] = False
+    else:
+        report_turn_ends(settings, conversion)
 
 
 def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
@@ -112,11 +118,12 @@ NEW_UNDER_TRL = (
     "not loaded there under this rl: a new adapter is trained; here this one is trained further"
 )
 TRAINED_BY_TRL = ("dpo", "ipo", "kto")
-# transform_fn of its prompt_strategies/dpo/chat_template.py, by str.find
+# transform_fn of its prompt_strategies/dpo/chat_template.py until 0.19, by str.find
 ANSWERS_FOUND = (
-    "an answer is looked for in the text that the template makes of it there: with white space "
+    "in 0.19 an answer is looked for in the text that the template makes of it: with white space "
     "around it that the template trims it is lost, but for a last character, and one that is found "
-    "earlier, as user in the header of a question, begins there; here each is scored as it is"
+    "earlier, as user in the header of a question, begins there; in 0.21 and here each is scored "
+    "as it is"
 )
 
 
@@ -236,22 +243,19 @@ MICRO_BATCHES_OF_GROUPS = (
 )
 # whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
 COUNTED_IN_21 = ("gemma4", "gemma4_unified")
-MEANS_ADDED = (
-    "loss: the means of a step's micro-batches over their labels are added in 0.21{}, and averaged "
-    "in 0.19; here it is the mean over the labels of the whole step"
-)
 # lce_forward of Axolotl's integrations/liger/models, which take no count of the step's labels:
 # deepseekv2.py, for which Trainer divides by the micro-batches, and jamba.py, for which it does not
 UNCOUNTED_BY_LIGER = {
     "deepseek_v2": MICRO_BATCHES_ALIKE,
-    "jamba": MEANS_ADDED.format(" under this fused loss"),
+    "jamba": (
+        "loss: the means of a step's micro-batches over their labels are added in 0.21 under this "
+        "fused loss, and averaged in 0.19; here it is the mean over the labels of the whole step"
+    ),
 }
 
 
 def _describe_mean(settings: ToolFile) -> str:
     """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
-    if guess_family(name_model(settings)) == OF_ALL_TOKENS:
-        return MEANS_ADDED.format("")
     if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
     shares_rows = count_sharing_ranks(settings) > 1

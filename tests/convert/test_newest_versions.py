@@ -11,13 +11,11 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
-    ALL_TRAINED,
     ANSWERS_FOUND,
     APART_IN_21,
     BEST_ON_STEPS,
     EACH_IN_19,
-    MEANS_ADDED,
-    PADDING_TOO,
+    MAMBA_SSM,
     RANKS_ALIKE,
     STATE_PASSED_ON,
     TWO_STEPS,
@@ -683,25 +681,24 @@ def test_the_fused_losses_of_two_families_take_no_count_of_labels(
 
 
 @pytest.mark.parametrize(
-    ("name", "is_whole"),
+    ("name", "family"),
     [
-        ("state-spaces/mamba-2.8b", True),
-        ("state-spaces/mamba-130m-hf", True),
-        ("tiiuae/falcon-mamba-7b", False),
-        ("mistralai/Mamba-Codestral-7B-v0.1", False),
+        ("state-spaces/mamba-2.8b", "mamba"),
+        ("tiiuae/falcon-mamba-7b", ""),
+        ("mistralai/Mamba-Codestral-7B-v0.1", ""),
     ],
 )
-def test_axolotls_trainer_of_mamba_trains_all_tokens_whatever_a_file_says(
-    name: str, is_whole: bool, convert: Convert
+def test_axolotls_trainer_of_mamba_trained_all_tokens_whatever_a_file_says(
+    name: str, family: str, convert: Convert
 ) -> None:
-    file = convert(AXOLOTL, base_model=name, train_on_inputs=False)
-    assert file.recipe["assistant_only_loss"] != is_whole
-    assert (ALL_TRAINED.format("") in said(file)) == is_whole
-    assert (MEANS_ADDED.format("") in file.remarks) == is_whole
-    assert (RANKS_ALIKE.format(EACH_IN_19) in file.remarks) != is_whole
-    assert file.recipe["model_name_or_path"] == name + "-hf" * name.endswith("2.8b")
-    batch = convert(AXOLOTL, base_model=name, micro_batch_size=2)
-    assert (ALL_TRAINED.format(PADDING_TOO) in said(batch)) == is_whole
+    newest = convert(AXOLOTL, base_model=name, train_on_inputs=False)
+    assert newest.recipe["assistant_only_loss"] is True
+    assert ("0.19 trains on prompts too" in said(newest)) == bool(family)
+    assert newest.recipe["model_name_or_path"] == name
+    if family:
+        older = convert(AXOLOTL, base_model=name, train_on_inputs=False, model_type=MAMBA_SSM)
+        assert older.recipe["assistant_only_loss"] is False
+        assert older.recipe["model_name_or_path"] == f"{name}-hf"
 
 
 @pytest.mark.parametrize(
