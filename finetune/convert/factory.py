@@ -3,8 +3,8 @@
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
-from finetune.convert.model_names import has_tower, name_model
-from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
+from finetune.convert.model_names import AUXILIARY, guess_family, has_tower, name_model
+from finetune.convert.shared import FIRST_TRAINED, IN_ORDER, MICRO_BATCHES_ALIKE, WHOLE_STEPS
 from finetune.convert.value_conversion import Conversion, convert_names
 
 JOINED = (
@@ -40,7 +40,8 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
     reads_images = conversion.images is not None or has_tower(name_model(settings))
     has_processor = reads_images and not conversion.is_factory_v1
-    if has_processor and settings.get("stage") in ("pt", "sft"):
+    by_megatron = any(key in settings for key in MEGATRON_KEYS)
+    if has_processor and settings.get("stage") in ("pt", "sft") and not by_megatron:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     packs = settings.get("packing") and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
@@ -48,6 +49,59 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     if packs and not (conversion.is_factory_v1 or settings.get("neat_packing")):
         conversion.add_difference("packing", True, NOT_NEAT)
     _adapt_factorys_adapters(settings, conversion)
+    if by_megatron:
+        _report_megatron(settings, conversion)
+
+
+# keys that LLaMA-Factory's v0 reads under Megatron alone: by mcore_adapter (USE_MCA), or by
+# Megatron Bridge (USE_MEGATRON_BRIDGE), which has some of its own
+MEGATRON_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+    "moe_token_dispatcher_type",
+    "recompute_granularity",
+)
+BRIDGE_KEYS = ("mixed_precision", "use_packed_sequences", "export_hf_on_finish", "extra_config")
+# models/ of mcore_adapter that have router_aux_loss_coef as moe_aux_loss_coeff
+BALANCED_BY_MEGATRON = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text")
+# save_hf_model of mcore_adapter's arguments
+MEGATRONS_FILES = "the trained weights are saved as Megatron's files there, as Hugging Face's here"
+# _create_peft_config of LLaMA-Factory's train/megatron_bridge, and LoRA of Megatron Bridge
+FUSED_ADAPTERS = (
+    "under Megatron Bridge one adapter is on query, key and value together, and one on gate and "
+    "up, whatever lora_target says, without dropout, and with a Xavier start; here each of these "
+    "layers has its own"
+)
+
+
+def is_of_mcore(settings: ToolFile) -> bool:
+    """Whether mcore_adapter trains what a file of LLaMA-Factory's v0 says."""
+    is_bridge = any(key in settings for key in BRIDGE_KEYS)
+    return not is_bridge and any(key in settings for key in MEGATRON_KEYS)
+
+
+def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Megatron's trainers do otherwise than LLaMA-Factory's own."""
+    is_bridge = not is_of_mcore(settings)
+    shares_rows = is_bridge and (settings.get("context_parallel_size") or 1) > 1
+    if not (settings.get("calculate_per_token_loss") or shares_rows):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    name = name_model(settings)
+    coefficient = settings.get("moe_aux_loss_coeff")
+    if guess_family(name) in BALANCED_BY_MEGATRON and coefficient is None:
+        conversion.add_difference("model_name_or_path", name, AUXILIARY)
+    if is_bridge and settings.get("finetuning_type", "lora") == "lora":
+        conversion.add_difference("finetuning_type", "lora", FUSED_ADAPTERS)
+        conversion.recipe["lora_dropout"] = 0.0
+    if is_bridge:
+        return
+    conversion.remarks.append(WHOLE_STEPS)
+    conversion.add_difference("dataset", settings.get("dataset"), IN_ORDER)
+    if not settings.get("save_hf_model"):
+        conversion.add_remark("save_hf_model", False, MEGATRONS_FILES)
 
 
 # torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py

@@ -7,6 +7,7 @@ import re
 from finetune.config.schema import recipe_keys
 from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.factory import is_of_mcore
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.objectives import find_masked_diffusion
@@ -103,10 +104,12 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
-    # masked diffusion masks no token that is the label behind a cut
+    # masked diffusion masks no token that is the label behind a cut, and mcore_adapter's rows have
+    # one more token
     is_cut = (
         recipe.get("overlength") not in ("drop", "error")
         and find_masked_diffusion(settings) is None
+        and not (conversion.tool == "LLaMA-Factory" and is_of_mcore(settings))
     )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         is_tunes = conversion.tool == "torchtune"

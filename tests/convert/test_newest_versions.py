@@ -22,6 +22,7 @@ from finetune.convert.axolotl import (
     UNCOUNTED_BY_LIGER,
 )
 from finetune.convert.by_tool import (
+    ALIKE_LENGTHS,
     EMBEDDING_MOMENTS,
     FEWER_STEPS,
     HEAD_PASSED_BY,
@@ -31,7 +32,9 @@ from finetune.convert.by_tool import (
 )
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
+from finetune.convert.factory import FUSED_ADAPTERS, MEGATRONS_FILES
 from finetune.convert.model_names import (
+    AUXILIARY,
     CHATML_ADDED,
     COLUMN_REFUSED,
     COMMON_TURNS_OF_IMAGES,
@@ -51,9 +54,16 @@ from finetune.convert.model_names import (
     TOKENIZERS_BOS,
     TOKENIZERS_BOS_OF_IMAGES,
 )
+from finetune.convert.numbers import LABEL_BEHIND_CUT
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
 from finetune.convert.runnable import MORE_ROWS
-from finetune.convert.shared import BEST_AT_END, MICRO_BATCHES_ALIKE, NORMS_IN_FP32
+from finetune.convert.shared import (
+    BEST_AT_END,
+    IN_ORDER,
+    MICRO_BATCHES_ALIKE,
+    NORMS_IN_FP32,
+    WHOLE_STEPS,
+)
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
 from finetune.convert.value_conversion import Conversion
 
@@ -699,6 +709,30 @@ def test_axolotls_trainer_of_mamba_trained_all_tokens_whatever_a_file_says(
         older = convert(AXOLOTL, base_model=name, train_on_inputs=False, model_type=MAMBA_SSM)
         assert older.recipe["assistant_only_loss"] is False
         assert older.recipe["model_name_or_path"] == f"{name}-hf"
+
+
+MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+
+
+def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None:
+    """By mcore_adapter; without its keys LLaMA-Factory's own trainer reads the file."""
+    mixture = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    notes = (MICRO_BATCHES_ALIKE, WHOLE_STEPS, IN_ORDER, MEGATRONS_FILES, AUXILIARY)
+    file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
+    text = said(convert(file, recompute_granularity="full"))
+    assert all(note in text for note in notes)
+    assert not any(note in text for note in (ALIKE_LENGTHS, LABEL_BEHIND_CUT, "not known here"))
+    dense = said(convert(file, model_name_or_path="Qwen/Qwen3-8B", calculate_per_token_loss=True))
+    assert not any(note in dense for note in (AUXILIARY, MICRO_BATCHES_ALIKE, FUSED_ADAPTERS))
+    own = said(convert(FACTORY, model_name_or_path=mixture, template="qwen"))
+    assert not any(note in own for note in notes)
+
+
+def test_megatron_bridge_fuses_factorys_adapters(convert: Convert) -> None:
+    keys = {"model_name_or_path": "Qwen/Qwen3-8B", "finetuning_type": "lora", "lora_dropout": 0.1}
+    bridge = convert(FACTORY | MEGATRON | keys, mixed_precision="bf16_mixed")
+    assert FUSED_ADAPTERS in said(bridge) and MEGATRONS_FILES not in said(bridge)
+    assert bridge.recipe["lora_dropout"] == 0.0
 
 
 @pytest.mark.parametrize(
