@@ -8,6 +8,7 @@ from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.as_read import PASSED_ON
 from finetune.convert.asked_layout import count_sharing_ranks
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
@@ -70,6 +71,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     _report_muon(settings, conversion)
+    _report_decay(settings, conversion)
 
 
 # whose AxolotlMambaTrainer, until 0.19, has the ids of a batch as its labels, and MambaDataCollator
@@ -156,6 +158,23 @@ def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not conversion.recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+# create_optimizer_grouped_parameters of its core/trainers/mixins/optimizer.py, for optimizers that
+# Trainer does not know
+EMBEDDINGS_SPARED = (
+    "under this optimizer the embedding and the output head are not decayed there, nor copies of "
+    "modules beside adapters; all matrices are here"
+)
+
+
+def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the matrices that Axolotl does not decay under an optimizer of its own."""
+    recipe = conversion.recipe
+    decay = recipe.get("weight_decay")
+    trains_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
+    if decay and trains_them and settings.get("optimizer") in PASSED_ON:
+        conversion.add_remark("weight_decay", decay, EMBEDDINGS_SPARED)
 
 
 def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
@@ -306,6 +325,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("sample_packing")
     if settings.get("pretraining_dataset"):
         _report_pretraining(settings, conversion)
+    elif settings.get("streaming"):
+        _report_stream(settings, conversion)
     kinds = list(find_texts(settings, "type"))
     are_texts = any(each.startswith("completion") for each in kinds)
     if are_texts and (packs or not settings.get("pretraining_dataset")):
@@ -334,6 +355,27 @@ PIECES_ALONE = (
 )
 # _extract_pretraining_config
 FIRST_ENTRY = "the first entry alone is read there, all here"
+
+
+# process_pretraining_datasets_for_packing
+LONG_DROPPED = "a longer row is dropped there where a stream is packed, whatever this key says"
+# _load_raw_datasets of its utils/data/sft.py, of a stream that is not packed
+LONG_KEPT = (
+    "rows of any length are trained on there where a stream is not packed; a longer one is "
+    "dropped, cut or refused here, as overlength says"
+)
+
+
+def _report_stream(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Axolotl does with the long rows of a stream that is no pretraining."""
+    strategy = settings.get("excess_length_strategy")
+    length = settings.get("sequence_len")
+    are_cut = all(kind.startswith("completion") for kind in find_texts(settings, "type"))
+    if not settings.get("sample_packing") and not are_cut:
+        conversion.add_difference("sequence_len", length, LONG_KEPT)
+    elif settings.get("sample_packing") and strategy not in (None, "drop"):
+        conversion.add_difference("excess_length_strategy", strategy, LONG_DROPPED)
+        conversion.recipe["overlength"] = "drop"
 
 
 def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:

@@ -15,6 +15,9 @@ from finetune.convert.axolotl import (
     APART_IN_21,
     BEST_ON_STEPS,
     EACH_IN_19,
+    EMBEDDINGS_SPARED,
+    LONG_DROPPED,
+    LONG_KEPT,
     MAMBA_SSM,
     RANKS_ALIKE,
     STATE_PASSED_ON,
@@ -709,6 +712,30 @@ def test_axolotls_trainer_of_mamba_trained_all_tokens_whatever_a_file_says(
         older = convert(AXOLOTL, base_model=name, train_on_inputs=False, model_type=MAMBA_SSM)
         assert older.recipe["assistant_only_loss"] is False
         assert older.recipe["model_name_or_path"] == f"{name}-hf"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"optimizer": "optimi_adamw", "weight_decay": 0.1}, True),
+        ({"optimizer": "optimi_adamw"}, False),
+        ({"optimizer": "adamw_torch", "weight_decay": 0.1}, False),
+        ({"optimizer": "optimi_adamw", "weight_decay": 0.1, "adapter": "lora"}, False),
+    ],
+)
+def test_axolotls_own_optimizers_decay_no_embedding(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (EMBEDDINGS_SPARED in said(convert(AXOLOTL, lora_r=8, **keys))) == is_said
+
+
+def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) -> None:
+    stream = {"streaming": True, "max_steps": 9, "excess_length_strategy": "truncate"}
+    packed = convert(AXOLOTL | stream, sample_packing=True)
+    assert LONG_DROPPED in said(packed) and packed.recipe["overlength"] == "drop"
+    assert LONG_KEPT in said(convert(AXOLOTL | stream))
+    texts = convert(AXOLOTL | stream, datasets=[{"path": "a/texts", "type": "completion"}])
+    assert not any(note in said(texts) for note in (LONG_DROPPED, LONG_KEPT))
 
 
 MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
