@@ -33,6 +33,7 @@ from finetune.convert.by_tool import (
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
 )
+from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.factory import FUSED_ADAPTERS, MEGATRONS_FILES
@@ -736,6 +737,28 @@ def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) 
     assert LONG_KEPT in said(convert(AXOLOTL | stream))
     texts = convert(AXOLOTL | stream, datasets=[{"path": "a/texts", "type": "completion"}])
     assert not any(note in said(texts) for note in (LONG_DROPPED, LONG_KEPT))
+
+
+STREAM = {"streaming": True, "max_steps": 9}
+TRL = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset_streaming": True, "max_steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("file", "are_several"),
+    [
+        (AXOLOTL | STREAM, False),
+        (AXOLOTL | STREAM | {"datasets": [{"path": "a/rows"}, {"path": "b/rows"}]}, True),
+        (FACTORY | STREAM | {"dataset": "some/rows,other/rows"}, True),
+        (TRL | {"datasets": [{"path": "a/rows"}, {"path": "b/rows"}]}, True),
+        (TRL | {"dataset_name": "a/rows"}, False),
+    ],
+)
+def test_a_stream_of_another_tool_reads_one_data_set_after_another(
+    file: dict[str, object], are_several: bool, convert: Convert
+) -> None:
+    text = said(convert(file))
+    assert (ONE_AFTER_ANOTHER in text) == are_several
+    assert (STREAM_IN_ORDER in text) == ("dataset_streaming" in file)
 
 
 MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
