@@ -30,6 +30,7 @@ from finetune.convert.shared import (
     MICRO_BATCHES_ALIKE,
     MLP_LAYERS,
     OF_PAIRS,
+    PACKED_IN_ORDER,
     SWITCHES_IN_16_BITS,
 )
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -490,9 +491,34 @@ APART_IN_21 = (
 )
 
 
+# pack_group of its utils/samplers/multipack.py, which sorts no rows, and sample_packing_bin_size
+FIRST_FIT = (
+    "packing: rows are packed as they come there, each into the first packed row of {} tokens with "
+    "room for it, and at most {} into one; here each where it fits best, however many: fewer steps "
+    "where rows are short"
+)
+ROWS_AT_MOST = 200  # by default
+
+
+def _describe_packing(settings: ToolFile, isolates: bool) -> str:
+    """How Axolotl packs rows: those of a micro-batch as one, where attention isolates them."""
+    most = settings.get("sample_packing_bin_size") or ROWS_AT_MOST
+    length = convert_number(settings.get("sequence_len", DEFAULTS["Axolotl"]["max_length"]))
+    is_real = settings.get("multipack_real_batches")
+    is_whole = is_real if is_real is not None else not isolates
+    rows = 1 if is_whole else convert_number(settings.get("micro_batch_size") or 1)
+    if isinstance(rows, int) and isinstance(length, int):  # others the reader refuses
+        length *= rows
+    return FIRST_FIT.format(length, most)
+
+
 def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
     attention = settings.get("attn_implementation")
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    is_sequential = settings.get("sample_packing_sequentially")
+    conversion.remarks.append(
+        PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
+    )
     if not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
     elif settings.get("pretraining_dataset") and _sees_no_starts(settings):

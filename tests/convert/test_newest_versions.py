@@ -16,6 +16,7 @@ from finetune.convert.axolotl import (
     BEST_ON_STEPS,
     EACH_IN_19,
     EMBEDDINGS_SPARED,
+    FIRST_FIT,
     LONG_DROPPED,
     LONG_KEPT,
     MAMBA_SSM,
@@ -66,6 +67,7 @@ from finetune.convert.shared import (
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
+    PACKED_IN_ORDER,
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
@@ -737,6 +739,26 @@ def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) 
     assert LONG_KEPT in said(convert(AXOLOTL | stream))
     texts = convert(AXOLOTL | stream, datasets=[{"path": "a/texts", "type": "completion"}])
     assert not any(note in said(texts) for note in (LONG_DROPPED, LONG_KEPT))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens", "most"),
+    [
+        ({}, 512, 200),
+        ({"micro_batch_size": 8, "sequence_len": 4096}, 32768, 200),
+        ({"micro_batch_size": 8, "sequence_len": 4096, "attn_implementation": None}, 4096, 200),
+        ({"micro_batch_size": 8, "multipack_real_batches": True}, 512, 200),
+        ({"sample_packing_bin_size": 900}, 512, 900),
+    ],
+)
+def test_how_axolotl_packs_rows_is_said(
+    keys: dict[str, object], tokens: int, most: int, convert: Convert
+) -> None:
+    note = FIRST_FIT.format(tokens, most)
+    assert note in convert(AXOLOTL, sample_packing=True, **keys).remarks
+    assert note not in convert(AXOLOTL, **keys).remarks
+    in_order = convert(AXOLOTL, sample_packing=True, sample_packing_sequentially=True, **keys)
+    assert note not in in_order.remarks and PACKED_IN_ORDER in in_order.remarks
 
 
 STREAM = {"streaming": True, "max_steps": 9}
