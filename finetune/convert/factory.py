@@ -11,6 +11,13 @@ JOINED = (
     "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
     "is apart here"
 )
+# PretrainDatasetProcessor, and greedy_knapsack, to which data/loader.py gives
+# preprocessing_batch_size rows of one process at a time
+LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
+PACKED_AT_A_TIME = (
+    "packing: {} rows at a time are packed there; here all together: fewer packed rows, and fewer "
+    "steps"
+)
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
@@ -34,6 +41,7 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
         adapt_v1(settings, conversion)
     elif settings.get("stage") == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
+        conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
     elif settings.get("stage") == "pt":
         recipe["overlength"] = "truncate"
     elif settings.get("stage") != "rm":
@@ -43,11 +51,12 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     by_megatron = any(key in settings for key in MEGATRON_KEYS)
     if has_processor and settings.get("stage") in ("pt", "sft") and not by_megatron:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-    packs = settings.get("packing") and settings.get("stage", "sft") == "sft"
+    is_asked = settings.get("packing") or settings.get("neat_packing")
+    packs = is_asked and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
-    if packs and not (conversion.is_factory_v1 or settings.get("neat_packing")):
-        conversion.add_difference("packing", True, NOT_NEAT)
+    if packs and not conversion.is_factory_v1:
+        _report_packing(settings, conversion)
     _adapt_factorys_adapters(settings, conversion)
     if by_megatron:
         _report_megatron(settings, conversion)
@@ -102,6 +111,14 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     conversion.add_difference("dataset", settings.get("dataset"), IN_ORDER)
     if not settings.get("save_hf_model"):
         conversion.add_remark("save_hf_model", False, MEGATRONS_FILES)
+
+
+def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how LLaMA-Factory packs rows of conversations."""
+    rows = settings.get("preprocessing_batch_size", 1000)
+    conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
+    if not settings.get("neat_packing"):
+        conversion.add_difference("packing", True, NOT_NEAT)
 
 
 # torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py

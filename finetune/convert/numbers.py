@@ -57,6 +57,11 @@ BOS_BY_KEY = (
     "stage: pt   (a text begins with the BOS token there where the tokenizer says add_bos_token, "
     "as Llama 2's; here where it writes one, as Llama 3's too)"
 )
+BOS_OF_BLOCKS = (
+    "stage: pt   (no text begins with the BOS token there; where the tokenizer says add_bos_token, "
+    "as Llama 2's, it stands in place of the first token of a block; here each begins with it "
+    "where the tokenizer writes one)"
+)
 # zeropower_via_newtonschulz5 of LLaMA-Factory, whose products are not fused with their sums: 2.4 to
 # 3% from the iteration in float64 on random matrices, and 1.1 to 1.5% here
 ROUNDED_MORE_OFTEN = (
@@ -195,7 +200,8 @@ def _report_row_texts(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool not in ("LLaMA-Factory", "ms-swift") or conversion.is_factory_v1:
         return
     if settings.get("stage") == "pt":
-        conversion.remarks.append(BOS_BY_KEY)
+        are_joined = settings.get("packing", True)
+        conversion.remarks.append(BOS_OF_BLOCKS if are_joined else BOS_BY_KEY)
         return
     sources = conversion.recipe.get("datasets", ())
     kinds = {"messages" if "messages_column" in each else each.get("type") for each in sources}

@@ -37,7 +37,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
-from finetune.convert.factory import FUSED_ADAPTERS, MEGATRONS_FILES
+from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES, PACKED_AT_A_TIME
 from finetune.convert.model_names import (
     AUXILIARY,
     CHATML_ADDED,
@@ -759,6 +759,24 @@ def test_how_axolotl_packs_rows_is_said(
     assert note not in convert(AXOLOTL, **keys).remarks
     in_order = convert(AXOLOTL, sample_packing=True, sample_packing_sequentially=True, **keys)
     assert note not in in_order.remarks and PACKED_IN_ORDER in in_order.remarks
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"packing": True}, PACKED_AT_A_TIME.format(1000)),
+        ({"neat_packing": True, "preprocessing_batch_size": 128}, PACKED_AT_A_TIME.format(128)),
+        ({"stage": "pt"}, LEFT_OVER.format(1000)),
+        ({"stage": "pt", "packing": False}, None),
+        ({}, None),
+    ],
+)
+def test_how_many_rows_factory_packs_at_a_time_is_said(
+    keys: dict[str, object], note: str | None, convert: Convert
+) -> None:
+    text = said(convert(FACTORY, model_name_or_path="Qwen/Qwen3-8B", template="qwen", **keys))
+    assert note is None or note in text
+    assert ("at a time" in text) == (note is not None)
 
 
 STREAM = {"streaming": True, "max_steps": 9}
