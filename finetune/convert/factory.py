@@ -4,20 +4,21 @@ from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
 from finetune.convert.model_names import AUXILIARY, guess_family, has_tower, name_model
-from finetune.convert.shared import FIRST_TRAINED, IN_ORDER, MICRO_BATCHES_ALIKE, WHOLE_STEPS
+from finetune.convert.shared import (
+    FIRST_TRAINED,
+    IN_ORDER,
+    MICRO_BATCHES_ALIKE,
+    PACKED_AT_A_TIME,
+    WHOLE_STEPS,
+)
 from finetune.convert.value_conversion import Conversion, convert_names
 
 JOINED = (
     "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
     "is apart here"
 )
-# PretrainDatasetProcessor, and greedy_knapsack, to which data/loader.py gives
-# preprocessing_batch_size rows of one process at a time
+# PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
 LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
-PACKED_AT_A_TIME = (
-    "packing: {} rows at a time are packed there; here all together: fewer packed rows, and fewer "
-    "steps"
-)
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "

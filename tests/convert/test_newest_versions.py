@@ -37,7 +37,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
-from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES, PACKED_AT_A_TIME
+from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
 from finetune.convert.model_names import (
     AUXILIARY,
     CHATML_ADDED,
@@ -67,6 +67,7 @@ from finetune.convert.shared import (
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
+    PACKED_AT_A_TIME,
     PACKED_IN_ORDER,
     WHOLE_STEPS,
 )
@@ -799,6 +800,22 @@ def test_a_stream_of_another_tool_reads_one_data_set_after_another(
     text = said(convert(file))
     assert (ONE_AFTER_ANOTHER in text) == are_several
     assert (STREAM_IN_ORDER in text) == ("dataset_streaming" in file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"packing": True}, True),
+        ({"packing": True, "packing_strategy": "bfd_split"}, True),
+        ({"packing": True, "packing_strategy": "wrapped"}, False),
+        ({}, False),
+    ],
+)
+def test_trl_packs_a_thousand_rows_at_a_time(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    text = said(convert({"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows"}, **keys))
+    assert (PACKED_AT_A_TIME.format("a thousand") in text) == is_said
 
 
 MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
