@@ -304,7 +304,7 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
 def _read_automodel(settings: ToolFile) -> AskedLayout:
     distributed = read_section(settings, "distributed")
     dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
-    is_pure = "32" not in dtype and not read_section(settings, "optimizer").get("master_weights")
+    is_pure = "32" not in dtype and not _has_masters(read_section(settings, "optimizer"))
     return AskedLayout(
         _find_automodel_sharding(distributed),
         "bf16",
@@ -314,6 +314,14 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
         tensors=_read_size(distributed.get("tp_size")),
         sequences=_read_size(distributed.get("cp_size")),
     )
+
+
+def _has_masters(optimizer: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of Automodel's keeps a copy of the weights in more bits."""
+    name = str(optimizer.get("_target_"))
+    if "FlashAdamW" in name:
+        return bool(optimizer.get("master_weight_bits", 24))
+    return bool(optimizer.get("master_weights", name.endswith("FusedAdamConfig")))
 
 
 def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:

@@ -3,7 +3,7 @@ here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.config.facts import read_family_source
@@ -11,7 +11,18 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
-from finetune.convert.model_names import guess_family, has_tower, name_model
+from finetune.convert.model_names import (
+    FUSED_LOSS,
+    UNKNOWN_IMAGES,
+    guess_family,
+    guess_vision_family,
+    has_tower,
+    is_mixture,
+    is_of_transformers,
+    name_model,
+    reads_images,
+    runs_for_images,
+)
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
 
@@ -43,7 +54,12 @@ MEASURED_WITH_SAVES = (
 HELD_OUT_ROWS_LEFT = (
     "eval_loss: the held-out rows of a rank that fill no micro-batch are left out there"
 )
-# of its recipes/vlm/finetune.py
+# the sampler of _make_sampler of its components/datasets/loader.py, with drop_last
+LAST_OF_RANKS = (
+    "epochs: where the ranks do not divide the rows, the last ones, fewer than there are ranks, "
+    "are left out there, of held-out rows too"
+)
+# of its recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of its components/datasets/llm/hellaswag.py
 PADDED_ROWS = (
@@ -71,11 +87,13 @@ AHEAD = (
     "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
     "added there; no such layers are trained here"
 )
+# _resolve_mtp_num_layers
+LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # _fp32_params of its own classes of these families
 DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 RATES_IN_FP32 = (
-    "A_log and dt_bias of the recurrent layers stay in float32 there, and are in the run's 16 bits "
-    "here"
+    "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
+    "are in the run's 16 bits here"
 )
 
 
@@ -85,9 +103,12 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     schedule = read_section(settings, "step_scheduler")
     stages = recipe.get("pipeline_parallel_size")
     has_stages = isinstance(stages, int) and stages > 1
-    drops_last_rows = has_stages and conversion.images is None
+    is_for_images = runs_for_images(settings)
+    drops_last_rows = has_stages and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
+    elif conversion.images is None:
+        conversion.remarks.append(LAST_OF_RANKS)
     epochs = schedule.get("num_epochs", EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
@@ -98,7 +119,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     # after _adapt_saves: rows without steps of their own are measured with each save
     if not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
-    if has_stages and conversion.images is not None:
+    if has_stages and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     conversion.remarks.append(MEASURED_WITH_SAVES)
@@ -148,19 +169,33 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     is_padded = is_class and dataset.get("pad_to_max_length", True)
     if is_padded:
         conversion.add_difference("packed_sequence.packed_sequence_size", size, PADDED_ROWS)
-    rows = read_section(settings, "step_scheduler").get("local_batch_size") or 1
+    rows = _count_rows(settings)
     model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
     if is_thd and not is_padded:  # of rows of one length both pack alike
         conversion.remarks.append(PACKED_IN_ORDER)
     is_batch = isinstance(rows, int) and rows > 1
-    if is_thd and is_batch and not model.get("backend") and _may_flash(model):
+    if is_thd and is_batch and not model.get("backend") and _may_flash(settings):
         conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
 
 
-def _may_flash(model: Mapping[str, Any]) -> bool:
-    """Whether a model's attention is flash attention there, by its key or the default."""
-    return model.get("attn_implementation") not in NOT_FLASH
+def _count_rows(settings: ToolFile) -> Any:
+    """Returns how many rows a forward pass has there: of pipeline stages those of a part."""
+    distributed = read_section(settings, "distributed")
+    stages = distributed.get("pp_size")
+    if isinstance(stages, int) and stages > 1:
+        return read_section(distributed, "pipeline").get("pp_microbatch_size", 1)
+    return read_section(settings, "step_scheduler").get("local_batch_size") or 1
+
+
+def _may_flash(settings: ToolFile) -> bool:
+    """Whether a model's attention is flash attention there: by the key or the default of its own
+    classes, always with transformers' (_apply_preload_overrides of its kernel_patches.py).
+    """
+    model = read_section(settings, "model")
+    family = guess_family(name_model(settings))
+    is_own = not is_of_transformers(settings) and family in (None, *OWN_CLASSES)
+    return not is_own or model.get("attn_implementation") not in NOT_FLASH
 
 
 # whose own classes give their Gate, of components/moe/layers.py, no dtype by default
@@ -168,6 +203,20 @@ GATED_IN_16_BITS = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", 
 IN_16_BITS = (
     "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
+SCORED_IN_16_BITS = (
+    "the experts' scores for a token are rounded to bfloat16 there, in float32 here, and choose "
+    "some other experts"
+)
+IN_32_BITS = (
+    "routers are computed in float32 there, in the run's 16 bits here, and choose some other "
+    "experts"
+)
+# by the default of the class there, where it is another than that of transformers' code
+GATES: Mapping[str, str] = {
+    **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
+    "minimax_m2": SCORED_IN_16_BITS,
+    "laguna": IN_32_BITS,
+}
 IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
 # of transformers' classes
 GATE_IN_FP32 = re.compile(
@@ -192,6 +241,43 @@ WITH_BIAS = (
     "the weights of a token's experts have the routers' biases in them there; here these choose "
     "the experts, and the weights are without them"
 )
+# e_score_correction_bias of its Gate; transformers' classes of these have it in the model's dtype
+BIASES_ROUNDED = ("kimi_linear", "laguna", "minimax_m2")
+ROUNDED_BIASES = (
+    "the biases by which routers choose experts are in float32 there, in the run's 16 bits here, "
+    "and choose some other experts"
+)
+# window_size of its models/gpt_oss/layers.py, for Transformer Engine
+WIDER_WINDOW = (
+    "in the layers with a sliding window a token attends to one more before it there, under "
+    "Transformer Engine's attention, its default: 128 and itself"
+)
+# attention_sink_bias of its models/mimo_v2_flash, which is no parameter
+SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+# time_step_limit of its models/nemotron_v3, and of transformers' class
+STEPS_UNCLAMPED = (
+    "the steps of the recurrent layers keep to the config's time_step_limit there, which as a rule "
+    "bounds none; here none is below its time_step_min"
+)
+OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
+    (BIASES_MOVED, MOVED_BIASES),
+    (BIASED_WEIGHTS, WITH_BIAS),
+    (BIASES_ROUNDED, ROUNDED_BIASES),
+    (("mimo_v2_flash",), SINKS_FROZEN),
+    (("nemotron_h",), STEPS_UNCLAMPED),
+    *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
+)
+UNKNOWN_CLASS = (
+    "model: its name says no family that is known here: what a class of Automodel's own for it "
+    "does otherwise is not listed"
+)
+SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping")
+UNSCALED = (
+    "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
+    "config, which has effect here"
+)
+# _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
+HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
 
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
@@ -199,12 +285,14 @@ AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat1
 WIDENED = (
     "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
 )
-# causal language models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
+# models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
 OWN_CLASSES = (
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
     "ernie4_5_moe",
+    "gemma4",
+    "gemma4_unified",
     "glm4_moe",
     "glm4_moe_lite",
     "glm_moe_dsa",
@@ -220,11 +308,16 @@ OWN_CLASSES = (
     "nemotron_h",
     "qwen2",
     "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 )
+TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForConditionalGeneration
 
 
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
@@ -235,7 +328,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     asked = model.get("torch_dtype", "auto")
     name = name_model(settings)
-    is_own = guess_family(name) in OWN_CLASSES or has_tower(name)
+    family = guess_vision_family(name) if has_tower(name) else guess_family(name)
+    is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
     elif model.get("force_hf") or not is_own:
@@ -243,24 +337,57 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a class of Automodel's own moves the biases of the routers, adds a loss,
-    attends to other tokens, or keeps weights in float32.
+    """Reports what a class of Automodel's own does otherwise with routers, attention and losses,
+    and which weights it keeps in float32.
     """
     name = name_model(settings)
     family = str(guess_family(name))
+    model = read_section(settings, "model")
     _report_gates(family, settings, conversion)
-    if read_section(settings, "model").get("force_hf"):
+    if is_of_transformers(settings):
         return
-    if family in BIASES_MOVED:
-        conversion.add_difference("model", name, MOVED_BIASES)
-    if family in BIASED_WEIGHTS:
-        conversion.add_difference("model", name, WITH_BIAS)
-    if family in INDEXED_OTHERWISE:
-        conversion.add_difference("model", name, INDEXED_OTHERWISE[family])
-    if family in PREDICTING_AHEAD:
+    for families, note in OF_CLASSES:
+        if family in families:
+            conversion.add_difference("model", name, note)
+    if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
+    if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
+        conversion.add_difference("model", name, WIDER_WINDOW)
     if family in DECAYS_IN_FP32:
         conversion.add_remark("model", name, RATES_IN_FP32)
+    is_image_file = conversion.images or any(
+        UNKNOWN_IMAGES in line for line in conversion.differences
+    )
+    if guess_family(name) is None and not is_image_file:
+        conversion.remarks.append(UNKNOWN_CLASS)
+
+
+def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the scale and the cap of scores that the fused loss does not know."""
+    loss = read_section(settings, "loss_fn")
+    family = conversion.images or guess_family(name_model(settings)) or ""
+    is_fused = str(loss.get("_target_")).endswith(FUSED_LOSS)
+    is_capped = bool(loss.get("logit_softcapping"))
+    if is_fused and not is_capped and SCALED_SCORES.search(read_family_source(family)):
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+
+
+def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the output head that a loader of Automodel's own quantizes with the other layers."""
+    is_quantized = read_section(settings, "quantization").get("load_in_4bit")
+    is_streamed = not (conversion.images or is_mixture(name_model(settings)))
+    if is_quantized and is_streamed and not read_section(settings, "model").get("force_hf"):
+        conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
+
+
+def _predicts_ahead(settings: ToolFile) -> bool:
+    """Whether a model may predict later tokens: distillation takes no loss of it, and 0 layers have
+    none.
+    """
+    model = read_section(settings, "model")
+    own = [model, read_section(model, "config"), read_section(model, "text_config")]
+    counts = [section.get(key) for section in own for key in LAYERS_AHEAD]
+    return not settings.get("teacher_model") and 0 not in counts
 
 
 def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:
@@ -270,8 +397,8 @@ def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> No
     is_in_fp32 = GATE_IN_FP32.search(read_family_source(family)) is not None
     if asked is not None and not (is_in_fp32 and "float32" in str(asked)):
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
-    elif asked is None and family in GATED_IN_16_BITS and not model.get("force_hf"):
-        conversion.add_difference("model", name_model(settings), IN_16_BITS)
+    elif asked is None and family in GATES and not is_of_transformers(settings):
+        conversion.add_difference("model", name_model(settings), GATES[family])
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
@@ -297,7 +424,11 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["report_to"] = "wandb"
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
+    _report_rows_of_images(settings, conversion)
+    _report_reduction(settings, conversion)
     _report_own_class(settings, conversion)
+    _report_head_bits(settings, conversion)
+    _report_fused_loss(settings, conversion)
 
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:
@@ -329,6 +460,11 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
 
 
 NOT_CUT = (None, False, "do_not_truncate")
+# __getitem__ of its ChatDataset, and of its ColumnMappedTextInstructionDataset
+CUT_BEFORE_ANSWER = "a row that is cut before its answer has no loss there; it is left out here"
+NEXT_IN_PLACE = (
+    "a row that is cut before its answer is the next one in its place there; it is left out here"
+)
 
 
 def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None:
@@ -338,35 +474,138 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     packed_length = packed.get("packed_sequence_size") or 0
     is_cut = dataset.get("truncation") not in NOT_CUT
     row_length = dataset.get("seq_length") if is_cut else None  # else it is the length of padding
+    # of its pack_dataset, whose rows no key keeps
+    is_thd = packed.get("packing_strategy", "thd") == "thd"
     if packed_length:
         if row_length and row_length <= packed_length:
             overlength = "truncate"
-        elif packed.get("drop_long_samples", True):
+        elif is_thd or packed.get("drop_long_samples", True):
             overlength = "drop"
         else:
             overlength = "error"
         recipe |= {"packing": True, "max_length": packed_length, "overlength": overlength}
     elif row_length:
         recipe["max_length"] = row_length
-    elif conversion.images is not None:
-        _adapt_image_lengths(settings, conversion)
+    elif runs_for_images(settings):
+        _adapt_lengths_of_images(settings, conversion)
+    if row_length and recipe.get("overlength") != "drop":
+        cut = NEXT_IN_PLACE if dataset.get("column_mapping") else CUT_BEFORE_ANSWER
+        conversion.add_remark("dataset.seq_length", row_length, cut)
     if packed_length and row_length and row_length < packed_length:
         note = "a row is cut to it before it is packed there, to max_length here"
         conversion.add_difference("dataset.seq_length", row_length, note)
 
 
-# default_collate_fn of Automodel's components/datasets/vlm/collate_fns.py
+# default_collate_fn of its components/datasets/vlm/collate_fns.py
 CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
+# PreTokenizedDatasetWrapper of its components/datasets/vlm/datasets.py
+REPLACED = "a longer row gives its place to another one, drawn at random, there; {} left out here"
+CUT_AND_REPLACED = (
+    "a longer row is cut there, and one whose image is cut gives its place to another one; {} left "
+    "out here"
+)
 
 
-def _adapt_image_lengths(settings: ToolFile, conversion: Conversion) -> None:
-    """Takes over the length of rows with images, as they are tokenized before or in a batch."""
+# PackedDatasetWrapper of its components/datasets/vlm/neat_packing_vlm.py
+ESTIMATED = (
+    "packing: rows are put together by an estimate of their lengths there, and one that does not "
+    "fit in after all is left out; here by their lengths"
+)
+
+
+def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Takes over the length of rows of the recipe for images, as they are tokenized before they are
+    packed, or in a batch.
+    """
     packed = read_section(settings, "packed_sequence")
-    length = packed.get("max_length") or packed.get("pack_size")
+    dataset = read_section(settings, "dataset")
+    size = packed.get("pack_size")
+    length = packed.get("max_length", dataset.get("max_length"))
     collated = read_section(read_section(settings, "dataloader"), "collate_fn")
+    is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
+    overlength = "truncate" if is_cut and conversion.images is None else "drop"
+    if length and overlength == "drop":
+        note = CUT_AND_REPLACED if is_cut else REPLACED
+        left_out = "one longer than pack_size is" if size and length < size else "it is"
+        conversion.add_difference("packed_sequence.max_length", length, note.format(left_out))
+    if size:
+        conversion.remarks.append(ESTIMATED)
+        conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}
+        if conversion.images is not None:
+            # the attention that is built in alone keeps packed rows with images apart
+            conversion.recipe.pop("attn_implementation", None)
+        return
     if not length and collated.get("max_length"):
         length = collated["max_length"]
         if not collated.get("drop_overlong"):
             conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
     if length:
-        conversion.recipe |= {"max_length": length, "overlength": "drop"}
+        conversion.recipe |= {"max_length": length, "overlength": overlength}
+
+
+# of its components/datasets/vlm/collate_fns.py, by its _inject_thinking_prefix_tokens, whose tokens
+# follow the marker from which build_labels_from_template trains
+ADDING_THOUGHTS = ("gemma4_inject_thinking_prefix", "gemma4_prefix_collate_fn")
+THOUGHT_ADDED = (
+    "an empty thought is written before each answer of Gemma 4 there, and trained with it; here a "
+    "row is as the chat template writes it"
+)
+# inject_fake_image_into_conversation of its components/datasets/vlm/fake_image.py
+BLANK_IMAGES = (
+    "a blank image is put before the first question of a row without one there, which shifts what "
+    "follows; none is here"
+)
+# build_labels of the same: the templates of these families write nothing between a question's end
+# and an answer, so that _derive_turn_markers finds no marker
+WITHOUT_HEADER = ("mistral3",)
+FOUND_BY_WORDS = (
+    "an answer is found there by its own tokens, where they first stand in a row: those that stand "
+    "in what is asked, too, are trained there; here the answer"
+)
+
+
+def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what the recipe for images puts into rows, and which of their tokens it trains."""
+    packed = read_section(settings, "packed_sequence")
+    is_packed = bool(packed.get("pack_size"))
+    collated = read_section(read_section(settings, "dataloader"), "collate_fn").get("_target_")
+    if is_packed:  # by a function of its own
+        collated = None
+    functions = {
+        "packed_sequence.post_tokenize_hook_fn": packed.get("post_tokenize_hook_fn"),
+        "dataloader.collate_fn._target_": collated,
+    }
+    name = name_model(settings)
+    is_gemma = guess_family(name) == "gemma4_text"
+    for key, value in functions.items():
+        if str(value).endswith(ADDING_THOUGHTS) and is_gemma:
+            conversion.add_difference(key, value, THOUGHT_ADDED)
+    dataset = read_section(settings, "dataset")
+    is_tokenized = packed.get("pretokenize", is_packed)
+    are_texts = runs_for_images(settings) and not reads_images(settings)
+    if is_tokenized and are_texts and dataset.get("inject_fake_images", True):
+        asked = dataset.get("inject_fake_images")
+        conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
+    if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
+        conversion.add_difference("freeze_language_model", True, "trained here")
+    if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
+        conversion.add_difference("model", name, FOUND_BY_WORDS)
+
+
+# MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32
+REDUCED = "gradients are added over the ranks in this dtype there; in float32 here"
+MEGATRON = "megatron_fsdp"
+REDUCED_BY_MEGATRON = (
+    "gradients are added over the ranks in the weights' dtype there, the default of "
+    "grad_reduce_in_fp32; in float32 here"
+)
+
+
+def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that gradients are added over the ranks in 16 bits."""
+    layout = read_section(settings, "distributed")
+    dtype = str(read_section(layout, "mp_policy").get("reduce_dtype", "float32"))
+    if layout.get("strategy") == MEGATRON and not layout.get("grad_reduce_in_fp32"):
+        conversion.add_difference("distributed.strategy", MEGATRON, REDUCED_BY_MEGATRON)
+    elif "float32" not in dtype:
+        conversion.add_difference("distributed.mp_policy.reduce_dtype", dtype, REDUCED)

@@ -11,7 +11,7 @@ from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import adapt_factory
-from finetune.convert.model_names import guess_family, name_model
+from finetune.convert.model_names import guess_family, name_model, shows_images
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
@@ -261,18 +261,34 @@ RESIZED = (
     "pixels otherwise"
 )
 BY_TORCHVISION = ("llama4",)
+# CLIPImageTransform of torchtune's models/clip
+RESIZED_IN_16_BITS = (
+    "images: turned into bfloat16 there before they are resized and normalized; here resized in 8 "
+    "bits by Pillow and normalized in float32"
+)
 # Mistral3Processor of Axolotl's loaders/processor.py, by mistral-common's tokenizers/image.py
 RESIZED_BY_COMMON = (
     "mistral-common resizes images by OpenCV there, whose cubic smooths none that is made smaller, "
     "and rounds the sides of a large one; here by Pillow, and those sides are rounded down"
 )
+# Gemma 4's large models; create_masks_for_vision_model of transformers' modeling_gemma4.py
+SEEN_IN_WINDOWS = re.compile(r"gemma-?4-(26b|31b)")
+IN_ALL_LAYERS = (
+    "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
+    "and since then, and here, in those with a window"
+)
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
+    name = name_model(settings)
+    if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
+        conversion.add_remark("model", name, IN_ALL_LAYERS)
     if conversion.images and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
-    elif conversion.images and conversion.tool != "torchtune":
+    elif conversion.tool == "torchtune":
+        conversion.remarks += [RESIZED_IN_16_BITS] if shows_images(settings) else []
+    elif conversion.images:
         conversion.remarks += [RESIZED] if conversion.images not in BY_TORCHVISION else []
     is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
     is_bounded = is_bounded and not conversion.is_factory_v1

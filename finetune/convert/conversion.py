@@ -213,6 +213,10 @@ MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as "
     "is the default here"
 )
+OPTIMIZERS_COPY = (
+    "of the weights as they are loaded: the optimizer trains a copy in more bits there; they are "
+    "in float32 here, the default"
+)
 # filters of torchtune's and Automodel's; ours is Accelerate's filter_first_and_last_linear_layers
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
@@ -577,4 +581,5 @@ def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
     elif (
         layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16"
     ):
-        conversion.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
+        note = OPTIMIZERS_COPY if conversion.tool == "Automodel" else MASTER_WEIGHTS
+        conversion.remarks.append(f"dtype: bfloat16   ({note})")

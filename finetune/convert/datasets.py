@@ -24,7 +24,7 @@ from finetune.convert.entries import (
 )
 from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import HEADER, guess_family, guess_vision_family
+from finetune.convert.model_names import HEADER, guess_family, guess_vision_family, runs_for_images
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
 from finetune.convert.value_conversion import Conversion, read_section
@@ -216,12 +216,23 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
     return keys
 
 
-AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
+AUTOMODEL_FORMATS = {
+    "make_squad_dataset": "squad",
+    "HellaSwag": "hellaswag",
+    "make_tulu3_dataset": "messages",
+}
+# len_prompt_ids in format_prompt_completion of its components/datasets/llm/formatting_utils.py,
+# which counts the space that ends a prompt
+FIRST_OF_ANSWER = (
+    "which is trained there only where the tokenizer begins a text with BOS and does not say "
+    "add_bos_token"
+)
 AUTOMODEL_ENDS = {
+    # convert_sharegpt_to_conversation of its components/datasets/vlm/datasets.py
+    "messages": "white space around a question is left out there",
     "squad": (
         "without a chat template the end-of-text token is trained after each answer here, and the "
-        "space before an answer is no part of its first token, which is not trained there where "
-        "the tokenizer says add_bos_token"
+        f"space before an answer is no part of its first token, {FIRST_OF_ANSWER}"
     ),
     # SFTSingleTurnPreprocessor of its components/datasets/utils.py
     "hellaswag": (
@@ -250,7 +261,7 @@ TOKENIZER_AS_IT_IS = (
 )
 HEADER_THERE = (
     f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
-    "break"
+    "break; of one with generation blocks these alone are"
 )
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
@@ -259,12 +270,35 @@ MARKED_THERE = (
     "prompt of inference"
 )
 # ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
+FIRST_IN_SPACE = f"the answer's first token begins with the space there, {FIRST_OF_ANSWER}"
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"
 BY_CODE = (
     "this class joins several columns of a row in code; write the rows as messages and name that "
     "file as path, or yield them: `function: my_data.py:rows`"
 )
+# what its components/datasets/vlm/datasets.py makes of a row
+AS_FILED = "not turned upright by its EXIF data"
+ROWS_BY_CODE = {
+    "make_cord_v2_dataset": (
+        "a row there: image, then 'Describe this image.'; the answer is the JSON of gt_parse in "
+        "ground_truth, or one drawn from gt_parses, each key as <s_key>value</s_key>, keys in "
+        "reverse alphabetical order, <sep/> between the values of a list"
+    ),
+    "make_medpix_dataset": (
+        f"a row there: image_id, {AS_FILED}, then question; the answer is answer"
+    ),
+    "make_rdr_dataset": "a row there: image, then 'Describe this image.'; the answer is text",
+    "make_shopify_product_catalogue_dataset": (
+        f"a row there: product_image, {AS_FILED}, then 'What product category does this item "
+        "belong to?'; the answer is ground_truth_category"
+    ),
+}
+
+
+# resolve_vlm_dataloader of its recipes/_typed_config.py: the tokenizer is the processor's, and
+# lengths are read with those of packing
+READ_ELSEWHERE = ("tokenizer", "truncate", "inject_fake_images", "max_length", "pretokenize")
 
 
 def _read_automodel(
@@ -275,9 +309,11 @@ def _read_automodel(
 
     def list_one(key: str) -> list[DataSetEntry]:
         section = settings.get(key)
-        if isinstance(section, dict):
-            return [DataSetEntry.make(key, section)]
-        return []
+        if not isinstance(section, dict):
+            return []
+        unread = READ_ELSEWHERE if runs_for_images(settings) else ()
+        kept = {name: value for name, value in section.items() if name not in unread}
+        return [DataSetEntry.make(key, kept)]
 
     train = read_each("Automodel", list_one("dataset"), read, conversion)
     return train, read_each("Automodel", list_one("validation_dataset"), read, conversion)
@@ -359,7 +395,8 @@ def _take_automodel_format(
         masks_prompt = entry.take("answer_only_loss_mask") is not False
         columns = {"prompt_column": question, "completion_column": answer}
         if not entry.take("use_hf_chat_template"):
-            note = SPACE_BETWEEN if masks_prompt else f"{SPACE_BETWEEN}, and the prompt is trained"
+            trained = FIRST_IN_SPACE if masks_prompt else "the prompt is trained there"
+            note = f"{SPACE_BETWEEN}; {trained}"
             conversion.add_difference(f"{entry.where}.column_mapping", columns, note)
             return {"type": "prompt_completion", **columns}
         if not masks_prompt:
@@ -369,12 +406,13 @@ def _take_automodel_format(
         return {"type": "messages", **columns}
     if kind in AUTOMODEL_FORMATS:
         row_format = AUTOMODEL_FORMATS[kind]
-        if not entry.unread.get("chat_template"):
+        if not entry.unread.get("chat_template") or row_format == "messages":
             conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
         return {"type": row_format}
     if kind != "ChatDataset":
+        row = f"{ROWS_BY_CODE[kind]}; " if kind in ROWS_BY_CODE else ""
         conversion.add_difference(
-            f"{entry.where}._target_", kind, BY_CODE, "a data set made by code"
+            f"{entry.where}._target_", kind, f"{row}{BY_CODE}", "a data set made by code"
         )
         conversion.to_do.append(
             f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above"

@@ -32,35 +32,39 @@ SHARED_CUT = (
 
 def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what several keys of a LLaMA-Factory file ask for together."""
-    recipe = conversion.recipe
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
-        recipe["oft_block_size"] = int(block)
-    if not conversion.is_factory_v1:
-        _report_loaded_dtype(settings, conversion)
-    if conversion.is_factory_v1:
-        adapt_v1(settings, conversion)
-    elif settings.get("stage") == "pt" and settings.get("packing", True):
-        conversion.add_difference("stage", "pt", JOINED)
-        conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
-    elif settings.get("stage") == "pt":
-        recipe["overlength"] = "truncate"
-    elif settings.get("stage") != "rm":
-        conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    reads_images = conversion.images is not None or has_tower(name_model(settings))
-    has_processor = reads_images and not conversion.is_factory_v1
-    by_megatron = any(key in settings for key in MEGATRON_KEYS)
-    if has_processor and settings.get("stage") in ("pt", "sft") and not by_megatron:
-        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+        conversion.recipe["oft_block_size"] = int(block)
     is_asked = settings.get("packing") or settings.get("neat_packing")
     packs = is_asked and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
-    if packs and not conversion.is_factory_v1:
-        _report_packing(settings, conversion)
+    if conversion.is_factory_v1:
+        adapt_v1(settings, conversion)
+    else:
+        _adapt_v0(settings, conversion, packs=bool(packs))
     _adapt_factorys_adapters(settings, conversion)
-    if by_megatron:
+
+
+def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> None:
+    """Sets and reports what v1 no longer does."""
+    recipe = conversion.recipe
+    stage = settings.get("stage")
+    _report_loaded_dtype(settings, conversion)
+    if stage == "pt" and settings.get("packing", True):
+        conversion.add_difference("stage", "pt", JOINED)
+        conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
+    elif stage == "pt":
+        recipe["overlength"] = "truncate"
+    elif stage != "rm":
+        conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
+    reads_images = conversion.images is not None or has_tower(name_model(settings))
+    if any(key in settings for key in MEGATRON_KEYS):
         _report_megatron(settings, conversion)
+    elif reads_images and stage in ("pt", "sft"):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    if packs:
+        _report_packing(settings, conversion)
 
 
 # keys that LLaMA-Factory's v0 reads under Megatron alone: by mcore_adapter (USE_MCA), or by

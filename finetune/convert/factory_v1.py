@@ -59,8 +59,9 @@ SEEN_THROUGH_CACHE = (
     "without activation checkpointing documents in a packed row attend to those before under this "
     "attention there; each is apart here"
 )
-PACKS = "dynamic_padding_free"  # of its BatchingStrategy
-FILLS = "dynamic_batching"
+# values of its BatchingStrategy
+PACKING = "dynamic_padding_free"
+FILLING = "dynamic_batching"
 
 
 def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
@@ -68,10 +69,10 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
     conversion.remarks += [V1_COMMAND, V1_ALPACA, V1_COLUMNS]
     _adapt_turns(settings, conversion)
     strategy = settings.get("batching_strategy")
-    conversion.remarks.append(FILLED_UP if strategy in (PACKS, FILLS) else WHOLE_STEPS)
-    if strategy == FILLS:
+    conversion.remarks.append(FILLED_UP if strategy in (PACKING, FILLING) else WHOLE_STEPS)
+    if strategy == FILLING:
         conversion.add_difference("batching_strategy", strategy, AS_MANY_AS_FIT)
-    if strategy != PACKS:
+    if strategy != PACKING:
         return
     conversion.remarks.append(PACKED_IN_ORDER)
     if settings.get("max_steps") is None:

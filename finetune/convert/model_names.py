@@ -140,6 +140,7 @@ FAMILIES = (
         r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar",
         "llama",
     ),
+    (r"laguna-[a-z]+-\d", "laguna"),
     (r"mistral-large-4", "mistral_large4_text"),
     (r"mistral-small-4", "mistral4"),
     (r"shieldstral|ministral-3|devstral-(small-)?2-|mistral-medium-3\.5", "ministral3"),
@@ -212,7 +213,7 @@ MIXTURE = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|"
     r"glm-?5|minimax|mimo-v2|"
     r"nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|mixtral|"
-    r"moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
+    r"laguna|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|"
     r"qwen3(\.\d-flash)?-next|"
     r"nex-n2|trinity|jamba|dots\.|ling-3|kimi-linear|flex-?olmo|mistral-small-4|solar-open|command-?a-plus"
 )
@@ -285,6 +286,7 @@ OTHER_LAYERS = (
     "all linear layers but the head here, for this model's code is its own: one of another name "
     "gets no adapter there"
 )
+WITH_HEAD = [ALL_LINEAR, "lm_head"]
 NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
 # a layer by its number, or a part of one that is not named by its end
 PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
@@ -420,6 +422,26 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
         family = guess_family(name_model(settings)) or ""
         _adapt_automodel_targets(family, peft, conversion)
+        if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
+            conversion.recipe["lora_target_modules"] = ALL_LINEAR
+
+
+# materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone
+FUSED_LOSS = "FusedLinearCrossEntropy"
+
+
+def _may_adapt_head(settings: ToolFile) -> bool:
+    """Whether Automodel trains an adapter of the output head: the fused loss leaves it at 0, and
+    Baichuan's head is no linear layer.
+    """
+    is_fused = str(read_section(settings, "loss_fn").get("_target_")).endswith(FUSED_LOSS)
+    return not is_fused and "baichuan" not in name_model(settings).lower()
+
+
+def is_of_transformers(settings: ToolFile) -> bool:
+    """Whether Automodel loads transformers' class of a model that it has one of its own for."""
+    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
+    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
 
 
 def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
@@ -427,7 +449,7 @@ def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     model = read_section(settings, "model")
     asked = model.get("router_aux_loss_coef")
-    is_balanced = BALANCED.search(name.lower()) and not model.get("force_hf")
+    is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
     if is_balanced and asked is None:
         conversion.add_difference("model", name, AUXILIARY)
     elif is_balanced and asked:
@@ -459,7 +481,7 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
     if is_all and not any("head" in name for name in excluded):
-        conversion.recipe["lora_target_modules"] = [ALL_LINEAR, "lm_head"]
+        conversion.recipe["lora_target_modules"] = list(WITH_HEAD)
     elif is_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
     elif targets and names != ["*_proj"]:
@@ -516,10 +538,25 @@ def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
     is_data_of_images = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
     if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
         return "template"
-    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
-    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
+    if tool == "Automodel" and reads_images(settings):
         return "model"
     return None
+
+
+# functions of Automodel's whose rows are texts, in its recipe for images too
+OF_TEXTS = re.compile(r"tulu3|ChatDataset$")
+
+
+def reads_images(settings: ToolFile) -> bool:
+    """Whether a file of Automodel's trains on rows with images."""
+    rows = str(read_section(settings, "dataset").get("_target_"))
+    return runs_for_images(settings) and not OF_TEXTS.search(rows)
+
+
+def runs_for_images(settings: ToolFile) -> bool:
+    """Whether a file of Automodel's is of its recipe for images, which reads texts, too."""
+    target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
+    return re.search("ForVLM|ImageText", target) is not None
 
 
 # Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write
@@ -800,6 +837,12 @@ def _compare_templates_of_images(key: str, name: str, conversion: Conversion) ->
         conversion.add_difference(key, name, OWN_SYSTEM)
 
 
+def shows_images(settings: ToolFile) -> bool:
+    """Whether rows of torchtune's data sets hold images."""
+    components = find_texts(settings, "_component_")
+    return any(".datasets.multimodal." in each for each in components)
+
+
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
     the files say.
@@ -812,9 +855,11 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         _add_mistral_turns(settings, conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
-    if component.endswith("_transform"):
-        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
+    if component.endswith("llama3_2_vision_transform") and not shows_images(settings):
+        name = "llama3"  # the model's own writes a system message into a row without images
+    elif component.endswith("_transform"):
+        conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     data = str(read_section(settings, "dataset").get("_component_"))
     if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
         return
@@ -1387,7 +1432,8 @@ UNKNOWN_IMAGES = (
 )
 # Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
 FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
-TOWER_ADAPTED = "the vision tower and the projector get adapters too there"
+TOWER_ADAPTED = "the vision tower gets adapters too there"
+PROJECTOR_ADAPTED = "the projector gets adapters too there"
 FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
 # MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
 ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
@@ -1403,6 +1449,8 @@ def _adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -
     if recipe.get("use_peft"):
         if parts["encoder"] == "lora":
             conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
+        if parts["fusion"] == "lora":  # fusion_lora of llama3_2_vision_encoder
+            conversion.add_difference("model.fusion_trainable", "lora", PROJECTOR_ADAPTED)
         if parts["decoder"] != "lora" and parts["fusion"] == "lora":
             targets = recipe.get("lora_target_modules") or []
             own = [each for each in targets if LINEAR_LAYERS.get(each) == "self_attn"]
@@ -1438,6 +1486,7 @@ def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> Non
 # apply_parameter_freezing of Automodel's components/utils/model_utils.py: a part is of the tower by
 # its name, which a projector of these names is not
 OF_TOWER = ("vision", "visual", "image_encoder")
+TOWER_PART = re.compile(r"self\.(vision_tower|visual|vision_model|embed_vision) = ")
 PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
 TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
 EMBEDDING_THERE = (
@@ -1449,26 +1498,66 @@ SOUND_THERE = "the tower of sound is trained there by rows with sound, which are
 
 def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
     """Adds which parts of a vision-language model Automodel trains: its freeze_config freezes the
-    tower, and no projector beside it.
+    tower, and no projector beside it; without one nothing is frozen.
     """
     frozen = read_section(settings, "freeze_config")
     if frozen.get("freeze_audio_tower") is False:
         conversion.add_remark("freeze_audio_tower", False, SOUND_THERE)
-    _report_frozen(frozen, conversion)
-    if read_section(settings, "peft"):
-        return  # adapters alone are trained
-    if not frozen:
-        conversion.add_difference("freeze_config", None, TRAINED_TOWER)
-        return
-    if frozen.get("freeze_embeddings"):
-        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     source = read_family_source(conversion.images or "")
     parts = sorted(set(PROJECTOR.findall(source)))
     parts = [part for part in parts if not any(name in part for name in OF_TOWER)]
-    is_kept = frozen.get("freeze_vision_tower", True) and not frozen.get("freeze_language_model")
-    if parts and is_kept:
-        text = sorted(set(TEXT_PART.findall(source)))
+    peft = read_section(settings, "peft")
+    if peft:  # adapters alone are trained
+        _report_adapted_parts(peft, parts, conversion)
+        return
+    if frozen.get("freeze_embeddings"):
+        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
+    text = sorted(set(TEXT_PART.findall(source)))
+    tower = sorted(set(TOWER_PART.findall(source)))
+    trains_tower = not frozen.get("freeze_vision_tower", bool(frozen))
+    if frozen.get("freeze_language_model") or (trains_tower and not (text and tower)):
+        _report_frozen({"freeze_vision_tower": not trains_tower} | frozen, conversion)
+    elif trains_tower:
+        conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts, *tower]
+    elif parts:
         conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts]
+
+
+PART_ADAPTED = "layers of this part get adapters too there; those of the language model here"
+
+
+def _report_adapted_parts(
+    peft: Mapping[str, Any], projectors: Sequence[str], conversion: Conversion
+) -> None:
+    """Reports which parts beside the language model get adapters there: ModuleMatcher of its
+    components/_peft/module_matcher.py, by names of layers as its own classes have them.
+    """
+    family = conversion.images or ""
+    source = read_family_source(family)
+    of_tower = find_vision_layers(family) or ("q_proj",)  # as in other families' towers
+    towers = set(TOWER_PART.findall(source))
+    layers = [f"model.{part}.{name}" for part in towers for name in of_tower]
+    classes = re.split(r"^(?=class )", source, flags=re.MULTILINE)
+    of_projector = "".join(each for each in classes if re.match(r"class \w*Projector", each))
+    linear = re.findall(r"self\.(\w+) = nn\.Linear", of_projector)
+    layers += [f"model.{part}.{name}" for part in projectors for name in linear]
+    asked = convert_names(peft.get("target_modules")) or []
+    excluded = convert_names(peft.get("exclude_modules")) or []
+    if not (asked or excluded or peft.get("match_all_linear")):
+        asked = ["*_proj"]
+    adapted = [
+        name
+        for name in layers
+        if not any(_matches(pattern, name) for pattern in excluded)
+        and (not asked or any(_matches(pattern, name) for pattern in asked))
+    ]
+    for part in sorted({name.split(".")[1] for name in adapted}):
+        conversion.add_difference("peft", part, PART_ADAPTED)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether Automodel's pattern names a layer, in full or by its last part."""
+    return pattern == name.rpartition(".")[2] or fnmatch.fnmatchcase(name, pattern)
 
 
 FROZEN_HERE = {

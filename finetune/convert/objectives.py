@@ -849,6 +849,13 @@ QUANTIZERS: Mapping[str, tuple[str, int | None]] = {
     "Int4WeightOnlyQATQuantizer": ("int4-packed", 256),
     "Float8ActInt4WeightQATQuantizer": ("fp8-int4", 128),
 }
+# quantizer_type of Automodel's QATConfig
+QUANTIZER_TYPES = {
+    "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
+    "int4_weight_only": "Int4WeightOnlyQATQuantizer",
+}
+# create_quantizer of the same
+SCALED_IN_16_BITS = "the scales of rounded weights are in bfloat16 there, in float32 here"
 QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("int8", "int4"): ("int8-int4", 32),
     ("None", "int4"): ("int4-packed", 128),
@@ -890,7 +897,8 @@ def cuts_loss(settings: ToolFile) -> bool:
 def asks_for_rounding(settings: ToolFile) -> bool:
     """Whether a file of training asks for it."""
     qat = settings.get("qat")
-    is_on = isinstance(qat, dict) and qat.get("enabled", True)
+    # Automodel's is off by default
+    is_on = isinstance(qat, dict) and qat.get("enabled", "qat_config" not in qat)
     return bool(is_on or ("dataset" in settings and isinstance(settings.get("quantizer"), dict)))
 
 
@@ -907,6 +915,8 @@ def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     qat = settings.get("qat") or {}
     quantizer = settings.get("quantizer") or qat.get("quantizer") or qat.get("qat_config") or {}
     name = str(quantizer.get("_component_") or quantizer.get("_target_") or "").rsplit(".", 1)[-1]
+    if name == "QATConfig":
+        name = QUANTIZER_TYPES.get(quantizer.get("quantizer_type", next(iter(QUANTIZER_TYPES))), "")
     inputs = str(qat.get("activation_dtype")).removeprefix("torch.")
     weights = str(qat.get("weight_dtype")).removeprefix("torch.")
     scheme, usual_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
@@ -929,6 +939,9 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
+    precision = read_section(read_section(settings, "qat"), "qat_config").get("scales_precision")
+    if conversion.tool == "Automodel" and "float32" not in str(precision):
+        conversion.add_difference("qat.qat_config.scales_precision", precision, SCALED_IN_16_BITS)
     is_axolotl = conversion.tool == "Axolotl"
     if is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
         _compare_rounding_to_floats(settings, conversion)

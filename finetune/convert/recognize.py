@@ -15,7 +15,7 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.async_grpo import is_async, rename_async
 from finetune.convert.command_line import COMMAND, is_command, read_command
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
-from finetune.convert.factory_v1 import PACKS
+from finetune.convert.factory_v1 import PACKING
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
 from finetune.convert.model_names import (
@@ -309,7 +309,7 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
     if has_images or settings.get("model_class") == "other":  # not a causal text model's class
         renamed["model_class"] = "other"
-    renamed["packing"] = renamed["batching_strategy"] == PACKS
+    renamed["packing"] = renamed["batching_strategy"] == PACKING
     return renamed
 
 

@@ -28,7 +28,7 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import ONE_GROUP, read_shipped
-from finetune.convert.model_names import WITH_PEFT, guess_family, is_mixture
+from finetune.convert.model_names import WITH_PEFT, guess_family, has_tower, is_mixture
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
@@ -100,7 +100,8 @@ def make_runnable(conversion: Conversion) -> None:
     to do.
     """
     facts = find_facts(conversion.recipe)
-    if facts is not None and conversion.images:
+    name = str(conversion.recipe.get("model_name_or_path"))
+    if facts is not None and (conversion.images or has_tower(name)):  # of rows without images, too
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)

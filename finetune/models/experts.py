@@ -93,7 +93,7 @@ def set_experts_implementation(model: Any, name: str) -> None:
         language_model.set_experts_implementation(name)
 
 
-def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
+def bypass_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
     """Stops peft from adding its adapters to the parameters of `experts`; the caller computes with
     the factors that `find_factors` reads from them.
 
@@ -122,7 +122,7 @@ def multiply_by_factors(model: nn.Module) -> None:
     """
     for experts in expert_modules(model):
         if "forward" not in vars(experts):
-            adapters = take_over_adapters(model, experts)
+            adapters = bypass_adapters(model, experts)
         else:
             adapters = []
         if adapters:
@@ -415,7 +415,7 @@ def quantize_experts(
             setattr(experts, name, weight)
             added |= {f"{path}.{name}.{CODES}", f"{path}.{name}.{SCALES}"}
         if frozen:
-            adapters = take_over_adapters(model, experts)
+            adapters = bypass_adapters(model, experts)
             experts.forward = _QuantizedExperts(experts, adapters).forward
     return frozenset(added)
 
@@ -518,7 +518,7 @@ def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
     """Gives each rank of `mesh` some experts of `module`, a layer of experts of `model`, and their
     adapters.
     """
-    module.forward = DividedExperts(module, mesh, take_over_adapters(model, module)).forward
+    module.forward = DividedExperts(module, mesh, bypass_adapters(model, module)).forward
 
 
 class DividedExperts:

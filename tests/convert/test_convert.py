@@ -18,6 +18,7 @@ from finetune.config.keys import keys_of
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
+from finetune.convert.automodel import HEAD_IN_4_BITS
 from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
@@ -305,10 +306,9 @@ def test_automodels_quantization(converted: Convert) -> None:
     given = "quantization: {load_in_4bit: true, load_in_8bit: false, bnb_4bit_compute_dtype: bfloat16}\n"
     _, said, path = converted(AUTOMODEL + given)
     quantization = read_recipe(str(path)).quantization
-    assert (quantization.bits, quantization.bnb_4bit_use_double_quant) == (
-        4,
-        True,
-    ) and "quantization" not in said
+    assert (quantization.bits, quantization.bnb_4bit_use_double_quant) == (4, True) and said.count(
+        "quantization"
+    ) == said.count(HEAD_IN_4_BITS)
 
 
 def test_a_base_that_bitsandbytes_has_quantized_is_loaded_as_it_is(converted: Convert) -> None:
@@ -2006,7 +2006,9 @@ def test_automodels_lengths(converted: Convert) -> None:
     ours, said, _ = converted(packed)
     assert (ours["max_length"], ours["packing"], ours["overlength"]) == (4096, True, "drop")
     assert "packed_sequence.max_packs: 104   (all packed rows are trained on)" in said
-    ours, _, _ = converted(packed.replace("max_packs: 104", "drop_long_samples: false"))
+    ours, _, _ = converted(
+        packed.replace("max_packs: 104", "packing_strategy: neat, drop_long_samples: false")
+    )
     assert ours["overlength"] == "error"
     long = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
     ours, said, _ = converted(long)

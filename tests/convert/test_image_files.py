@@ -15,10 +15,24 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
-from finetune.convert.by_tool import RESIZED
+from finetune.convert.automodel import (
+    BLANK_IMAGES,
+    FOUND_BY_WORDS,
+    REDUCED,
+    REDUCED_BY_MEGATRON,
+    THOUGHT_ADDED,
+)
+from finetune.convert.by_tool import IN_ALL_LAYERS, RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
+from finetune.convert.model_names import (
+    MARKED_BY_HEADER,
+    ONE_TEXT,
+    OWN_THOUGHT,
+    PART_ADAPTED,
+    THOUGHT_WHOLE,
+)
 from finetune.convert.recognize import Refusal
+from finetune.convert.value_conversion import Conversion
 from finetune.models.load import names_of_parameters, text_names
 from tests.convert.published import make_trial, start
 from tests.vision import FAMILIES, MORE
@@ -179,6 +193,13 @@ def test_automodels_projector_is_trained_as_there(family: str, tmp_path: Path) -
     keys = replace(Model(), trainable_modules=tuple(found.recipe.get("trainable_modules", ())))
     named = list(names_of_parameters(model).values())
     assert find_trained(named, keys, text_names(model)) == leave_trained(model)
+    file = tmp_path / "theirs.yaml"
+    file.write_text(file.read_text().replace("vision_tower: true", "vision_tower: false"))
+    found = convert_file(file)
+    keys = replace(Model(), trainable_modules=tuple(found.recipe["trainable_modules"]))
+    every = {name for name, _ in model.named_parameters()}
+    assert find_trained(named, keys, text_names(model)) == every
+    assert not any("freeze_vision_tower" in line for line in found.differences)
 
 
 def test_what_automodel_trains_of_the_tower_is_listed(tmp_path: Path) -> None:
@@ -186,8 +207,7 @@ def test_what_automodel_trains_of_the_tower_is_listed(tmp_path: Path) -> None:
     section = AUTOMODEL[start_of : AUTOMODEL.index("\n", start_of) + 1]
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace(section, ""))
     found = convert_file(tmp_path / "theirs.yaml")
-    assert "trainable_modules" not in found.recipe
-    assert any(line.startswith("freeze_config: null") for line in found.differences)
+    assert "vision_tower" in found.recipe["trainable_modules"]
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL + "peft: {dim: 8}\n")
     found = convert_file(tmp_path / "theirs.yaml")
     assert "trainable_modules" not in found.recipe
@@ -295,3 +315,137 @@ MARKED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcesso
 def test_the_families_whose_answers_automodel_marks_by_their_header() -> None:
     marked = {name for name in IMAGE_FAMILIES if PROCESSOR_MAPPING_NAMES[name] in MARKED_PROCESSORS}
     assert marked == set(MARKED_BY_HEADER)
+
+
+def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
+    """Converts its file with another model and keys."""
+    theirs = yaml.safe_load(AUTOMODEL.replace("google/gemma-3-4b-it", name)) | keys
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    return convert_file(tmp_path / "theirs.yaml")
+
+
+def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_models(
+    tmp_path: Path,
+) -> None:
+    for name, is_said in (("31B-it", True), ("26B-A4B-it", True), ("E4B-it", False)):
+        made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
+        assert made.images == "gemma4"
+        assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
+
+
+VLM_DATA = "nemo_automodel.components.datasets.vlm"
+TULU = {
+    "_target_": f"{VLM_DATA}.datasets.make_tulu3_dataset",
+    "path_or_dataset": "allenai/tulu-3-sft-mixture",
+}
+
+
+def test_texts_of_automodels_recipe_for_images_are_packed_as_texts(tmp_path: Path) -> None:
+    hook = f"{VLM_DATA}.collate_fns.gemma4_inject_thinking_prefix"
+    packed = {"pack_size": 2048, "max_length": 2048}
+    made = convert_automodels(
+        tmp_path,
+        "google/gemma-4-31B-it",
+        dataset=TULU | {"truncate": False},
+        packed_sequence=packed | {"post_tokenize_hook_fn": hook},
+    )
+    assert made.images is None and not made.to_do
+    assert made.recipe["datasets"] == [{"path": TULU["path_or_dataset"], "type": "messages"}]
+    assert [made.recipe[key] for key in ("packing", "max_length", "overlength")] == [
+        True,
+        2048,
+        "drop",
+    ]
+    text = "\n".join(made.differences)
+    assert THOUGHT_ADDED in text and BLANK_IMAGES in text and "not known" not in text
+    made = convert_automodels(
+        tmp_path,
+        "google/gemma-4-E4B-it",
+        dataset=TULU | {"truncate": True, "inject_fake_images": False},
+        packed_sequence=packed,
+    )
+    assert made.recipe["overlength"] == "truncate"
+    assert not any(each in "\n".join(made.differences) for each in (THOUGHT_ADDED, BLANK_IMAGES))
+
+
+def test_automodels_packed_rows_with_images_are_packed_here(tmp_path: Path) -> None:
+    packed = {"pack_size": 4096, "max_length": 4096, "packing_ratio": 0.9}
+    made = convert_automodels(tmp_path, "Qwen/Qwen3-VL-4B-Instruct", packed_sequence=packed)
+    assert made.recipe["packing"] and made.recipe["max_length"] == 4096
+    assert "attn_implementation" not in made.recipe
+    assert any(line.startswith("packed_sequence.packing_ratio: 0.9") for line in made.differences)
+
+
+def test_answers_that_automodel_finds_by_their_words_are_said(tmp_path: Path) -> None:
+    """Source: build_labels of its components/datasets/vlm/collate_fns.py, where a template has no header of an answer."""
+    for name, is_said in (
+        ("mistralai/Ministral-3-3B-Reasoning-2512", True),
+        ("a/gemma-3-4b", False),
+    ):
+        made = convert_automodels(tmp_path, name)
+        assert any(FOUND_BY_WORDS in line for line in made.differences) == is_said
+
+
+TEXT_ALONE = ["*vision*", "*visual*", "*lm_head*"]
+
+
+@pytest.mark.parametrize(
+    ("name", "peft", "parts"),
+    [
+        ("mistralai/Ministral-3-3B-Reasoning-2512", {"exclude_modules": TEXT_ALONE}, ["projector"]),
+        ("google/gemma-3-4b-it", {"exclude_modules": TEXT_ALONE}, []),  # whose projector has none
+        ("Qwen/Qwen3-VL-4B-Instruct", {"exclude_modules": TEXT_ALONE}, []),
+        ("Qwen/Qwen3-VL-4B-Instruct", {"exclude_modules": ["*lm_head*"]}, ["visual"]),
+        ("google/gemma-3-4b-it", {"target_modules": "*_proj"}, ["vision_tower"]),
+        ("google/gemma-3-4b-it", {"target_modules": "*.language_model.*_proj"}, []),
+        ("google/gemma-3-4b-it", {}, ["vision_tower"]),
+    ],
+)
+def test_the_parts_beside_the_language_model_that_automodel_adapts_are_said(
+    name: str, peft: dict[str, object], parts: list[str], tmp_path: Path
+) -> None:
+    made = convert_automodels(tmp_path, name, peft={"dim": 8} | peft)
+    lines = [line for line in made.differences if PART_ADAPTED in line]
+    assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
+
+
+def test_gradients_that_automodel_adds_in_16_bits_are_said(tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float32"):
+        policy = {"param_dtype": "bfloat16", "reduce_dtype": dtype}
+        made = convert_automodels(
+            tmp_path, "google/gemma-3-4b-it", distributed={"mp_policy": policy}
+        )
+        assert any(REDUCED in line for line in made.differences) == (dtype == "bfloat16")
+    for keys in ({}, {"grad_reduce_in_fp32": True}):
+        made = convert_automodels(
+            tmp_path, "google/gemma-3-4b-it", distributed={"strategy": "megatron_fsdp"} | keys
+        )
+        assert any(REDUCED_BY_MEGATRON in line for line in made.differences) != bool(keys)
+
+
+TUNE = """
+model: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_11b, decoder_trainable: true, encoder_trainable: false, fusion_trainable: true}
+tokenizer: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_transform, path: /tmp/Llama-3.2-11B-Vision-Instruct/original/tokenizer.model}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/Llama-3.2-11B-Vision-Instruct, checkpoint_files: [a], output_dir: /tmp/out, model_type: LLAMA3_VISION}
+dataset: {_component_: %s}
+optimizer: {_component_: torch.optim.AdamW, lr: 2e-5}
+batch_size: 2
+epochs: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "template"),
+    [
+        ("torchtune.datasets.alpaca_cleaned_dataset", "llama3"),
+        ("torchtune.datasets.multimodal.the_cauldron_dataset", None),
+    ],
+)
+def test_torchtunes_texts_for_llama_3_2_vision_have_no_system_message_of_the_models_template(
+    rows: str, template: str | None, tmp_path: Path
+) -> None:
+    """The model's own template writes one with a date into a row without images; torchtune's tokenizer none."""
+    (tmp_path / "theirs.yaml").write_text(TUNE % rows)
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert found.images == "mllama" and found.recipe.get("chat_template") == template
+    assert (RESIZED_IN_16_BITS in found.remarks) == (template is None)

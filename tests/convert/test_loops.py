@@ -12,11 +12,13 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
+from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
@@ -24,25 +26,38 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import ONE_GROUP
 from finetune.convert.automodel import (
     AS_FILED,
+    BIASES_ROUNDED,
+    CUT_BEFORE_ANSWER,
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
+    HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
     IN_16_BITS,
+    IN_32_BITS,
     IN_OWN_DTYPE,
+    LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
+    NEXT_IN_PLACE,
     NOT_APART,
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
+    ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
+    SCORED_IN_16_BITS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
+    SINKS_FROZEN,
     SLOW_START,
+    STEPS_UNCLAMPED,
+    UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
+    UNSCALED,
     WIDENED,
+    WIDER_WINDOW,
     WITH_BIAS,
 )
 from finetune.convert.axolotl import (
@@ -68,7 +83,12 @@ from finetune.convert.by_tool import (
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
 )
-from finetune.convert.conversion import ALL_IN_FP8, REDUCED_IN_16_BITS, convert_file
+from finetune.convert.conversion import (
+    ALL_IN_FP8,
+    OPTIMIZERS_COPY,
+    REDUCED_IN_16_BITS,
+    convert_file,
+)
 from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory import NOT_NEAT
@@ -248,11 +268,18 @@ def test_automodel_measures_no_images_between_stages(
     }
     model = {
         "_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained",
-        "pretrained_model_name_or_path": "google/gemma-4-31B-it",
+        "pretrained_model_name_or_path": "google/gemma-4-E4B-it",
     }
     keys = {"model": model, "distributed": {"pp_size": stages}}
     made = convert(AUTOMODEL, dataset=rows, validation_dataset=dict(rows), **keys)
     lines = {MEASURED_WITH_SAVES, UNMEASURED_IN_STAGES}
+    assert lines.intersection(made.remarks) == {line}
+    taught = {
+        "teacher_model": {"pretrained_model_name_or_path": "Qwen/Qwen3-14B"},
+        "kd_loss_fn": {"_target_": "nemo_automodel.components.loss.kd_loss.KDLoss"},
+        "distributed": {"pp_size": stages},
+    }
+    made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), **taught)
     assert lines.intersection(made.remarks) == {line}
 
 
@@ -293,6 +320,13 @@ def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
     ("rows", "model", "strategy", "is_joined"),
     [
         (2, {}, "thd", True),
+        (2, {"attn_implementation": "sdpa", "force_hf": True}, "thd", True),
+        (
+            2,
+            {"attn_implementation": "sdpa", "pretrained_model_name_or_path": "a/phi-4"},
+            "thd",
+            True,
+        ),
         (1, {}, "thd", False),
         (2, {"attn_implementation": "sdpa"}, "thd", False),
         (2, {"backend": {"attn": "te"}}, "thd", False),
@@ -307,6 +341,162 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
     assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
+def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
+    part: dict[str, int], is_joined: bool, convert: Convert
+) -> None:
+    made = convert(
+        AUTOMODEL,
+        distributed={"pp_size": 2, "pipeline": part},
+        packed_sequence={"packed_sequence_size": 1024},
+        dataset={"pad_to_max_length": False},
+        step_scheduler={"local_batch_size": 4},
+    )
+    assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"dataloader": {"drop_last": True}}, False),  # which leaves out more
+        ({"distributed": {"pp_size": 2}}, False),
+    ],
+)
+def test_automodels_ranks_have_as_many_rows_each(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """The DistributedSampler that its own one is made of, with drop_last, leaves out the tail."""
+    sampler: Any = DistributedSampler(range(7), 3, 0, shuffle=False, drop_last=True)  # type: ignore[arg-type]
+    assert sampler.total_size == 6
+    assert (LAST_OF_RANKS in said(convert(AUTOMODEL, **keys))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("openai/gpt-oss-20b", [WIDER_WINDOW]),
+        ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
+        ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
+        ("org/own", [UNKNOWN_CLASS]),
+        ("zai-org/GLM-4.7-Flash", []),
+        ("meta-llama/Llama-3.1-8B", []),
+    ],
+)
+def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
+    name: str, lines: list[str], convert: Convert
+) -> None:
+    def find(**keys: Any) -> list[str]:
+        text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, **keys}))
+        return [each for each in known if each in text]
+
+    known = (
+        WIDER_WINDOW,
+        SCORED_IN_16_BITS,
+        IN_32_BITS,
+        ROUNDED_BIASES,
+        SINKS_FROZEN,
+        UNKNOWN_CLASS,
+        STEPS_UNCLAMPED,
+    )
+    assert find() == lines
+    assert find(force_hf=True) == []
+    if WIDER_WINDOW in lines:
+        assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        ({"_target_": "torch.optim.AdamW"}, "bfloat16"),
+        ({"_target_": "flashoptim.FlashAdamW"}, None),  # of 24 bits by default
+        ({"_target_": "flashoptim.FlashAdamW", "master_weight_bits": 32}, None),
+        ({"_target_": "flashoptim.FlashAdamW", "master_weight_bits": None}, "bfloat16"),
+        ({"_target_": "a.fused_adam.FusedAdam"}, "bfloat16"),
+        ({"_target_": "a.fused_adam.FusedAdam", "master_weights": True}, None),
+    ],
+)
+def test_weights_of_which_automodels_optimizer_keeps_a_copy_are_in_float32(
+    optimizer: dict[str, Any], dtype: str | None, convert: Convert
+) -> None:
+    for asked in ({}, {"torch_dtype": "bf16"}):
+        made = convert(AUTOMODEL, model=asked, optimizer=optimizer)
+        assert made.recipe.get("dtype") == dtype
+        assert (OPTIMIZERS_COPY in said(made)) == (dtype is None and bool(asked))
+
+
+FUSED = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "targets"),
+    [
+        ("Qwen/Qwen2.5-3B", {}, [ALL_LINEAR, "lm_head"]),
+        ("Qwen/Qwen2.5-3B", {"loss_fn": FUSED}, ALL_LINEAR),
+        ("baichuan-inc/Baichuan2-7B-Chat", {}, ALL_LINEAR),  # whose head is no linear layer
+    ],
+)
+def test_a_head_that_automodel_trains_no_adapter_of_has_none(
+    name: str, keys: dict[str, Any], targets: Any, convert: Convert
+) -> None:
+    """_get_lm_head_weight of its components/loss/utils.py: the weight, without its adapter."""
+    model = {"pretrained_model_name_or_path": name}
+    made = convert(AUTOMODEL, model=model, peft={"match_all_linear": True}, **keys)
+    assert made.recipe["lora_target_modules"] == targets
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "is_said"),
+    [
+        ("ibm-granite/granite-3.3-2b-instruct", FUSED, True),
+        ("ibm-granite/granite-3.3-2b-instruct", FUSED | {"logit_softcapping": 30.0}, False),
+        ("ibm-granite/granite-3.3-2b-instruct", {}, False),
+        ("Qwen/Qwen2.5-3B", FUSED, False),
+    ],
+)
+def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
+    name: str, loss: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    model = {"pretrained_model_name_or_path": name}
+    assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
+    for family in BIASES_ROUNDED:
+        source = read_family_source(family)
+        assert re.search(
+            r"e_score_correction_bias = nn\.\w+\(torch\.zeros\([^)]*(num|n)_\w*experts\)", source
+        )
+        assert not re.search(r"_keep_in_fp32_modules\w* = \[[^\]]*e_score", source)
+    clamped = "self.time_step_limit = (config.time_step_min,"
+    assert clamped in read_family_source("nemotron_h")
+    assert "self.sinks = nn.Parameter" in read_family_source("mimo_v2_flash")
+    assert "sigmoid(router_logits.float())" in read_family_source("minimax_m2")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("Qwen/Qwen3-8B", {}, True),
+        ("Qwen/Qwen3-8B", {"force_hf": True}, False),
+        ("mistralai/Mixtral-8x7B-v0.1", {}, False),  # whose weights are converted as they are read
+    ],
+)
+def test_automodel_quantizes_the_head_too(
+    name: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: replace_with_bnb_linear without layers to leave out converts all."""
+    assert should_convert_module("lm_head", None)
+    model = {"pretrained_model_name_or_path": name, **keys}
+    adapted = {"peft": {"dim": 8}, "model": model}
+    made = convert(AUTOMODEL, quantization={"load_in_4bit": True}, **adapted)
+    assert (HEAD_IN_4_BITS in said(made)) == is_said
+    assert HEAD_IN_4_BITS not in said(convert(AUTOMODEL, **adapted))
 
 
 @pytest.mark.parametrize(
@@ -448,6 +638,8 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
         ("Qwen/Qwen3-8B", {}, AS_FILED),
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+        ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
     ],
 )
 def test_the_dtype_of_weights_that_automodel_loads_is_said(
@@ -877,6 +1069,22 @@ def test_rows_that_automodel_cuts_before_it_packs_are_cut_here(
         AUTOMODEL | {"dataset": CHATS}, dataset=keys, packed_sequence={"packed_sequence_size": 1024}
     )
     assert made.recipe["overlength"] == overlength and made.recipe["max_length"] == 1024
+    assert (CUT_BEFORE_ANSWER in said(made)) == (overlength == "truncate")
+
+
+def test_rows_that_automodel_cuts_before_their_answers_are_said(convert: Convert) -> None:
+    limits = {"seq_length": 64, "truncation": "longest_first"}
+    assert CUT_BEFORE_ANSWER in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits))
+    columns = {"column_mapping": {"question": "q", "answer": "a"}}
+    assert NEXT_IN_PLACE in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+
+
+@pytest.mark.parametrize(("strategy", "overlength"), [("thd", "drop"), ("neat", "error")])
+def test_automodels_thd_packing_drops_long_rows_whatever_the_file_says(
+    strategy: str, overlength: str, convert: Convert
+) -> None:
+    keys = {"packing_strategy": strategy, "drop_long_samples": False, "packed_sequence_size": 1024}
+    assert convert(AUTOMODEL, packed_sequence=keys).recipe["overlength"] == overlength
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from finetune.convert.conversion import convert_file
+from finetune.convert.objectives import find_rounding
 from finetune.convert.recognize import Refusal
 
 AXOLOTL = {
@@ -107,3 +108,21 @@ def test_what_torchao_finishes_on_some_gpus_only_is_refused(
         Refusal, match="quantization-aware training that torchao finishes on some GPUs only"
     ):
         converted(tmp_path, theirs)
+
+
+@pytest.mark.parametrize(
+    ("qat", "scheme"),
+    [
+        ({"enabled": True, "qat_config": {"_target_": "a.QATConfig"}}, "int8-int4"),
+        (
+            {"enabled": True, "qat_config": {"_target_": "a.QATConfig", "groupsize": 32}},
+            "int8-int4",
+        ),
+        ({"qat_config": {"_target_": "a.QATConfig"}}, None),  # off by default
+    ],
+)
+def test_automodels_config_of_rounding_is_read(qat: dict[str, Any], scheme: str | None) -> None:
+    """Its QATConfig, of components/quantization/qat.py, whose quantizer_type is int8_dynact_int4weight by default."""
+    found = find_rounding({"qat": qat, "dataset": {}})
+    size = qat["qat_config"].get("groupsize", 256)
+    assert found == (scheme and {"quantization_aware_training": scheme, "qat_group_size": size})

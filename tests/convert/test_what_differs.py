@@ -708,7 +708,7 @@ COLLATERS = "nemo_automodel.components.datasets."
         (
             "dataloader.collate_fn",
             f"{COLLATERS}utils.default_collater",
-            f"{COLLATERS}vlm.collate_fns.gemma4_prefix_collate_fn",
+            f"{COLLATERS}vlm.collate_fns.phi4_mm_collate_fn",
         ),
         ("tokenizer.padding_side", "right", None),
         ("freeze_config.freeze_projector", None, True),
@@ -734,17 +734,23 @@ def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: C
     assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
     assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
     packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
-    assert packed.recipe["max_length"] == 1024 and UNLIMITED_NOTE not in said(packed)
-    assert {"packed_sequence.pack_size", "packed_sequence.max_length"} <= set(
-        re.findall(r"packed_sequence\.\w+", said(packed))
-    )
+    assert (packed.recipe["max_length"], packed.recipe["packing"]) == (4096, True)
+    assert UNLIMITED_NOTE not in said(packed)
+    assert "packed_sequence.max_length: 1024   (a longer row gives its place" in said(packed)
     assert UNLIMITED_NOTE in said(convert(VLM))
 
 
 def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
     for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
-        made = convert(NEMO, model={"pretrained_model_name_or_path": name})
-        assert (AHEAD in said(made)) == is_listed
+        model = {"pretrained_model_name_or_path": name}
+        assert (AHEAD in said(convert(NEMO, model=model))) == is_listed
+        for none in (
+            {"num_nextn_predict_layers": 0},
+            {"text_config": {"mtp_num_hidden_layers": 0}},
+        ):
+            assert AHEAD not in said(convert(NEMO, model=model | none))
+        distilled = convert(NEMO, model=model, teacher_model=model | {"torch_dtype": "bfloat16"})
+        assert AHEAD not in said(distilled)
 
 
 COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 0}

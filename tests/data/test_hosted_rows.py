@@ -192,7 +192,23 @@ VALUES = st.recursive(
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from(
-                ["parts", "text", "role", "content", "type", "toolUse", "functionCall", "toolSpec", "functionDeclarations", "toolResult", "functionResponse", "input_schema", "messages", "tools", "name"]
+                [
+                    "parts",
+                    "text",
+                    "role",
+                    "content",
+                    "type",
+                    "toolUse",
+                    "functionCall",
+                    "toolSpec",
+                    "functionDeclarations",
+                    "toolResult",
+                    "functionResponse",
+                    "input_schema",
+                    "messages",
+                    "tools",
+                    "name",
+                ]
             ),
             inner,
             max_size=3,
