@@ -498,15 +498,24 @@ FIRST_FIT = (
     "where rows are short"
 )
 ROWS_AT_MOST = 200  # by default
+MASKED = ("sdpa", "eager")  # beside which ATTN_IMPLS_SUPPORTING_PACKING has all that isolate
 
 
 def _describe_packing(settings: ToolFile, isolates: bool) -> str:
-    """How Axolotl packs rows: those of a micro-batch as one, where attention isolates them."""
+    """How Axolotl packs rows: those of a micro-batch as one, where attention isolates them by
+    itself and not by a mask.
+    """
     most = settings.get("sample_packing_bin_size") or ROWS_AT_MOST
     length = convert_number(settings.get("sequence_len", DEFAULTS["Axolotl"]["max_length"]))
+    by_mask = settings.get("attn_implementation") in MASKED or any(
+        map(settings.get, ("sdp_attention", "eager_attention"))
+    )
     is_real = settings.get("multipack_real_batches")
-    is_whole = is_real if is_real is not None else not isolates
-    rows = 1 if is_whole else convert_number(settings.get("micro_batch_size") or 1)
+    if settings.get("pretraining_dataset") or settings.get("streaming"):
+        is_real = False
+    elif is_real is None:
+        is_real = by_mask or not isolates
+    rows = 1 if is_real else convert_number(settings.get("micro_batch_size") or 1)
     if isinstance(rows, int) and isinstance(length, int):  # others the reader refuses
         length *= rows
     return FIRST_FIT.format(length, most)

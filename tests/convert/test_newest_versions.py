@@ -748,6 +748,7 @@ def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) 
         ({}, 512, 200),
         ({"micro_batch_size": 8, "sequence_len": 4096}, 32768, 200),
         ({"micro_batch_size": 8, "sequence_len": 4096, "attn_implementation": None}, 4096, 200),
+        ({"micro_batch_size": 8, "attn_implementation": "sdpa"}, 512, 200),
         ({"micro_batch_size": 8, "multipack_real_batches": True}, 512, 200),
         ({"sample_packing_bin_size": 900}, 512, 900),
     ],
