@@ -121,10 +121,9 @@ def multiply_by_factors(model: nn.Module) -> None:
     A layer whose forward is replaced, since it is quantized or divided, does so itself.
     """
     for experts in expert_modules(model):
-        if "forward" not in vars(experts):
-            adapters = bypass_adapters(model, experts)
-        else:
-            adapters = []
+        if "forward" in vars(experts):
+            continue
+        adapters = bypass_adapters(model, experts)
         if adapters:
             experts.forward = partial(_compute_adapted, experts, adapters)
 

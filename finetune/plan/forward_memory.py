@@ -119,7 +119,7 @@ def vector_points(
 
 
 def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
-    """The forward of the teacher, which keeps only the head's input; nothing without a teacher."""
+    """The forward of the teacher, which saves nothing for a backward; none without a teacher."""
     if spec.teacher is None:
         return
     architecture = spec.teacher.architecture
@@ -155,12 +155,13 @@ def _teacher_units(spec: RunSpec) -> tuple[int, int]:
     architecture = spec.teacher.architecture
     units = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
     itemsize = spec.computation.itemsize
-    copies = 2 if spec.shards > 1 else 1  # gathered, and arriving
+    is_gathered = spec.shards > 1
+    # the unit, and the buffers of its all-gather and, for a layer, of the next one's
+    layer = itemsize * units.layer.numel * (3 if is_gathered else 1)
     tail = itemsize * units.tail.numel
-    layer = itemsize * units.layer.numel * copies
     if architecture.tied:
         layer += tail
-    return layer, tail * copies
+    return layer, tail * (2 if is_gathered else 1)
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:

@@ -125,7 +125,7 @@ def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
 
 def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
     """The points of an evaluation: the teacher's, then those of `sampling`. Without sampling, a
-    held-out batch and its vectors, which are compared.
+    held-out batch and, where a method embeds, the comparison of its vectors.
     """
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)

@@ -69,17 +69,17 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
-    """The bytes of each linear layer that multiplies in FP8."""
+    """The bytes of each linear layer of the last decoder layer that multiplies in FP8."""
     multiplied = spec.fp8_weights
     gathered = spec.fp8_gathered
-    for linear in spec.architecture.linears():
+    for linear in spec.architecture.linears(spec.architecture.layers - 1):
         if linear.name not in multiplied:
             continue
         width_out, width_in = linear.shape
         inputs = tokens * width_in
         outputs = tokens * width_out
         weight = linear.numel
-        # 8-bit copies: of the input, and by rows and by columns of the gradient and the weight
+        # 8-bit copies: one of the input; two, by rows and by columns, of gradient and weight
         copies = inputs + 2 * outputs + 2 * weight
         if spec.device == "cpu":
             parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)

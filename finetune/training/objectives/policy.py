@@ -98,7 +98,7 @@ class PolicyObjective(Objective):
 
     def count(self, batch: StepBatch) -> int:
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
-        times the most tokens of one (Dr. GRPO's budget), or its completions.
+        times `max_completion_length` (Dr. GRPO), or its completions.
         """
         completions = batch.groups  # which counts completions here, not prompts
         average = policy_loss(self.recipe).average
