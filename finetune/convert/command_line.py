@@ -29,6 +29,8 @@ SWIFT_SCRIPT = re.compile(r"(?:^|/)swift/cli/(\w+)\.py$")
 ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")  # $(expr 16 / 4)
 VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 ASSIGNMENT = re.compile(r"(?:export )?(\w+)=(.*)")
+# Of a line, what is quoted, and a comment: a # within a word, as in rows.jsonl#500, begins none.
+QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*""")
 CONFIGS = (".yaml", ".yml", ".json")
 COMMAND = "command"  # the key of what the program was asked for, as in `trl dpo`
 
@@ -102,7 +104,7 @@ def _list_commands(text: str, variables: Mapping[str, str], source: Path) -> Ite
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = ARITHMETIC.sub(lambda match: _calculate(match, variables), line)
         try:
-            yield shlex.split(line, comments=True)
+            yield shlex.split(QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", line))
         except ValueError as error:
             raise UserError(
                 f"{source}: {line.strip()[:60]}: not a command line ({error}); close the quotes"
