@@ -959,8 +959,8 @@ OTHER_ENDS = (
     "another token, that is trained here alone"
 )
 CHANNEL = (
-    "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
-    "row has no thinking; both are here"
+    "<|channel|> at the start of an answer is not trained there, nor the name and <|message|> "
+    "after it where a row has no thinking; all three are here"
 )
 
 
