@@ -764,8 +764,6 @@ MAYBE_THINKING = re.compile(
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
-# tokenize_messages_no_special_tokens of torchtune
-SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
@@ -880,8 +878,6 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
-    if name in ("inst-torchtune", "joined"):
-        conversion.remarks.append(SPACES_LEFT_OUT)
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False
