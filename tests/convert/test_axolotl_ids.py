@@ -167,7 +167,7 @@ def test_what_of_gpt_oss_is_untrained_is_listed(
 
 
 def test_a_token_that_ends_the_thought_of_gpt_oss_stops_no_answer(tmp_path: Path) -> None:
-    """Generation stops at our eot_tokens; Axolotl's say what is trained, and its answers go on after a thought."""
+    """Generation stops at our eot_tokens; Axolotl's say what is trained, and the answer itself follows its thought."""
     tokenizer = load("byte BPE")
     tokenizer.chat_template = read_template("gpt-oss")
     answer = {"role": "assistant", "content": "2.", "reasoning_content": "Add."}
