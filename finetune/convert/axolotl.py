@@ -417,6 +417,9 @@ MAMBA_LAYERS = (
     "the Mamba layers stay in 16 bits there, and the output head does not; the other way around "
     "here"
 )
+# ends of a turn that end the thought in an answer too: generation would stop at it, before the
+# answer itself. Axolotl trains `eot_tokens`, as ours does of itself, and stops at none.
+ENDS_OF_THOUGHTS = {"gpt_oss": "<|end|>"}
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 
@@ -450,11 +453,23 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
         conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
         if settings.get("lora_target_linear"):
             conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
+    _leave_out_ends(family, conversion)
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
     if load_key == "load_in_8bit" and family == "jamba":
         conversion.add_difference(load_key, True, MAMBA_LAYERS)
+
+
+def _leave_out_ends(family: str | None, conversion: Conversion) -> None:
+    """Leaves out of `eot_tokens` what ends a thought, at which no answer stops."""
+    end = ENDS_OF_THOUGHTS.get(str(family))
+    named = conversion.recipe.pop("eot_tokens", None) or []
+    kept = [token for token in named if token != end]
+    if kept:
+        conversion.recipe["eot_tokens"] = kept
+    elif named:
+        conversion.ignored.append("eot_tokens")
 
 
 # Axolotl's names for attention that keeps packed documents apart, and its older switches for the

@@ -29,6 +29,12 @@ SWIFT_SCRIPT = re.compile(r"(?:^|/)swift/cli/(\w+)\.py$")
 ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")  # $(expr 16 / 4)
 VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 ASSIGNMENT = re.compile(r"(?:export )?(\w+)=(.*)")
+# What is quoted; what is no part of a command: a comment (a # within a word, as in rows.jsonl#500,
+# begins none) and where output goes; and what stands between two commands.
+OF_SHELL = re.compile(
+    r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*|(?<!\S)[12&]?>>?(?:&\d|\s*\S+)|"""
+    r"""((?<!\S)(?:&&?|\|\|?)(?!\S)|;(?!\S))"""
+)
 CONFIGS = (".yaml", ".yml", ".json")
 COMMAND = "command"  # the key of what the program was asked for, as in `trl dpo`
 
@@ -102,11 +108,20 @@ def _list_commands(text: str, variables: Mapping[str, str], source: Path) -> Ite
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = ARITHMETIC.sub(lambda match: _calculate(match, variables), line)
         try:
-            yield shlex.split(line, comments=True)
+            yield from map(shlex.split, _split_line(line))
         except ValueError as error:
             raise UserError(
                 f"{source}: {line.strip()[:60]}: not a command line ({error}); close the quotes"
             ) from None
+
+
+def _split_line(line: str) -> list[str]:
+    """Returns the commands of a line, without comments and without where their output goes.
+
+    >>> _split_line("cd a && swift sft --dataset 'b;' c#5 2>&1 | tee log  # > d")
+    ['cd a ', " swift sft --dataset 'b;' c#5  ", ' tee log  ']
+    """
+    return OF_SHELL.sub(lambda found: found[1] or ("\n" if found[2] else ""), line).split("\n")
 
 
 def _find_program(words: Sequence[str]) -> tuple[Tool, str, Sequence[str]] | None:

@@ -566,7 +566,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         )
     if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
         conversion.remarks.append(
-            f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss"
+            "activation checkpointing is on in the Accelerate file: less memory, the same loss"
         )
 
 

@@ -749,8 +749,6 @@ MAYBE_THINKING = re.compile(
 )
 # templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
-# tokenize_messages_no_special_tokens of torchtune
-SPACES_LEFT_OUT = "chat_template: spaces at the end of a message are left out there"
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
 # torchtune's tokenizers, which have a chat format built in -> ours.
@@ -865,8 +863,6 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
-    if name in ("inst-torchtune", "joined"):
-        conversion.remarks.append(SPACES_LEFT_OUT)
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False
@@ -944,8 +940,8 @@ OTHER_ENDS = (
     "another token, that is trained here alone"
 )
 CHANNEL = (
-    "<|channel|> at the start of an answer is not trained there, nor the channel's name where a "
-    "row has no thinking; both are here"
+    "<|channel|> at the start of an answer is not trained there, nor the name and <|message|> "
+    "after it where a row has no thinking; all three are here"
 )
 
 

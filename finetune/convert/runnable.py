@@ -212,9 +212,9 @@ def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
     except UserError:
         return []  # the reader says what is wrong
     layout = _lay_out(layout, conversion.accelerate_file)
-    ranks = layout.ranks_per_batch
-    if ranks == 1:
-        ranks = max(1 if layout.layout == "single" else 2, layout.expert_parallel_size)
+    ranks = max(layout.smallest_world, 1 if layout.layout == "single" else 2)
+    if layout.ranks_per_row > 1:  # by the Accelerate file, which has one group of them
+        ranks = layout.ranks_per_batch
     problems = find_problems(read, layout, facts, ranks, images=conversion.images)
     return [problem for problem in problems if not problem.is_note]
 

@@ -162,7 +162,31 @@ def test_what_of_gpt_oss_is_untrained_is_listed(
     file = tmp_path / "theirs.yaml"
     entry = {"path": "rows.jsonl", "type": "chat_template", "field_thinking": "thinking"}
     file.write_text(yaml.safe_dump({"base_model": "openai/gpt-oss-20b", "datasets": [entry]}))
-    assert any("<|channel|>" in line for line in convert_file(file).differences)
+    (said,) = (line for line in convert_file(file).differences if "<|channel|>" in line)
+    assert "nor the name and <|message|> after it where a row has no thinking" in said
+
+
+def test_a_token_that_ends_the_thought_of_gpt_oss_stops_no_answer(tmp_path: Path) -> None:
+    """Generation stops at our eot_tokens; Axolotl's say what is trained, and the answer itself follows its thought."""
+    tokenizer = load("byte BPE")
+    tokenizer.chat_template = read_template("gpt-oss")
+    answer = {"role": "assistant", "content": "2.", "reasoning_content": "Add."}
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1?"}, answer], tokenize=False
+    )
+    assert text.partition("Add.")[2].startswith("<|end|>") and text.endswith("2.<|return|>")
+    file = tmp_path / "theirs.yaml"
+    rows = {"path": "rows.jsonl", "type": "chat_template"}
+    for model, ends, ours in (
+        ("openai/gpt-oss-20b", ["<|end|>"], None),
+        ("openai/gpt-oss-20b", ["<|end|>", "<|call|>"], ["<|call|>"]),
+        ("microsoft/Phi-4-mini-instruct", ["<|end|>"], ["<|end|>"]),
+    ):
+        theirs = {"base_model": model, "datasets": [rows], "eot_tokens": ends}
+        file.write_text(yaml.safe_dump(theirs))
+        found = convert_file(file)
+        assert found.recipe.get("eot_tokens") == ours
+        assert ("eot_tokens" in found.ignored) == (ours is None)
 
 
 def test_what_of_gpt_oss_is_written_otherwise_in_earlier_turns_is_listed(tmp_path: Path) -> None:

@@ -190,6 +190,30 @@ def test_a_script_of_ms_swift(tmp_path: Path) -> None:
     )
 
 
+def test_a_hash_within_a_word_begins_no_comment(tmp_path: Path) -> None:
+    """As in a shell: of `rows#500 # all`, the comment is `# all`."""
+    command = (
+        "swift sft --model Qwen/Qwen3-8B --tuner_type full --dataset {} \\\n --learning_rate 5e-5"
+    )
+    quoted, bare = tmp_path / "quoted.sh", tmp_path / "bare.sh"
+    quoted.write_text(command.format("'org/rows#500' 'a # b'") + "\n")
+    bare.write_text("# it's one\n" + command.format('org/rows#500 "a # b"') + " # --seed 3\n")
+    found = convert_file(bare)
+    assert same(found, convert_file(quoted)) and "seed" not in found.recipe
+    assert found.recipe["datasets"][0] == {"path": "org/rows", "max_samples": 500}
+    assert found.recipe["learning_rate"] == 5e-5
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["2>&1 | tee log.txt", "&", "> log.txt 2>&1 &", "&& swift infer --learning_rate 1", "; done"],
+)
+def test_an_option_ends_where_the_command_does(after: str, tmp_path: Path) -> None:
+    command = "cd a && swift sft --model Qwen/Qwen3-8B --tuner_type full --learning_rate 5e-5 --dataset a/b"
+    (tmp_path / "train.sh").write_text(f"{command} {after}\n")
+    assert same(convert_file(tmp_path / "train.sh"), convert(command.removeprefix("cd a && ")))
+
+
 def test_a_file_of_ms_swift_and_its_defaults_of_full_training(tmp_path: Path) -> None:
     file = {
         "model": "org/model",

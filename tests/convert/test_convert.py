@@ -1383,7 +1383,6 @@ def test_torchtunes_tokenizers_have_their_chat_format_built_in(
     recipe, said, _ = converted(theirs)
     assert recipe.get("chat_template") == ours
     assert ours is None or ours in NAMED
-    assert ("spaces at the end of a message" in said) == (ours in ("inst-torchtune", "joined"))
     said = converted(theirs.replace("packed: true", "train_on_input: true"))[1]
     assert ("the line break after the last answer is trained too here" in said) == (
         ours == "chatml"

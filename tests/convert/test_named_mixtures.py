@@ -143,18 +143,23 @@ def test_no_key_of_axolotls_is_lost(tmp_path: Path) -> None:
     assert any(line.startswith("loss_watchdog_threshold: 5.0") for line in found.remarks)
 
 
-def test_a_model_that_is_not_here_has_layers_for_a_pipeline(tmp_path: Path) -> None:
-    sizes = {"strategy": "fsdp2", "tp_size": 1, "pp_size": 2}
+@pytest.mark.parametrize(
+    ("name", "experts"), [("meta-llama/Llama-3.3-70B-Instruct", 1), ("zai-org/GLM-4.7", 32)]
+)
+def test_a_model_that_is_not_here_has_layers_for_a_pipeline_and_experts_in_each_stage(
+    name: str, experts: int, tmp_path: Path
+) -> None:
+    sizes = {"strategy": "fsdp2", "tp_size": 1, "pp_size": 2, "ep_size": experts}
     model = {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
-        "pretrained_model_name_or_path": "meta-llama/Llama-3.3-70B-Instruct",
+        "pretrained_model_name_or_path": name,
     }
     data = {
         "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
         "dataset_name": "a/b",
     }
     file = {
-        "step_scheduler": {"global_batch_size": 8},
+        "step_scheduler": {"global_batch_size": 64},
         "model": model,
         "distributed": sizes,
         "dataset": data,
@@ -162,6 +167,8 @@ def test_a_model_that_is_not_here_has_layers_for_a_pipeline(tmp_path: Path) -> N
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.recipe["pipeline_parallel_size"] == 2 and "0 layers" not in str(found.remarks)
+    assert found.recipe.get("expert_parallel_size", 1) == experts
+    assert "the run has" not in str(found.remarks)
 
 
 @pytest.fixture(scope="module")

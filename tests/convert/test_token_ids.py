@@ -363,7 +363,7 @@ def test_a_data_class_of_automodels_writes_its_ids_and_convert_says_what_is_trai
         answers = [tokenizer.decode([i for i, t in zip(*each, strict=True) if t])
                    for each in ((ids, trained), (ours, ours_trained))]  # fmt: skip
         assert answers == ["." if given == "bos" else " Four.", f"Four.{tokenizer.eos_token}"]
-        assert "which is not trained there where the tokenizer says add_bos_token" in said
+        assert "which is trained there only where the tokenizer begins a text with BOS" in said
         return
     if given == "pieces":
         assert "with the space that SentencePiece's tokenizers write before one" in said

@@ -289,6 +289,19 @@ def test_alpaca_prompt_puts_the_wording_into_the_users_turn() -> None:
         )
 
 
+def test_torchtunes_texts_have_no_spaces_at_their_end() -> None:
+    """tokenize_messages_no_special_tokens: text.rstrip(" "), and SentencePiece puts no space before an empty text."""
+    turns = conversation("Hello  ", " Hi \n ", "And ", "")
+    assert marked(turns, "inst-torchtune") == (
+        "<s>[INST] Hello  [/INST]>>  Hi \n</s><<<s>[INST] And  [/INST]>></s><<"
+    )
+    assert marked(turns, "joined") == "<s>Hello>> Hi \n</s><<<s>And>></s><<"
+    asked = tokenizer_with("inst-torchtune").apply_chat_template(
+        [{"role": "system", "content": " "}, {"role": "user", "content": "Hello"}], tokenize=False
+    )
+    assert asked == "<s>[INST] <<SYS>>\n \n<</SYS>>\n\n Hello  [/INST]"
+
+
 def test_vicunas_own_system_message_and_page() -> None:
     # https://github.com/lm-sys/FastChat/blob/main/docs/vicuna_weights_version.md
     assert marked(conversation("Hello!", "Hello!", "How are you?", "I am good."), "vicuna") == (
