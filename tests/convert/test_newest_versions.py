@@ -216,7 +216,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
             {"warmup_ratio": 0.1, "max_steps": 5, "pretraining_dataset": [{"path": "a/texts"}]},
             [ROUNDED_DOWN.format("")],
         ),
-        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS]),  # which says it too
+        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS, ROUNDED_DOWN.format("")]),
         ({"warmup_steps": 10, "num_epochs": 1}, []),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
     ],
