@@ -29,6 +29,7 @@ from finetune.convert.shared import (
     MICRO_BATCHES_ALIKE,
     MLP_LAYERS,
     OF_PAIRS,
+    PACKED_IN_ORDER,
     SWITCHES_IN_16_BITS,
 )
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -410,6 +411,50 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
     elif family in APART_SINCE:
         conversion.add_remark("sample_packing", True, APART_IN_21)
+
+
+# ATTN_IMPLS_SUPPORTING_PACKING of its utils/schemas/enums.py, under which multipack_real_batches is
+# off; encode_packed_streaming packs so under every attention
+WHOLE_BATCHES = re.compile(
+    r"flash_attention_[23]|flex_attention|xformers|sage|"
+    r"kernels-community/(flash-attn[23]|sage-attention)"
+)
+# pack_group of its utils/samplers/multipack.py
+PACKED_AS_DRAWN = (
+    "packing: documents are packed in the order they are drawn there, each into the first row with "
+    "room{}; here the longest first, each where it fits best: another number of steps"
+)
+# batch_max_len of _create_multipack_sampler of its core/trainers/base.py
+ONE_FOR_ALL = ", a micro-batch into one row of {} x {} tokens"
+# sample_packing_bin_size, the default
+MOST_DOCUMENTS = 200
+AT_MOST = ", at most {} into one"
+SHORT = 40  # tokens; hardly a conversation has fewer on average
+
+
+def report_bins(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how Axolotl packs documents, and how many tokens a packed row holds there."""
+    is_packed = settings.get("sample_packing") and conversion.recipe.get("packing")
+    if conversion.tool != "Axolotl" or not is_packed:
+        return
+    if settings.get("sample_packing_sequentially"):
+        conversion.remarks.append(PACKED_IN_ORDER)
+        return
+    rows = settings.get("micro_batch_size") or 1
+    length = conversion.recipe.get("max_length", DEFAULTS["Axolotl"]["max_length"])
+    if not (isinstance(rows, int) and isinstance(length, int)):
+        return  # which the reader refuses
+    attention = str(settings.get("attn_implementation"))
+    is_whole = WHOLE_BATCHES.fullmatch(attention) or any(map(settings.get, SWITCHES_IN_16_BITS))
+    is_real = settings.get("multipack_real_batches", not is_whole)
+    how = ""
+    if rows > 1 and (settings.get("pretraining_dataset") or not is_real):
+        how += ONE_FOR_ALL.format(rows, length)
+        length *= rows
+    most = settings.get("sample_packing_bin_size", MOST_DOCUMENTS)
+    if most and length > SHORT * most:
+        how += AT_MOST.format(most)
+    conversion.remarks.append(PACKED_AS_DRAWN.format(how))
 
 
 # for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
