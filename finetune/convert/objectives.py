@@ -15,6 +15,7 @@ from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
+from finetune.convert.defaults import OF_COMPONENTS
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns, guess_family, name_model
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
@@ -851,8 +852,12 @@ QUANTIZER_TYPES = {
     "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
     "int4_weight_only": "Int4WeightOnlyQATQuantizer",
 }
-# create_quantizer of the same
-SCALED_IN_16_BITS = "the scales of rounded weights are in bfloat16 there, in float32 here"
+# by torchao's own classes of these names, and by create_quantizer of the same; here a scale has the
+# dtype of what it scales, as in the files that are exported
+SCALED_IN_FP32 = (
+    "the scales of rounded {} are in float32 there, in the run's 16 bits here: some numbers are "
+    "rounded to a neighboring step"
+)
 QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("int8", "int4"): ("int8-int4", 32),
     ("None", "int4"): ("int4-packed", 128),
@@ -936,9 +941,7 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    precision = read_section(read_section(settings, "qat"), "qat_config").get("scales_precision")
-    if conversion.tool == "Automodel" and "float32" not in str(precision):
-        conversion.add_difference("qat.qat_config.scales_precision", precision, SCALED_IN_16_BITS)
+    _compare_scales(key, settings, conversion)
     is_axolotl = conversion.tool == "Axolotl"
     if is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
         _compare_rounding_to_floats(settings, conversion)
@@ -957,6 +960,16 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     adapted = conversion.recipe.get("lora_target_modules") or ()
     if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
         conversion.add_difference(key, settings[key], ADAPTED_ALONE)
+
+
+def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which scales are in float32 there alone."""
+    if conversion.tool not in OF_COMPONENTS or "32" in str(settings.get("dtype")):
+        return
+    config = read_section(read_section(settings, "qat"), "qat_config")
+    precision = config.get("scales_precision", "bfloat16" if key == "qat" else "float32")
+    scaled = "weights and inputs" if "32" in str(precision) else "inputs"
+    conversion.add_difference(key, settings[key], SCALED_IN_FP32.format(scaled))
 
 
 def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:
