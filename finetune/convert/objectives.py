@@ -15,7 +15,6 @@ from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
-from finetune.convert.defaults import OF_COMPONENTS
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns, guess_family, name_model
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
@@ -852,8 +851,8 @@ QUANTIZER_TYPES = {
     "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
     "int4_weight_only": "Int4WeightOnlyQATQuantizer",
 }
-# by torchao's own classes of these names, and by create_quantizer of the same; here a scale has the
-# dtype of what it scales, as in the files that are exported
+# by torchao's own classes of these names, create_quantizer of the same, and Axolotl's
+# _make_qat_config; here a scale has the dtype of what it scales, as in the files that are exported
 SCALED_IN_FP32 = (
     "the scales of rounded {} are in float32 there, in the run's 16 bits here: some numbers are "
     "rounded to a neighboring step"
@@ -964,10 +963,13 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
 
 def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports which scales are in float32 there alone."""
-    if conversion.tool not in OF_COMPONENTS or "32" in str(settings.get("dtype")):
+    scheme = conversion.recipe["quantization_aware_training"]
+    is_in_fp32 = "32" in str(settings.get("dtype")) or settings.get("bf16") is False
+    if scheme != "int8-int4" or is_in_fp32:
         return
     config = read_section(read_section(settings, "qat"), "qat_config")
-    precision = config.get("scales_precision", "bfloat16" if key == "qat" else "float32")
+    usual = "float32" if conversion.tool == "torchtune" else "bfloat16"
+    precision = config.get("scales_precision", usual)
     scaled = "weights and inputs" if "32" in str(precision) else "inputs"
     conversion.add_difference(key, settings[key], SCALED_IN_FP32.format(scaled))
 

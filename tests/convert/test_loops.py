@@ -90,6 +90,7 @@ from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
     REDUCED_IN_16_BITS,
+    SUMMED_IN_16_BITS,
     convert_file,
 )
 from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
@@ -975,6 +976,13 @@ def test_the_last_rows_are_held_out_of_what_axolotl_does_not_shuffle(
     keys: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
     assert (LAST_HELD_OUT in said(convert(AXOLOTL, **keys))) == is_said
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_that_torchtune_sums_in_16_bits_are_said(dtype: str, convert: Convert) -> None:
+    """Source: shard_model of its training/_distributed.py, which names no reduce_dtype."""
+    text = said(convert(TUNE, dtype=dtype))
+    assert (SUMMED_IN_16_BITS in text) == (dtype == "bf16") and REDUCED_IN_16_BITS not in text
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,8 @@ OWN_SCALES = {"_target_": "a.QATConfig", "scales_precision": "torch.float32"}
         (TORCHTUNE | {"dtype": "fp32"}, None),
         (AUTOMODEL | AUTOMODELS_QAT, "inputs"),
         (AUTOMODEL | {"qat": {"enabled": True, "qat_config": OWN_SCALES}}, "weights and inputs"),
-        (AXOLOTL | {"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}}, None),
+        (AXOLOTL | {"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}}, "inputs"),
+        (AXOLOTL | {"qat": {"activation_dtype": "mxfp4", "weight_dtype": "mxfp4"}}, None),
     ],
 )
 def test_scales_that_are_in_float32_there_alone_are_said(
