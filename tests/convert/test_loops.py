@@ -462,6 +462,7 @@ def test_a_head_that_automodel_trains_no_adapter_of_has_none(
         ("ibm-granite/granite-3.3-2b-instruct", FUSED | {"logit_softcapping": 30.0}, False),
         ("ibm-granite/granite-3.3-2b-instruct", {}, False),
         ("Qwen/Qwen2.5-3B", FUSED, False),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", FUSED, True),
     ],
 )
 def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
