@@ -54,6 +54,7 @@ from finetune.convert.factory import (
     BASE_IS_REFERENCE,
     LOADED_IN_16_BITS,
     NOT_NEAT,
+    PACKED_AT_A_TIME,
     TRAINED_IN_16_BITS,
 )
 from finetune.convert.model_names import (
@@ -998,6 +999,23 @@ def test_llama_factorys_packed_documents_see_each_other(
 ) -> None:
     made = convert(TEXT, packing=True, **keys)
     assert made.recipe["packing"] and (NOT_NEAT in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"packing": True}, 1000),
+        ({"neat_packing": True, "preprocessing_batch_size": 50}, 50),
+        ({"packing": False}, None),
+    ],
+)
+def test_llama_factory_packs_so_many_rows_at_a_time(
+    keys: dict[str, object], rows: int | None, convert: Convert
+) -> None:
+    """Source: PackedSupervisedDatasetProcessor, by map of its data/loader.py."""
+    made = convert(TEXT, train_on_prompt=True, **keys)
+    lines = [line for line in made.remarks if line.startswith("packing: ")]
+    assert lines == ([FIRST_TRAINED, PACKED_AT_A_TIME.format(rows)] if rows else [])
 
 
 @pytest.mark.parametrize(
