@@ -434,9 +434,6 @@ SHORT = 40  # tokens; hardly a conversation has fewer on average
 
 def report_bins(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how Axolotl packs documents, and how many tokens a packed row holds there."""
-    is_packed = settings.get("sample_packing") and conversion.recipe.get("packing")
-    if conversion.tool != "Axolotl" or not is_packed:
-        return
     if settings.get("sample_packing_sequentially"):
         conversion.remarks.append(PACKED_IN_ORDER)
         return

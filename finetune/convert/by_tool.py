@@ -8,7 +8,12 @@ from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
 from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
-from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
+from finetune.convert.axolotl import (
+    adapt_axolotl,
+    has_own_loss,
+    report_axolotls_adapters,
+    report_bins,
+)
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import adapt_factory
 from finetune.convert.model_names import guess_family, name_model, shows_images
@@ -210,6 +215,30 @@ def _find_carried(conversion: Conversion) -> str:
     others = ("use_peft", "quantization_aware_training")
     is_full = recipe.get("method", "sft") == "sft" and not any(map(recipe.get, others))
     return CARRIED_IN_06 if is_full else CARRIED_OVER
+
+
+# map of datasets, by which pack_dataset of TRL's data_utils.py packs, and preprocess_dataset of
+# LLaMA-Factory's PackedSupervisedDatasetProcessor
+ROWS_AT_A_TIME = 1000
+PACKED_AT_A_TIME = (
+    "packing: {} rows at a time are packed there, here all of them together: fewer packed rows, "
+    "and fewer steps"
+)
+
+
+def report_packing(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which rows are packed together there."""
+    if not conversion.recipe.get("packing"):
+        return
+    rows = None
+    if conversion.tool == "Axolotl" and settings.get("sample_packing"):
+        report_bins(settings, conversion)
+    elif conversion.tool == "TRL" and settings.get("packing_strategy") != "wrapped":
+        rows = ROWS_AT_A_TIME
+    elif conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt":
+        rows = settings.get("preprocessing_batch_size", ROWS_AT_A_TIME)
+    if rows and not conversion.is_factory_v1:
+        conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
 
 
 # keys of losses that read the head's weight without calling it: LigerForCausalLMLoss, and apply_lce

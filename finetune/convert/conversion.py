@@ -23,7 +23,7 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
-from finetune.convert.axolotl import ROUTED_OTHERWISE, report_bins, report_mlp_kernel
+from finetune.convert.axolotl import ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
     adapt_tool,
@@ -33,6 +33,7 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
+    report_packing,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.command_line import is_command
@@ -313,7 +314,7 @@ def _convert(file: LoadedFile) -> Conversion:
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
     report_mlp_kernel(settings, conversion)
-    report_bins(settings, conversion)
+    report_packing(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)
     report_numbers(settings, conversion)

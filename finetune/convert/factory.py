@@ -16,12 +16,6 @@ NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
     "here"
 )
-# preprocess_dataset of the same, by map of its data/loader.py
-PACKED_AT_A_TIME = (
-    "packing: {} rows at a time are packed there, here all of them together: fewer packed rows, "
-    "and fewer steps"
-)
-ROWS_AT_A_TIME = 1000
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -60,9 +54,6 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     if packs and not settings.get("neat_packing"):
         conversion.add_difference("packing", True, NOT_NEAT)
-    if packs:
-        rows = settings.get("preprocessing_batch_size") or ROWS_AT_A_TIME
-        conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
 
 
 # torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py
