@@ -443,9 +443,10 @@ def report_bins(settings: ToolFile, conversion: Conversion) -> None:
         return  # which the reader refuses
     attention = str(settings.get("attn_implementation"))
     is_whole = WHOLE_BATCHES.fullmatch(attention) or any(map(settings.get, SWITCHES_IN_16_BITS))
-    is_real = settings.get("multipack_real_batches", not is_whole)
+    is_real = settings.get("multipack_real_batches")
+    is_one = not is_real if is_real is not None else is_whole
     how = ""
-    if rows > 1 and (settings.get("pretraining_dataset") or not is_real):
+    if rows > 1 and (settings.get("pretraining_dataset") or is_one):
         how += ONE_FOR_ALL.format(rows, length)
         length *= rows
     most = settings.get("sample_packing_bin_size", MOST_DOCUMENTS)

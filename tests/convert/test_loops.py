@@ -998,6 +998,7 @@ def test_gradients_that_torchtune_sums_in_16_bits_are_said(dtype: str, convert: 
         ({"micro_batch_size": 2}, ONE_FOR_ALL.format(2, 2048)),
         ({"micro_batch_size": 2, "multipack_real_batches": True}, ""),
         ({"micro_batch_size": 2, "attn_implementation": "sdpa"}, ""),  # which has real batches
+        ({"micro_batch_size": 2, "multipack_real_batches": None}, ONE_FOR_ALL.format(2, 2048)),
         ({"micro_batch_size": 8}, ONE_FOR_ALL.format(8, 2048) + AT_MOST.format(200)),
         ({"sequence_len": 16384, "sample_packing_bin_size": 100}, AT_MOST.format(100)),
         ({"sample_packing_sequentially": True}, None),
