@@ -106,6 +106,29 @@ GEMMA_4 = {
     "global_head_dim": 8,
     "num_global_key_value_heads": 2,
 }
+GEMMA_4_LARGE = {
+    "use_bidirectional_attention": "vision",
+    # what a layer does to an image is seen in the next one alone
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
+GEMMA_4_IMAGES = {
+    "vision_config": VISION
+    | {
+        "model_type": "gemma4_vision",
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "position_embedding_size": 64,
+    },
+    "audio_config": None,
+    "image_token_id": IMAGE,
+    "boi_token_id": START,
+    "eoi_token_id": END,
+}
 LLAMA_4 = {
     "model_type": "llama4_text",
     "num_local_experts": 2,
@@ -116,19 +139,11 @@ LLAMA_4 = {
 }
 OUTPUT_16 = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
 MORE: dict[str, dict[str, Any]] = {
-    "gemma4": {
-        "text_config": GEMMA_4,
-        "vision_config": VISION
-        | {
-            "model_type": "gemma4_vision",
-            "head_dim": 8,
-            "num_key_value_heads": 2,
-            "position_embedding_size": 64,
-        },
-        "audio_config": None,
-        "image_token_id": IMAGE,
-        "boi_token_id": START,
-        "eoi_token_id": END,
+    "gemma4": {"text_config": GEMMA_4, **GEMMA_4_IMAGES},
+    "gemma4_large": {
+        "model_type": "gemma4",
+        "text_config": GEMMA_4 | GEMMA_4_LARGE,
+        **GEMMA_4_IMAGES,
     },
     "smolvlm": {
         "text_config": {"model_type": "llama"},
@@ -564,6 +579,7 @@ PROCESSORS |= {
         ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), PROCESSORS["qwen2_5_vl"]
     ),
 }
+PROCESSORS["gemma4_large"] = PROCESSORS["gemma4"]
 
 
 def add_processor(folder: Path, family: str) -> Path:

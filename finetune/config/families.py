@@ -94,7 +94,8 @@ class Family:
     # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each
     # to transformers' own.
     takes_images: bool = False
-    images_see_themselves: bool = False  # attention within an image is bidirectional
+    # attention within an image is bidirectional, in every layer
+    images_see_themselves: bool = False
     # layers of cross attention read the images, and one token stands for each
     images_are_read_across: bool = False
     # the embedders of images and of audio look at every token, before the language model
@@ -440,9 +441,6 @@ FAMILIES: Mapping[str, Family] = {
         WITH_IMAGES,
     ),
 }
-# of a model whose windowed layers alone let the tokens of an image attend to one another, as no
-# family does that takes images
-IN_WINDOWS = "use_bidirectional_attention: vision"
 IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]
 PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 

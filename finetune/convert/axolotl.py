@@ -8,6 +8,7 @@ from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, HEADS
+from finetune.convert.as_read import PASSED_ON
 from finetune.convert.asked_layout import count_sharing_ranks
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
@@ -60,16 +61,51 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
         conversion.remarks.append(_describe_mean(settings))
     _adapt_axolotls_warmup(settings, conversion)
-    report_turn_ends(settings, conversion)
+    _set_trained_tokens(settings, conversion)
     _report_axolotl_rows(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     threshold = settings.get("loss_watchdog_threshold")
     if threshold:
         conversion.add_remark("loss_watchdog_threshold", threshold, WATCHED)
     _report_new_adapter(settings, conversion)
+    _report_cut_answers(settings, conversion)
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     _report_muon(settings, conversion)
+    _report_decay(settings, conversion)
+
+
+# whose AxolotlMambaTrainer, until 0.19, has the ids of a batch as its labels, and MambaDataCollator
+OF_ALL_TOKENS = "mamba"
+ALL_TRAINED = (
+    "0.19 trains on prompts too, whatever this key says, and on the padding of a shorter row in a "
+    "batch; {}"
+)
+# the class of the package mamba_ssm, which 0.21 reads no more; the hub has its weights as
+# transformers reads them too
+MAMBA_SSM = "MambaLMHeadModel"
+OF_MAMBA_SSM = re.compile(r"state-spaces/mamba-(130m|370m|790m|1\.4b|2\.8b)")
+AS_TRANSFORMERS = "the same weights as transformers reads them: {}-hf"
+
+
+def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets which tokens of a row are trained where the model decides it, and its end decides."""
+    name = name_model(settings)
+    is_old = settings.get("model_type") == MAMBA_SSM
+    if is_old and OF_MAMBA_SSM.fullmatch(name):
+        conversion.recipe["model_name_or_path"] = f"{name}-hf"
+        conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(name))
+    if guess_family(name) == OF_ALL_TOKENS and not any(map(settings.get, OF_PAIRS)):
+        here = (
+            "prompts are trained here, padding never" if is_old else "neither 0.21 nor a run here"
+        )
+        conversion.add_remark(
+            "train_on_inputs", settings.get("train_on_inputs"), ALL_TRAINED.format(here)
+        )
+    if is_old:
+        conversion.recipe["assistant_only_loss"] = False
+    else:
+        report_turn_ends(settings, conversion)
 
 
 def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
@@ -85,6 +121,21 @@ NEW_UNDER_TRL = (
     "not loaded there under this rl: a new adapter is trained; here this one is trained further"
 )
 TRAINED_BY_TRL = ("dpo", "ipo", "kto")
+# transform_fn of its prompt_strategies/dpo/chat_template.py until 0.19, by str.find
+ANSWERS_FOUND = (
+    "in 0.19 an answer is looked for in the text that the template makes of it: with white space "
+    "around it that the template trims it is lost, but for a last character, and one that is found "
+    "earlier, as user in the header of a question, begins there; in 0.21 and here each is scored "
+    "as it is"
+)
+
+
+def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how Axolotl cuts the answers of pairs out of a template's text."""
+    kinds = find_texts(settings, "type")
+    is_cut = settings.get("rl") in ("dpo", "ipo", "simpo")
+    if is_cut and any(kind.startswith("chat_template") for kind in kinds):
+        conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
 
 
 def _report_new_adapter(settings: ToolFile, conversion: Conversion) -> None:
@@ -108,6 +159,23 @@ def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not conversion.recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+
+
+# create_optimizer_grouped_parameters of its core/trainers/mixins/optimizer.py, for optimizers that
+# Trainer does not know
+EMBEDDINGS_SPARED = (
+    "under this optimizer the embedding and the output head are not decayed there, nor copies of "
+    "modules beside adapters; all matrices are here"
+)
+
+
+def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the matrices that Axolotl does not decay under an optimizer of its own."""
+    recipe = conversion.recipe
+    decay = recipe.get("weight_decay")
+    trains_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
+    if decay and trains_them and settings.get("optimizer") in PASSED_ON:
+        conversion.add_remark("weight_decay", decay, EMBEDDINGS_SPARED)
 
 
 def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
@@ -258,6 +326,8 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("sample_packing")
     if settings.get("pretraining_dataset"):
         _report_pretraining(settings, conversion)
+    elif settings.get("streaming"):
+        _report_stream(settings, conversion)
     kinds = list(find_texts(settings, "type"))
     are_texts = any(each.startswith("completion") for each in kinds)
     if are_texts and (packs or not settings.get("pretraining_dataset")):
@@ -286,6 +356,27 @@ PIECES_ALONE = (
 )
 # _extract_pretraining_config
 FIRST_ENTRY = "the first entry alone is read there, all here"
+
+
+# process_pretraining_datasets_for_packing
+LONG_DROPPED = "a longer row is dropped there where a stream is packed, whatever this key says"
+# _load_raw_datasets of its utils/data/sft.py, of a stream that is not packed
+LONG_KEPT = (
+    "rows of any length are trained on there where a stream is not packed; a longer one is "
+    "dropped, cut or refused here, as overlength says"
+)
+
+
+def _report_stream(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Axolotl does with the long rows of a stream that is no pretraining."""
+    strategy = settings.get("excess_length_strategy")
+    length = settings.get("sequence_len")
+    are_cut = all(kind.startswith("completion") for kind in find_texts(settings, "type"))
+    if not settings.get("sample_packing") and not are_cut:
+        conversion.add_difference("sequence_len", length, LONG_KEPT)
+    elif settings.get("sample_packing") and strategy not in (None, "drop"):
+        conversion.add_difference("excess_length_strategy", strategy, LONG_DROPPED)
+        conversion.recipe["overlength"] = "drop"
 
 
 def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:
@@ -400,9 +491,43 @@ APART_IN_21 = (
 )
 
 
+# pack_group of its utils/samplers/multipack.py, which sorts no rows, and sample_packing_bin_size
+FIRST_FIT = (
+    "packing: rows are packed as they come there, each into the first packed row of {} tokens with "
+    "room for it, and at most {} into one; here each where it fits best, however many: fewer steps "
+    "where rows are short"
+)
+ROWS_AT_MOST = 200  # by default
+MASKED = ("sdpa", "eager")  # beside which ATTN_IMPLS_SUPPORTING_PACKING has all that isolate
+
+
+def _describe_packing(settings: ToolFile, isolates: bool) -> str:
+    """How Axolotl packs rows: those of a micro-batch as one, where attention isolates them by
+    itself and not by a mask.
+    """
+    most = settings.get("sample_packing_bin_size") or ROWS_AT_MOST
+    length = convert_number(settings.get("sequence_len", DEFAULTS["Axolotl"]["max_length"]))
+    by_mask = settings.get("attn_implementation") in MASKED or any(
+        map(settings.get, ("sdp_attention", "eager_attention"))
+    )
+    is_real = settings.get("multipack_real_batches")
+    if settings.get("pretraining_dataset") or settings.get("streaming"):
+        is_real = False
+    elif is_real is None:
+        is_real = by_mask or not isolates
+    rows = 1 if is_real else convert_number(settings.get("micro_batch_size") or 1)
+    if isinstance(rows, int) and isinstance(length, int):  # others the reader refuses
+        length *= rows
+    return FIRST_FIT.format(length, most)
+
+
 def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
     attention = settings.get("attn_implementation")
     isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    is_sequential = settings.get("sample_packing_sequentially")
+    conversion.remarks.append(
+        PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
+    )
     if not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
     elif settings.get("pretraining_dataset") and _sees_no_starts(settings):
@@ -411,48 +536,6 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
     elif family in APART_SINCE:
         conversion.add_remark("sample_packing", True, APART_IN_21)
-
-
-# ATTN_IMPLS_SUPPORTING_PACKING of its utils/schemas/enums.py, under which multipack_real_batches is
-# off; encode_packed_streaming packs so under every attention
-WHOLE_BATCHES = re.compile(
-    r"flash_attention_[23]|flex_attention|xformers|sage|"
-    r"kernels-community/(flash-attn[23]|sage-attention)"
-)
-# pack_group of its utils/samplers/multipack.py
-PACKED_AS_DRAWN = (
-    "packing: documents are packed in the order they are drawn there, each into the first row with "
-    "room{}; here the longest first, each where it fits best: another number of steps"
-)
-# batch_max_len of _create_multipack_sampler of its core/trainers/base.py
-ONE_FOR_ALL = ", a micro-batch into one row of {} x {} tokens"
-# sample_packing_bin_size, the default
-MOST_DOCUMENTS = 200
-AT_MOST = ", at most {} into one"
-SHORT = 40  # tokens; hardly a conversation has fewer on average
-
-
-def report_bins(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how Axolotl packs documents, and how many tokens a packed row holds there."""
-    if settings.get("sample_packing_sequentially"):
-        conversion.remarks.append(PACKED_IN_ORDER)
-        return
-    rows = settings.get("micro_batch_size") or 1
-    length = conversion.recipe.get("max_length", DEFAULTS["Axolotl"]["max_length"])
-    if not (isinstance(rows, int) and isinstance(length, int)):
-        return  # which the reader refuses
-    attention = str(settings.get("attn_implementation"))
-    is_whole = WHOLE_BATCHES.fullmatch(attention) or any(map(settings.get, SWITCHES_IN_16_BITS))
-    is_real = settings.get("multipack_real_batches")
-    is_one = not is_real if is_real is not None else is_whole
-    how = ""
-    if rows > 1 and (settings.get("pretraining_dataset") or is_one):
-        how += ONE_FOR_ALL.format(rows, length)
-        length *= rows
-    most = settings.get("sample_packing_bin_size", MOST_DOCUMENTS)
-    if most and length > SHORT * most:
-        how += AT_MOST.format(most)
-    conversion.remarks.append(PACKED_AS_DRAWN.format(how))
 
 
 # for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for

@@ -8,12 +8,7 @@ from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
 from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
-from finetune.convert.axolotl import (
-    adapt_axolotl,
-    has_own_loss,
-    report_axolotls_adapters,
-    report_bins,
-)
+from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import adapt_factory
 from finetune.convert.model_names import guess_family, name_model, shows_images
@@ -217,30 +212,6 @@ def _find_carried(conversion: Conversion) -> str:
     return CARRIED_IN_06 if is_full else CARRIED_OVER
 
 
-# map of datasets, by which pack_dataset of TRL's data_utils.py packs, and preprocess_dataset of
-# LLaMA-Factory's PackedSupervisedDatasetProcessor
-ROWS_AT_A_TIME = 1000
-PACKED_AT_A_TIME = (
-    "packing: {} rows at a time are packed there, here all of them together: fewer packed rows, "
-    "and fewer steps"
-)
-
-
-def report_packing(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which rows are packed together there."""
-    if not conversion.recipe.get("packing"):
-        return
-    rows = None
-    if conversion.tool == "Axolotl" and settings.get("sample_packing"):
-        report_bins(settings, conversion)
-    elif conversion.tool == "TRL" and settings.get("packing_strategy") != "wrapped":
-        rows = ROWS_AT_A_TIME
-    elif conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt":
-        rows = settings.get("preprocessing_batch_size", ROWS_AT_A_TIME)
-    if rows and not conversion.is_factory_v1:
-        conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
-
-
 # keys of losses that read the head's weight without calling it: LigerForCausalLMLoss, and apply_lce
 # of cut_cross_entropy
 FUSED_LOSSES = {
@@ -300,10 +271,19 @@ RESIZED_BY_COMMON = (
     "mistral-common resizes images by OpenCV there, whose cubic smooths none that is made smaller, "
     "and rounds the sides of a large one; here by Pillow, and those sides are rounded down"
 )
+# Gemma 4's large models; create_masks_for_vision_model of transformers' modeling_gemma4.py
+SEEN_IN_WINDOWS = re.compile(r"gemma-?4-(26b|31b)")
+IN_ALL_LAYERS = (
+    "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
+    "and since then, and here, in those with a window"
+)
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
+    name = name_model(settings)
+    if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
+        conversion.add_remark("model", name, IN_ALL_LAYERS)
     if conversion.images and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
     elif conversion.tool == "torchtune":

@@ -131,8 +131,26 @@ def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None
         conversion.remarks.append(HELD_OUT_SAMPLED)
     _report_balance(settings, conversion)
     _report_new_rows(settings, conversion)
+    if recipe.get("streaming"):
+        _report_stream(conversion)
     if recipe.get("load_in_4bit"):
         _report_compute(settings, text, conversion)
+
+
+# concatenate_datasets of Axolotl's merge_datasets, LLaMA-Factory's merge_dataset, ms-swift's
+# concat_datasets and TRL's get_dataset; interleave_sources of data/sources.py
+ONE_AFTER_ANOTHER = (
+    "datasets: of a stream the rows of a data set come after all of those before it there; here "
+    "all are read in turns, by their weights"
+)
+
+
+def _report_stream(conversion: Conversion) -> None:
+    """Reports in which order the rows of streams come."""
+    if len(conversion.recipe.get("datasets", ())) > 1 and conversion.tool != "Automodel":
+        conversion.differences.append(ONE_AFTER_ANOTHER)
+    if conversion.tool == "TRL":  # whose Trainer draws no rows of a stream
+        conversion.add_difference("dataset_streaming", True, STREAM_IN_ORDER)
 
 
 def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:

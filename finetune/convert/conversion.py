@@ -33,7 +33,6 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
-    report_packing,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.command_line import is_command
@@ -314,7 +313,6 @@ def _convert(file: LoadedFile) -> Conversion:
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
     report_mlp_kernel(settings, conversion)
-    report_packing(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)
     report_numbers(settings, conversion)

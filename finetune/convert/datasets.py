@@ -24,13 +24,7 @@ from finetune.convert.entries import (
 )
 from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import (
-    HEADER,
-    guess_family,
-    guess_vision_family,
-    name_images,
-    runs_for_images,
-)
+from finetune.convert.model_names import HEADER, guess_family, guess_vision_family, runs_for_images
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
 from finetune.convert.value_conversion import Conversion, read_section
@@ -814,7 +808,7 @@ class _FactoryData:
                 f"{entry.where}: the tokenizer's own template, which writes the images"
             )
         model = str(self.settings.get("model_name_or_path"))
-        conversion.images = conversion.images or name_images(model)
+        conversion.images = conversion.images or guess_vision_family(model)
         folder = self.settings.get("media_dir")
         if folder:
             return [made | {"image_folder": str(folder)} for made in sources]

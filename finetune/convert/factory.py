@@ -3,14 +3,22 @@
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
-from finetune.convert.model_names import has_tower, name_model
-from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
+from finetune.convert.model_names import AUXILIARY, BY_LAYER, guess_family, has_tower, name_model
+from finetune.convert.shared import (
+    FIRST_TRAINED,
+    IN_ORDER,
+    MICRO_BATCHES_ALIKE,
+    PACKED_AT_A_TIME,
+    WHOLE_STEPS,
+)
 from finetune.convert.value_conversion import Conversion, convert_names
 
 JOINED = (
     "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
     "is apart here"
 )
+# PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
+LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
@@ -27,8 +35,8 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         conversion.recipe["oft_block_size"] = int(block)
-    asks = settings.get("packing") or settings.get("neat_packing")
-    packs = asks and settings.get("stage", "sft") == "sft"
+    is_asked = settings.get("packing") or settings.get("neat_packing")
+    packs = is_asked and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
     if conversion.is_factory_v1:
@@ -45,14 +53,76 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
     _report_loaded_dtype(settings, conversion)
     if stage == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
+        conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
     elif stage == "pt":
         recipe["overlength"] = "truncate"
     elif stage != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
     reads_images = conversion.images is not None or has_tower(name_model(settings))
-    if reads_images and stage in ("pt", "sft"):
+    if any(key in settings for key in MEGATRON_KEYS):
+        _report_megatron(settings, conversion)
+    elif reads_images and stage in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-    if packs and not settings.get("neat_packing"):
+    if packs:
+        _report_packing(settings, conversion)
+
+
+# keys that LLaMA-Factory's v0 reads under Megatron alone: by mcore_adapter (USE_MCA), or by
+# Megatron Bridge (USE_MEGATRON_BRIDGE), which has some of its own
+MEGATRON_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "use_distributed_optimizer",
+    "moe_token_dispatcher_type",
+    "recompute_granularity",
+)
+BRIDGE_KEYS = ("mixed_precision", "use_packed_sequences", "export_hf_on_finish", "extra_config")
+# models/ of mcore_adapter that have router_aux_loss_coef as moe_aux_loss_coeff
+BALANCED_BY_MEGATRON = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text")
+# save_hf_model of mcore_adapter's arguments
+MEGATRONS_FILES = "the trained weights are saved as Megatron's files there, as Hugging Face's here"
+# _create_peft_config of LLaMA-Factory's train/megatron_bridge, and LoRA of Megatron Bridge
+FUSED_ADAPTERS = (
+    "under Megatron Bridge one adapter is on query, key and value together, and one on gate and "
+    "up, whatever lora_target says, without dropout, and with a Xavier start; here each of these "
+    "layers has its own"
+)
+
+
+def is_of_mcore(settings: ToolFile) -> bool:
+    """Whether mcore_adapter trains what a file of LLaMA-Factory's v0 says."""
+    is_bridge = any(key in settings for key in BRIDGE_KEYS)
+    return not is_bridge and any(key in settings for key in MEGATRON_KEYS)
+
+
+def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Megatron's trainers do otherwise than LLaMA-Factory's own."""
+    is_bridge = not is_of_mcore(settings)
+    shares_rows = is_bridge and (settings.get("context_parallel_size") or 1) > 1
+    if not (settings.get("calculate_per_token_loss") or shares_rows):
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    name = name_model(settings)
+    coefficient = settings.get("moe_aux_loss_coeff")
+    if guess_family(name) in BALANCED_BY_MEGATRON and coefficient is None:
+        conversion.add_difference("model_name_or_path", name, AUXILIARY.format(BY_LAYER))
+    if is_bridge and settings.get("finetuning_type", "lora") == "lora":
+        conversion.add_difference("finetuning_type", "lora", FUSED_ADAPTERS)
+        conversion.recipe["lora_dropout"] = 0.0
+    if is_bridge:
+        return
+    conversion.remarks.append(WHOLE_STEPS)
+    conversion.add_difference("dataset", settings.get("dataset"), IN_ORDER)
+    if not settings.get("save_hf_model"):
+        conversion.add_remark("save_hf_model", False, MEGATRONS_FILES)
+
+
+def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how LLaMA-Factory packs rows of conversations."""
+    rows = settings.get("preprocessing_batch_size", 1000)
+    conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
+    if not settings.get("neat_packing"):
         conversion.add_difference("packing", True, NOT_NEAT)
 
 

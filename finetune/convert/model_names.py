@@ -14,7 +14,7 @@ from finetune.config.facts import (
     has_fused_experts,
     read_family_source,
 )
-from finetune.config.families import IMAGE_FAMILIES, IN_WINDOWS, find_family
+from finetune.config.families import IMAGE_FAMILIES, find_family
 from finetune.config.module_names import find_alias, find_renames, rename_pattern
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, CONFIG_FILE
@@ -525,10 +525,6 @@ def _name_automodel_layers(
     conversion.recipe["lora_target_modules"] = list(named)
 
 
-# models in whose windowed layers alone the tokens of an image attend to one another
-BOTH_WAYS = re.compile(r"gemma-?4-(26b|31b)")
-
-
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
     """Finds (the key by which a file trains on images, the model_type with the tower); none if it
     trains on text.
@@ -541,18 +537,7 @@ def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
-    return key, str(config["model_type"]) if config.get("model_type") else name_images(name)
-
-
-def name_images(name: str) -> str | None:
-    """Returns how the rules of a run know a model that reads images, by its name.
-
-    >>> name_images("google/gemma-4-31B-it"), name_images("google/gemma-4-E4B-it")
-    ('gemma4 with use_bidirectional_attention: vision', 'gemma4')
-    """
-    if BOTH_WAYS.search(name.lower()):
-        return f"gemma4 with {IN_WINDOWS}"
-    return guess_vision_family(name)
+    return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
 
 
 def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:

@@ -7,6 +7,7 @@ import re
 from finetune.config.schema import recipe_keys
 from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.factory import is_of_mcore
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.objectives import find_masked_diffusion
@@ -56,6 +57,11 @@ BOS_BY_KEY = (
     "stage: pt   (a text begins with the BOS token there where the tokenizer says add_bos_token, "
     "as Llama 2's; here where it writes one, as Llama 3's too)"
 )
+BOS_OF_BLOCKS = (
+    "stage: pt   (no text begins with the BOS token there; where the tokenizer says add_bos_token, "
+    "as Llama 2's, it stands in place of the first token of a block; here each begins with it "
+    "where the tokenizer writes one)"
+)
 # zeropower_via_newtonschulz5 of LLaMA-Factory, whose products are not fused with their sums: 2.4 to
 # 3% from the iteration in float64 on random matrices, and 1.1 to 1.5% here
 ROUNDED_MORE_OFTEN = (
@@ -103,10 +109,12 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
-    # masked diffusion masks no token that is the label behind a cut
+    # masked diffusion masks no token that is the label behind a cut, and mcore_adapter's rows have
+    # one more token
     is_cut = (
         recipe.get("overlength") not in ("drop", "error")
         and find_masked_diffusion(settings) is None
+        and not (conversion.tool == "LLaMA-Factory" and is_of_mcore(settings))
     )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         is_tunes = conversion.tool == "torchtune"
@@ -192,7 +200,8 @@ def _report_row_texts(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool not in ("LLaMA-Factory", "ms-swift") or conversion.is_factory_v1:
         return
     if settings.get("stage") == "pt":
-        conversion.remarks.append(BOS_BY_KEY)
+        are_joined = settings.get("packing", True)
+        conversion.remarks.append(BOS_OF_BLOCKS if are_joined else BOS_BY_KEY)
         return
     sources = conversion.recipe.get("datasets", ())
     kinds = {"messages" if "messages_column" in each else each.get("type") for each in sources}

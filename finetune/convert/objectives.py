@@ -17,6 +17,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, compare_scored_turns, guess_family, name_model
+from finetune.convert.shared import PACKED_AT_A_TIME
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -369,6 +370,8 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
     _drop_unused("sft", conversion)
     if conversion.tool != "TRL":
         return
+    if settings.get("packing") and settings.get("packing_strategy") != "wrapped":
+        conversion.remarks.append(PACKED_AT_A_TIME.format("a thousand"))
     masks_prompts = settings.get("completion_only_loss")
     if masks_prompts:
         conversion.recipe["assistant_only_loss"] = True

@@ -26,6 +26,12 @@ PACKED_IN_ORDER = (
     "packing: rows are packed as they come there, a new packed row for each that does not fit; "
     "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
 )
+# greedy_knapsack of LLaMA-Factory, by its data/loader.py, and pack_dataset of TRL's data_utils.py,
+# by datasets' map
+PACKED_AT_A_TIME = (
+    "packing: {} rows at a time are packed there; here all together: fewer packed rows, and fewer "
+    "steps"
+)
 # drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
 NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"

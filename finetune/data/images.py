@@ -21,8 +21,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from finetune.config.families import IN_WINDOWS
-from finetune.config.pretrained import is_vision_language, load_config, text_config_of
+from finetune.config.pretrained import is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
 from finetune.constants import PROCESSOR_FILES
 from finetune.data.messages import IMAGE, BadRow, describe_value
@@ -351,18 +350,8 @@ class ImageProcessor:
 
     @property
     def family(self) -> str:
-        """The name by which rules know the model: the model_type of its config.
-
-        It says as well where the tokens of an image attend to one another in some layers alone, as
-        no family does.
-        """
-        config = load_config(self._model)
-        in_windows = (
-            getattr(text_config_of(config), "use_bidirectional_attention", None) == "vision"
-        )
-        if in_windows:
-            return f"{config.model_type} with {IN_WINDOWS}"
-        return str(config.model_type)
+        """The name by which rules know the model: the model_type of its config."""
+        return str(load_config(self._model).model_type)
 
     @property
     def token(self) -> str:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from finetune.data.messages import IMAGE, REASONING_KEYS, BadRow, Message, count_common
+from finetune.data.messages import (
+    IMAGE,
+    REASONING_KEYS,
+    THINKING_END,
+    BadRow,
+    Message,
+    count_common,
+)
 from finetune.data.tokenizer import Renderer, Tools, apply_template
 
 # Of Unicode's characters that no text may hold: one begins a mark, ten are the digits of its
@@ -23,6 +30,8 @@ TO_DIGITS = {mark_digit: chr(digit) for digit, mark_digit in TO_MARK_DIGITS.item
 MARK = re.compile("\ufdd0([\ufdd1-\ufdda]+)\ufddb")
 WORDS = ("content", *REASONING_KEYS)
 FUNCTION_NAME = ".name"
+LONGEST_TAG = 32  # characters
+CLOSING_TAG = re.compile(rf"(?:{THINKING_END.pattern})\Z")
 PADDING = re.compile(rf"[\s{IMAGE}]*")  # templates trim it, and part a content at its images
 
 
@@ -178,7 +187,7 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
 
     def mark(words: str, part: str) -> str:
         begin = _measure_padding(words)
-        end = len(words) - _measure_padding(words[::-1])
+        end = len(_without_closing_tags(words[: len(words) - _measure_padding(words[::-1])]))
         if not is_assistant:
             # how a content begins and ends may decide what a template makes of it
             middle = (begin + end) // 2
@@ -210,6 +219,16 @@ def _mark_message(message: Message, index: int, names: list[Mark]) -> Message:
         }
         calls.append({**call, "function": function})
     return {**marked, "tool_calls": calls} if calls else marked
+
+
+def _without_closing_tags(words: str) -> str:
+    """Returns the words up to the tags that close a thought at their end.
+
+    A mark behind them would be an answer behind the thought, which a template writes otherwise.
+    """
+    while tag := CLOSING_TAG.search(words, max(0, len(words) - LONGEST_TAG)):
+        words = words[: tag.start()].rstrip()
+    return words
 
 
 def _measure_padding(words: str) -> int:

@@ -8,6 +8,7 @@ Ranks may share the tokens of a row: `distributed/sequence_parallel.py` gathers 
 reads.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -143,6 +144,8 @@ def packed_attention(
                 f"{type(module).__name__} needs {name}; set attn_implementation: eager for this "
                 "model"
             )
+    if sliding_window is None and shows_images_in_windows(getattr(module, "config", None)):
+        documents = replace(documents, images=None)
     options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux, _find_chunk(module))
     if attention_mask is None or attention_mask.numel() > 0:
         return attend_with_mask(module, query, key, value, attention_mask, options), None
@@ -161,6 +164,15 @@ def packed_attention(
         return _attend_across_ranks(
             query, key, value, documents, options, dtype, sequence_group
         ), None
+
+
+def shows_images_in_windows(config: Any) -> bool:
+    """Whether the tokens of an image see each other in layers with a window alone (Gemma 4's large
+    models).
+
+    `config`: of the language model.
+    """
+    return getattr(config, "use_bidirectional_attention", None) == "vision"
 
 
 def _find_chunk(attention: Any) -> int | None:

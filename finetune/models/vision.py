@@ -22,7 +22,7 @@ from transformers.utils import output_capturing
 from finetune.config.families import find_family
 from finetune.distributed.model_parts import base_of, other_parts, trunk_of
 from finetune.errors import UserError
-from finetune.models.attention import BOUNDARIES, NAME, NO_MASK
+from finetune.models.attention import BOUNDARIES, NAME, NO_MASK, shows_images_in_windows
 
 
 def forward_images(
@@ -62,11 +62,13 @@ def forward_images(
             base, ids, is_image, kwargs["position_ids"], lengths, counts, images
         )
     is_ours = trunk.config._attn_implementation == NAME
-    if find_family(base.config.model_type).images_see_themselves:
+    in_windows = shows_images_in_windows(trunk.config)
+    if in_windows or find_family(base.config.model_type).images_see_themselves:
         starts = is_image & ~F.pad(is_image, (1, 0))[:, :-1]
         numbers = torch.where(is_image, starts.cumsum(1), -1)
+        types = "mm_token_type_ids" if in_windows else "token_type_ids"
         held |= {"image_tokens": numbers} if is_ours else {}
-        kwargs |= {} if is_ours else {"token_type_ids": is_image.long()}
+        kwargs |= {} if is_ours else {types: is_image.long()}
     if is_ours:
         kwargs["attention_mask"] = NO_MASK
     with _added_arguments(trunk, held):

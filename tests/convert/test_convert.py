@@ -506,7 +506,7 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    about = ["completion_only_loss", "gradients", "packing", "max_length", "rows", "eval_loss"]
+    about = ["packing", "completion_only_loss", "gradients", "max_length", "rows", "eval_loss"]
     assert [line.split(":")[0] for line in said.splitlines()] == about
     assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from finetune.config.families import IMAGE_FAMILIES, IN_WINDOWS
+from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
 from finetune.convert.automodel import (
@@ -22,7 +22,7 @@ from finetune.convert.automodel import (
     REDUCED_BY_MEGATRON,
     THOUGHT_ADDED,
 )
-from finetune.convert.by_tool import RESIZED, RESIZED_IN_16_BITS
+from finetune.convert.by_tool import IN_ALL_LAYERS, RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
     MARKED_BY_HEADER,
@@ -324,13 +324,13 @@ def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
     return convert_file(tmp_path / "theirs.yaml")
 
 
-def test_images_that_see_themselves_in_some_layers_alone_are_refused_as_by_a_run(
+def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_models(
     tmp_path: Path,
 ) -> None:
-    for name in ("google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it"):
-        with pytest.raises(Refusal, match=f"not supported for gemma4 with {IN_WINDOWS}"):
-            convert_automodels(tmp_path, name)
-    assert convert_automodels(tmp_path, "google/gemma-4-E4B-it").images == "gemma4"
+    for name, is_said in (("31B-it", True), ("26B-A4B-it", True), ("E4B-it", False)):
+        made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
+        assert made.images == "gemma4"
+        assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
 
 
 VLM_DATA = "nemo_automodel.components.datasets.vlm"

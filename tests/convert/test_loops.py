@@ -63,15 +63,12 @@ from finetune.convert.automodel import (
 from finetune.convert.axolotl import (
     ADAPTERS_AS_BASE,
     ADAPTERS_BESIDE_NVFP4,
-    AT_MOST,
     BY_SOFTMAX,
     COPIES_AS_LOADED,
     EXPERTS_ADAPTED,
     FIRST_ENTRY,
     LAST_HELD_OUT,
     LAST_UNMEASURED,
-    ONE_FOR_ALL,
-    PACKED_AS_DRAWN,
     PIECES_ALONE,
     TEXTS_CUT,
     WINDOWS,
@@ -989,30 +986,6 @@ def test_gradients_that_torchtune_sums_in_16_bits_are_said(dtype: str, convert: 
     """Source: shard_model of its training/_distributed.py, which names no reduce_dtype."""
     text = said(convert(TUNE, dtype=dtype))
     assert (SUMMED_IN_16_BITS in text) == (dtype == "bf16") and REDUCED_IN_16_BITS not in text
-
-
-@pytest.mark.parametrize(
-    ("keys", "how"),
-    [
-        ({"micro_batch_size": 1}, ""),
-        ({"micro_batch_size": 2}, ONE_FOR_ALL.format(2, 2048)),
-        ({"micro_batch_size": 2, "multipack_real_batches": True}, ""),
-        ({"micro_batch_size": 2, "attn_implementation": "sdpa"}, ""),  # which has real batches
-        ({"micro_batch_size": 2, "multipack_real_batches": None}, ONE_FOR_ALL.format(2, 2048)),
-        ({"micro_batch_size": 8}, ONE_FOR_ALL.format(8, 2048) + AT_MOST.format(200)),
-        ({"sequence_len": 16384, "sample_packing_bin_size": 100}, AT_MOST.format(100)),
-        ({"sample_packing_sequentially": True}, None),
-    ],
-)
-def test_how_axolotl_packs_documents_is_said(
-    keys: dict[str, Any], how: str | None, convert: Convert
-) -> None:
-    """Source: its utils/samplers/multipack.py, and _create_multipack_sampler of its trainer."""
-    made = convert(AXOLOTL, sample_packing=True, **{"sequence_len": 2048, **keys})
-    line = PACKED_IN_ORDER if how is None else PACKED_AS_DRAWN.format(how)
-    assert [each for each in made.remarks if each.startswith("packing: ")] == [line]
-    plain = convert(AXOLOTL, **keys)
-    assert not any(each.startswith("packing: ") for each in plain.remarks)
 
 
 @pytest.mark.parametrize(("packed", "is_said"), [(False, True), (True, False), (None, False)])

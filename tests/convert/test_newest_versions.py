@@ -11,15 +11,22 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
+    ANSWERS_FOUND,
     APART_IN_21,
     BEST_ON_STEPS,
     EACH_IN_19,
+    EMBEDDINGS_SPARED,
+    FIRST_FIT,
+    LONG_DROPPED,
+    LONG_KEPT,
+    MAMBA_SSM,
     RANKS_ALIKE,
     STATE_PASSED_ON,
     TWO_STEPS,
     UNCOUNTED_BY_LIGER,
 )
 from finetune.convert.by_tool import (
+    ALIKE_LENGTHS,
     EMBEDDING_MOMENTS,
     FEWER_STEPS,
     HEAD_PASSED_BY,
@@ -27,9 +34,13 @@ from finetune.convert.by_tool import (
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
 )
+from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import STARTS_TWICE
+from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
 from finetune.convert.model_names import (
+    AUXILIARY,
+    BY_LAYER,
     CHATML_ADDED,
     COLUMN_REFUSED,
     COMMON_TURNS_OF_IMAGES,
@@ -49,9 +60,18 @@ from finetune.convert.model_names import (
     TOKENIZERS_BOS,
     TOKENIZERS_BOS_OF_IMAGES,
 )
+from finetune.convert.numbers import LABEL_BEHIND_CUT
 from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
 from finetune.convert.runnable import MORE_ROWS
-from finetune.convert.shared import BEST_AT_END, MICRO_BATCHES_ALIKE, NORMS_IN_FP32
+from finetune.convert.shared import (
+    BEST_AT_END,
+    IN_ORDER,
+    MICRO_BATCHES_ALIKE,
+    NORMS_IN_FP32,
+    PACKED_AT_A_TIME,
+    PACKED_IN_ORDER,
+    WHOLE_STEPS,
+)
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
 from finetune.convert.value_conversion import Conversion
 
@@ -676,6 +696,176 @@ def test_the_fused_losses_of_two_families_take_no_count_of_labels(
     assert (RANKS_ALIKE.format(EACH_IN_19) in fused) == (not family)
     assert not family or UNCOUNTED_BY_LIGER[family] in fused
     assert RANKS_ALIKE.format(EACH_IN_19) in plain
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("state-spaces/mamba-2.8b", "mamba"),
+        ("tiiuae/falcon-mamba-7b", ""),
+        ("mistralai/Mamba-Codestral-7B-v0.1", ""),
+    ],
+)
+def test_axolotls_trainer_of_mamba_trained_all_tokens_whatever_a_file_says(
+    name: str, family: str, convert: Convert
+) -> None:
+    newest = convert(AXOLOTL, base_model=name, train_on_inputs=False)
+    assert newest.recipe["assistant_only_loss"] is True
+    assert ("0.19 trains on prompts too" in said(newest)) == bool(family)
+    assert newest.recipe["model_name_or_path"] == name
+    if family:
+        older = convert(AXOLOTL, base_model=name, train_on_inputs=False, model_type=MAMBA_SSM)
+        assert older.recipe["assistant_only_loss"] is False
+        assert older.recipe["model_name_or_path"] == f"{name}-hf"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"optimizer": "optimi_adamw", "weight_decay": 0.1}, True),
+        ({"optimizer": "optimi_adamw"}, False),
+        ({"optimizer": "adamw_torch", "weight_decay": 0.1}, False),
+        ({"optimizer": "optimi_adamw", "weight_decay": 0.1, "adapter": "lora"}, False),
+    ],
+)
+def test_axolotls_own_optimizers_decay_no_embedding(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (EMBEDDINGS_SPARED in said(convert(AXOLOTL, lora_r=8, **keys))) == is_said
+
+
+def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) -> None:
+    stream = {"streaming": True, "max_steps": 9, "excess_length_strategy": "truncate"}
+    packed = convert(AXOLOTL | stream, sample_packing=True)
+    assert LONG_DROPPED in said(packed) and packed.recipe["overlength"] == "drop"
+    assert LONG_KEPT in said(convert(AXOLOTL | stream))
+    texts = convert(AXOLOTL | stream, datasets=[{"path": "a/texts", "type": "completion"}])
+    assert not any(note in said(texts) for note in (LONG_DROPPED, LONG_KEPT))
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens", "most"),
+    [
+        ({}, 512, 200),
+        ({"micro_batch_size": 8, "sequence_len": 4096}, 32768, 200),
+        ({"micro_batch_size": 8, "sequence_len": 4096, "attn_implementation": None}, 4096, 200),
+        ({"micro_batch_size": 8, "attn_implementation": "sdpa"}, 512, 200),
+        ({"micro_batch_size": 8, "multipack_real_batches": True}, 512, 200),
+        ({"sample_packing_bin_size": 900}, 512, 900),
+    ],
+)
+def test_how_axolotl_packs_rows_is_said(
+    keys: dict[str, object], tokens: int, most: int, convert: Convert
+) -> None:
+    note = FIRST_FIT.format(tokens, most)
+    assert note in convert(AXOLOTL, sample_packing=True, **keys).remarks
+    assert note not in convert(AXOLOTL, **keys).remarks
+    in_order = convert(AXOLOTL, sample_packing=True, sample_packing_sequentially=True, **keys)
+    assert note not in in_order.remarks and PACKED_IN_ORDER in in_order.remarks
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"packing": True}, PACKED_AT_A_TIME.format(1000)),
+        ({"neat_packing": True, "preprocessing_batch_size": 128}, PACKED_AT_A_TIME.format(128)),
+        ({"stage": "pt"}, LEFT_OVER.format(1000)),
+        ({"stage": "pt", "packing": False}, None),
+        ({}, None),
+    ],
+)
+def test_how_many_rows_factory_packs_at_a_time_is_said(
+    keys: dict[str, object], note: str | None, convert: Convert
+) -> None:
+    text = said(convert(FACTORY, model_name_or_path="Qwen/Qwen3-8B", template="qwen", **keys))
+    assert note is None or note in text
+    assert ("at a time" in text) == (note is not None)
+
+
+STREAM = {"streaming": True, "max_steps": 9}
+TRL = {"model_name_or_path": "Qwen/Qwen3-8B", "dataset_streaming": True, "max_steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("file", "are_several"),
+    [
+        (AXOLOTL | STREAM, False),
+        (AXOLOTL | STREAM | {"datasets": [{"path": "a/rows"}, {"path": "b/rows"}]}, True),
+        (FACTORY | STREAM | {"dataset": "some/rows,other/rows"}, True),
+        (TRL | {"datasets": [{"path": "a/rows"}, {"path": "b/rows"}]}, True),
+        (TRL | {"dataset_name": "a/rows"}, False),
+    ],
+)
+def test_a_stream_of_another_tool_reads_one_data_set_after_another(
+    file: dict[str, object], are_several: bool, convert: Convert
+) -> None:
+    text = said(convert(file))
+    assert (ONE_AFTER_ANOTHER in text) == are_several
+    assert (STREAM_IN_ORDER in text) == ("dataset_streaming" in file)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"packing": True}, True),
+        ({"packing": True, "packing_strategy": "bfd_split"}, True),
+        ({"packing": True, "packing_strategy": "wrapped"}, False),
+        ({}, False),
+    ],
+)
+def test_trl_packs_a_thousand_rows_at_a_time(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    text = said(convert({"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows"}, **keys))
+    assert (PACKED_AT_A_TIME.format("a thousand") in text) == is_said
+
+
+MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
+
+
+def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None:
+    """By mcore_adapter; without its keys LLaMA-Factory's own trainer reads the file."""
+    mixture = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+    notes = (
+        MICRO_BATCHES_ALIKE,
+        WHOLE_STEPS,
+        IN_ORDER,
+        MEGATRONS_FILES,
+        AUXILIARY.format(BY_LAYER),
+    )
+    file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
+    text = said(convert(file, recompute_granularity="full"))
+    assert all(note in text for note in notes)
+    assert not any(note in text for note in (ALIKE_LENGTHS, LABEL_BEHIND_CUT, "not known here"))
+    dense = said(convert(file, model_name_or_path="Qwen/Qwen3-8B", calculate_per_token_loss=True))
+    assert not any(
+        note in dense for note in (AUXILIARY.format(BY_LAYER), MICRO_BATCHES_ALIKE, FUSED_ADAPTERS)
+    )
+    own = said(convert(FACTORY, model_name_or_path=mixture, template="qwen"))
+    assert not any(note in own for note in notes)
+
+
+def test_megatron_bridge_fuses_factorys_adapters(convert: Convert) -> None:
+    keys = {"model_name_or_path": "Qwen/Qwen3-8B", "finetuning_type": "lora", "lora_dropout": 0.1}
+    bridge = convert(FACTORY | MEGATRON | keys, mixed_precision="bf16_mixed")
+    assert FUSED_ADAPTERS in said(bridge) and MEGATRONS_FILES not in said(bridge)
+    assert bridge.recipe["lora_dropout"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "is_said"),
+    [
+        ("dpo", "chat_template.default", True),
+        ("simpo", "chat_template.argilla_chat", True),
+        ("dpo", "chatml.ultra", False),
+        ("orpo", "chat_template.argilla", False),
+    ],
+)
+def test_how_axolotl_cuts_an_answer_out_of_a_templates_text_is_said(
+    method: str, kind: str, is_said: bool, convert: Convert
+) -> None:
+    pairs = {"rl": method, "datasets": [{"path": "a/pairs", "type": kind}]}
+    assert (ANSWERS_FOUND in said(convert(AXOLOTL | pairs))) == is_said
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from finetune.convert.model_names import MAYBE_BOS, SPECIAL_FIRST, TOKENIZERS_BO
 from finetune.convert.numbers import (
     ALL_CLIPPED,
     BOS_BY_KEY,
+    BOS_OF_BLOCKS,
     COPIES_WHERE_TIED,
     EMPTY_ANSWERS,
     ENDS_OF_ANSWERS,
@@ -262,7 +263,7 @@ def test_the_bos_before_a_prompt_of_axolotls_pairs_is_said(
     [
         ({}, ONE_BREAK),
         ({"dataset": "chat"}, None),
-        ({"stage": "pt"}, BOS_BY_KEY),
+        ({"stage": "pt"}, BOS_OF_BLOCKS),
         ({"stage": "pt", "packing": False}, BOS_BY_KEY),
     ],
 )
@@ -273,7 +274,9 @@ def test_what_llama_factory_writes_around_texts_is_said(
     rows = {"rows": {"file_name": "rows.json"}, "chat": chat}
     (tmp_path / "dataset_info.json").write_text(json.dumps(rows))
     text = convert(FACTORY | {"dataset_dir": str(tmp_path)}, **keys)
-    assert [each for each in (ONE_BREAK, BOS_BY_KEY) if each in text] == [line] * bool(line)
+    assert [each for each in (ONE_BREAK, BOS_BY_KEY, BOS_OF_BLOCKS) if each in text] == [
+        line
+    ] * bool(line)
 
 
 def test_what_ms_swift_writes_between_instruction_and_input_is_said(convert: Convert) -> None:

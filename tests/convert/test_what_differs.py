@@ -36,13 +36,7 @@ from finetune.convert.axolotl import (
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
-from finetune.convert.by_tool import (
-    FEWER_STEPS,
-    HELD_OUT_SMOOTHED,
-    PACKED_AT_A_TIME,
-    RESIZED,
-    RESIZED_BY_COMMON,
-)
+from finetune.convert.by_tool import FEWER_STEPS, HELD_OUT_SMOOTHED, RESIZED, RESIZED_BY_COMMON
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
     ADDED_EACH_TIME,
@@ -1004,34 +998,6 @@ def test_llama_factorys_packed_documents_see_each_other(
 ) -> None:
     made = convert(TEXT, packing=True, **keys)
     assert made.recipe["packing"] and (NOT_NEAT in said(made)) == is_said
-
-
-@pytest.mark.parametrize(
-    ("keys", "rows"),
-    [
-        ({"packing": True}, 1000),
-        ({"neat_packing": True, "preprocessing_batch_size": 50}, 50),
-        ({"packing": False}, None),
-    ],
-)
-def test_llama_factory_packs_so_many_rows_at_a_time(
-    keys: dict[str, object], rows: int | None, convert: Convert
-) -> None:
-    """Source: PackedSupervisedDatasetProcessor, by map of its data/loader.py."""
-    made = convert(TEXT, train_on_prompt=True, **keys)
-    lines = [line for line in made.remarks if line.startswith("packing: ")]
-    assert lines == ([FIRST_TRAINED, PACKED_AT_A_TIME.format(rows)] if rows else [])
-
-
-@pytest.mark.parametrize(
-    ("keys", "is_said"),
-    [({"packing": True}, True), ({}, False), ({"packing": True, "packing_strategy": "wrapped"}, False)],
-)  # fmt: skip
-def test_trl_packs_a_thousand_rows_at_a_time(
-    keys: dict[str, object], is_said: bool, convert: Convert
-) -> None:
-    """Source: pack_dataset of its data_utils.py, by map of datasets."""
-    assert (PACKED_AT_A_TIME.format(1000) in convert(TRL, **keys).remarks) == is_said
 
 
 @pytest.mark.parametrize(

@@ -487,21 +487,6 @@ def test_images_do_not_depend_on_the_number_of_threads(model: Path, tmp_path: Pa
         assert np.array_equal(a.images["pixel_values"], b.images["pixel_values"])
 
 
-def test_images_that_see_themselves_in_some_layers_alone_are_refused(tmp_path: Path) -> None:
-    """Gemma 4's larger models: with the smaller ones' masks they would train without a word, and wrongly."""
-    large = add_processor(make_vision_model(tmp_path / "model", "gemma4"), "gemma4")
-    config = json.loads((large / "config.json").read_text())
-    config["text_config"]["use_bidirectional_attention"] = "vision"
-    (large / "config.json").write_text(json.dumps(config))
-    draw_image(tmp_path / "0.png", 0)
-    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
-    with pytest.raises(
-        UserError,
-        match="not supported for gemma4 with use_bidirectional_attention: vision; it is tested",
-    ):
-        prepare(large, data)
-
-
 UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": "What?", "completion": " A fox.", "images": ["0.png"]}, {}),
     ({"text": "A fox.", "photo": "0.png"}, {}),

@@ -70,6 +70,7 @@ PACKED = (
         "qwen3_5",
         "qwen3_5_moe",
         "gemma4",
+        "gemma4_large",
         "gemma3n",
         "idefics3",
         "llama4",
@@ -82,7 +83,7 @@ WANTED = [
     *((family, "single", 1) for family in PACKED),
     *(
         (f"{family}-padded", "single", 1)
-        for family in ("qwen2_5_vl", "gemma3", "qwen3_5", "qwen3_5_moe", "mllama")
+        for family in ("qwen2_5_vl", "gemma3", "gemma4_large", "qwen3_5", "qwen3_5_moe", "mllama")
     ),
     ("qwen2_vl", "single", 1),
     ("gemma3n-padded", "single", 1),
@@ -101,8 +102,7 @@ WANTED = [
     ("gemma3-few", "ddp", 2),
     ("mllama-few", "single", 1),
     ("mllama-few", "full_shard", 2),
-    ("llama4", "full_shard", 2),
-    ("gemma3n", "full_shard", 2),
+    *((family, "full_shard", 2) for family in ("llama4", "gemma3n", "gemma4_large")),
 ]
 # What a commit trains: of each kind the family with the most code.
 QUICK = [
@@ -162,7 +162,8 @@ def recipes(folder: Path, chosen: list[tuple[str, str, int]]) -> dict[str, Path]
         }
         steps |= {"packing": True, "per_device_train_batch_size": 2}
         # An image is cut into parts, each of which is named, or never smaller than so many tokens.
-        steps |= {"max_length": {"smolvlm": 256, "idefics3": 512, "gemma4": 512}.get(family, 128)}
+        lengths = {"smolvlm": 256, "idefics3": 512, "gemma4": 512, "gemma4_large": 512}
+        steps |= {"max_length": lengths.get(family, 128)}
         kinds: dict[str, dict[str, Any]] = {"": {}, "-few": {}, "-lora": LORA}
         kinds["-tower"] = {"trainable_modules": TOWER[family]} if family in TOWER else {}
         kinds["-padded"] = {"packing": False, "attn_implementation": "sdpa"}

@@ -46,8 +46,9 @@ MODES: dict[str, dict[str, Any]] = {
 FAMILIES = (
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "internvl", "llava_next"),
     *("qwen2_vl", "glm4v", "qwen3_5", "mistral3", "pixtral", "gemma4", "idefics3"),
-    *("qwen3_vl_moe", "qwen3_5_moe", "glm46v"),
+    *("qwen3_vl_moe", "qwen3_5_moe", "glm46v", "gemma4_large"),
 )
+LONG_IMAGES = ("idefics3", "gemma4", "gemma4_large")
 TOWER = {
     "llava": ["language_model", "lm_head", "vision_tower", "multi_modal_projector"],
     "qwen2_5_vl": ["visual", "language_model", "lm_head"],
@@ -102,7 +103,7 @@ def recipes(folder: Path) -> Callable[..., Path]:
             "temperature": TEMPERATURE,
             "log_completions": PROMPTS,
             "per_device_generation_batch_size": 7,
-            "max_length": {"idefics3": 512, "gemma4": 512}.get(family, 160),
+            "max_length": 512 if family in LONG_IMAGES else 160,
             "global_batch_size": PROMPTS,
             "per_device_train_batch_size": 2,
             "max_steps": STEPS,
