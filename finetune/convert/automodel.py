@@ -271,7 +271,7 @@ UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
 )
-SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping")
+SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping|lm_head_multiplier")
 UNSCALED = (
     "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
     "config, which has effect here"

@@ -146,12 +146,12 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
-# its calculate_total_num_steps, and _configure_warmup_and_logging
+# its calculate_total_num_steps
 FEWER_STEPS = (
-    "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps, and "
-    "rounds the warm-up's share down; here a short step ends each epoch"
+    "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps; here "
+    "a short step ends each epoch"
 )
-# _configure_warmup_and_logging of Axolotl's core/builders/base.py, in a run that is no shorter
+# _configure_warmup_and_logging of Axolotl's core/builders/base.py
 ROUNDED_DOWN = (
     "warmup_ratio: its share of the steps{} is rounded down there, up here, and a warm-up of one "
     "step is one of two there"
@@ -179,7 +179,7 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         and (is_packed or settings.get("sample_packing") or epochs != 1)
     ):
         conversion.remarks.append(FEWER_STEPS)
-    elif tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
+    if tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
         conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if counts_rows else ""))
     is_asked = GROUPED in settings.values() or any(

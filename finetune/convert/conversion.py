@@ -224,6 +224,11 @@ REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
     "over a step's micro-batches too; in float32 here"
 )
+# of torchtune, whose parameters are in 16 bits and shards without another reduce_dtype
+SUMMED_IN_16_BITS = (
+    "gradients: added over the ranks, and over a step's micro-batches, in 16 bits there; in "
+    "float32 here"
+)
 MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
     "are added over the ranks in 16 bits there, in float32 here"
@@ -543,7 +548,8 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     if is_sharded and layout.precision != "no" and not in_fp32:
-        conversion.remarks.append(REDUCED_IN_16_BITS)
+        is_tunes = conversion.tool == "torchtune"
+        conversion.remarks.append(SUMMED_IN_16_BITS if is_tunes else REDUCED_IN_16_BITS)
     elif conversion.tool == "ms-swift" and LAUNCH_FILE.search(text):
         conversion.remarks.append(MAYBE_REDUCED)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:

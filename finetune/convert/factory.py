@@ -3,7 +3,7 @@
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
-from finetune.convert.model_names import AUXILIARY, guess_family, has_tower, name_model
+from finetune.convert.model_names import AUXILIARY, BY_LAYER, guess_family, has_tower, name_model
 from finetune.convert.shared import (
     FIRST_TRAINED,
     IN_ORDER,
@@ -106,7 +106,7 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     coefficient = settings.get("moe_aux_loss_coeff")
     if guess_family(name) in BALANCED_BY_MEGATRON and coefficient is None:
-        conversion.add_difference("model_name_or_path", name, AUXILIARY)
+        conversion.add_difference("model_name_or_path", name, AUXILIARY.format(BY_LAYER))
     if is_bridge and settings.get("finetuning_type", "lora") == "lora":
         conversion.add_difference("finetuning_type", "lora", FUSED_ADAPTERS)
         conversion.recipe["lora_dropout"] = 0.0

@@ -299,9 +299,18 @@ BY_LAYER = (
     "of each layer and micro-batch there, over the experts of a token: layers / experts of a token "
     "times as much where all layers are alike; of all layers and the whole step together here"
 )
+# _route_scores of the same, whose scores it takes
+BY_BIASES = (
+    "of each layer and micro-batch there, of all layers and the whole step together here; there "
+    "of the experts that the routers' biases choose, here of those with the highest scores"
+)
+OTHER_EXPERTS = {
+    "ernie4_5_moe": BY_BIASES,
+    "laguna": f"{BY_BIASES}; by a token's sigmoids, divided by their sum, there, by a softmax here",
+}
 AUXILIARY = (
     "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
-    f"it here, {BY_LAYER}"
+    "it here, {}"
 )
 NO_AUXILIARY = "no auxiliary loss is added there for this class"
 # Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
@@ -450,10 +459,11 @@ def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     asked = model.get("router_aux_loss_coef")
     is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
+    how = OTHER_EXPERTS.get(str(guess_family(name)), BY_LAYER)
     if is_balanced and asked is None:
-        conversion.add_difference("model", name, AUXILIARY)
+        conversion.add_difference("model", name, AUXILIARY.format(how))
     elif is_balanced and asked:
-        conversion.add_difference("model.router_aux_loss_coef", asked, BY_LAYER)
+        conversion.add_difference("model.router_aux_loss_coef", asked, how)
     elif asked:
         conversion.recipe.pop("router_aux_loss_coef", None)
         conversion.add_remark("model.router_aux_loss_coef", asked, NO_AUXILIARY)

@@ -854,8 +854,12 @@ QUANTIZER_TYPES = {
     "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
     "int4_weight_only": "Int4WeightOnlyQATQuantizer",
 }
-# create_quantizer of the same
-SCALED_IN_16_BITS = "the scales of rounded weights are in bfloat16 there, in float32 here"
+# by torchao's own classes of these names, create_quantizer of the same, and Axolotl's
+# _make_qat_config; here a scale has the dtype of what it scales, as in the files that are exported
+SCALED_IN_FP32 = (
+    "the scales of rounded {} are in float32 there, in the run's 16 bits here: some numbers are "
+    "rounded to a neighboring step"
+)
 QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("int8", "int4"): ("int8-int4", 32),
     ("None", "int4"): ("int4-packed", 128),
@@ -939,9 +943,7 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("use_onebitllms"):
         return
     key = "qat" if "qat" in settings else "quantizer"
-    precision = read_section(read_section(settings, "qat"), "qat_config").get("scales_precision")
-    if conversion.tool == "Automodel" and "float32" not in str(precision):
-        conversion.add_difference("qat.qat_config.scales_precision", precision, SCALED_IN_16_BITS)
+    _compare_scales(key, settings, conversion)
     is_axolotl = conversion.tool == "Axolotl"
     if is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
         _compare_rounding_to_floats(settings, conversion)
@@ -960,6 +962,19 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     adapted = conversion.recipe.get("lora_target_modules") or ()
     if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
         conversion.add_difference(key, settings[key], ADAPTED_ALONE)
+
+
+def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which scales are in float32 there alone."""
+    scheme = conversion.recipe["quantization_aware_training"]
+    is_in_fp32 = "32" in str(settings.get("dtype")) or settings.get("bf16") is False
+    if scheme != "int8-int4" or is_in_fp32:
+        return
+    config = read_section(read_section(settings, "qat"), "qat_config")
+    usual = "float32" if conversion.tool == "torchtune" else "bfloat16"
+    precision = config.get("scales_precision", usual)
+    scaled = "weights and inputs" if "32" in str(precision) else "inputs"
+    conversion.add_difference(key, settings[key], SCALED_IN_FP32.format(scaled))
 
 
 def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:

@@ -20,7 +20,8 @@ LIGERS_LOSS = "liger_fused_linear_cross_entropy"
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"
 )
-# pack_dataset of Automodel's datasets/llm/packed_sequence.py, and torchtune's PackedDataset
+# pack_dataset of Automodel's datasets/llm/packed_sequence.py, torchtune's PackedDataset, and
+# allocate_sequentially of Axolotl's utils/samplers/multipack.py
 PACKED_IN_ORDER = (
     "packing: rows are packed as they come there, a new packed row for each that does not fit; "
     "here each where it fits best: fewer packed rows, with more in them, and fewer steps"

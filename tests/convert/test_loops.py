@@ -87,6 +87,7 @@ from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
     REDUCED_IN_16_BITS,
+    SUMMED_IN_16_BITS,
     convert_file,
 )
 from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
@@ -117,6 +118,7 @@ from finetune.convert.model_names import (
     NO_SUCH_LAYER,
     ONTO_EXPERTS,
     OTHER_ENDS,
+    OTHER_EXPERTS,
     OWN_THOUGHT,
     QUANTIZED_TOWER,
     TWICE_THE_RANK,
@@ -457,6 +459,7 @@ def test_a_head_that_automodel_trains_no_adapter_of_has_none(
         ("ibm-granite/granite-3.3-2b-instruct", FUSED | {"logit_softcapping": 30.0}, False),
         ("ibm-granite/granite-3.3-2b-instruct", {}, False),
         ("Qwen/Qwen2.5-3B", FUSED, False),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", FUSED, True),
     ],
 )
 def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
@@ -507,17 +510,20 @@ def test_automodel_quantizes_the_head_too(
         ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
         ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES),
         ("zai-org/GLM-4.7-Flash", None),
-        ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY.format(OTHER_EXPERTS["ernie4_5_moe"])),
+        ("poolside/Laguna-S-2.1", AUXILIARY.format(OTHER_EXPERTS["laguna"])),
+        ("Qwen/Qwen3-30B-A3B", AUXILIARY.format(BY_LAYER)),
         ("baidu/ERNIE-4.5-0.3B-PT", None),
     ],
 )
 def test_what_automodels_own_classes_do_with_routers_is_said(
     name: str, line: str | None, convert: Convert
 ) -> None:
+    lines = [MOVED_BIASES, *map(AUXILIARY.format, (BY_LAYER, *OTHER_EXPERTS.values()))]
     text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}))
-    assert [each for each in (MOVED_BIASES, AUXILIARY) if each in text] == [line] * bool(line)
+    assert [each for each in lines if f"({each})" in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
-    assert MOVED_BIASES not in said(plain) and AUXILIARY not in said(plain)
+    assert not any(each in said(plain) for each in lines)
 
 
 MARKED = "{{ m }}{% generation %}{{ a }}{%- endgeneration -%}"
@@ -543,7 +549,7 @@ def test_the_blocks_of_a_template_that_automodel_trains_are_said(
 @pytest.mark.parametrize(
     ("keys", "line", "coefficient"),
     [
-        ({}, AUXILIARY, None),
+        ({}, AUXILIARY.format(BY_LAYER), None),
         ({"router_aux_loss_coef": 1e-5}, BY_LAYER, 1e-5),
         ({"router_aux_loss_coef": 0.0}, None, 0.0),
         ({"router_aux_loss_coef": 1e-5, "force_hf": True}, NO_AUXILIARY, None),
@@ -553,7 +559,8 @@ def test_how_much_of_the_auxiliary_loss_automodel_adds_is_said(
     keys: dict[str, Any], line: str | None, coefficient: float | None, convert: Convert
 ) -> None:
     made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"} | keys)
-    lines = [each for each in (AUXILIARY, f"   ({BY_LAYER})", NO_AUXILIARY) if each in said(made)]
+    added = AUXILIARY.format(BY_LAYER)
+    lines = [each for each in (added, f"   ({BY_LAYER})", NO_AUXILIARY) if each in said(made)]
     assert lines == ([line if line != BY_LAYER else f"   ({BY_LAYER})"] if line else [])
     assert made.recipe.get("router_aux_loss_coef") == coefficient
 
@@ -972,6 +979,13 @@ def test_the_last_rows_are_held_out_of_what_axolotl_does_not_shuffle(
     keys: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
     assert (LAST_HELD_OUT in said(convert(AXOLOTL, **keys))) == is_said
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_that_torchtune_sums_in_16_bits_are_said(dtype: str, convert: Convert) -> None:
+    """Source: shard_model of its training/_distributed.py, which names no reduce_dtype."""
+    text = said(convert(TUNE, dtype=dtype))
+    assert (SUMMED_IN_16_BITS in text) == (dtype == "bf16") and REDUCED_IN_16_BITS not in text
 
 
 @pytest.mark.parametrize(("packed", "is_said"), [(False, True), (True, False), (None, False)])

@@ -40,6 +40,7 @@ from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
 from finetune.convert.model_names import (
     AUXILIARY,
+    BY_LAYER,
     CHATML_ADDED,
     COLUMN_REFUSED,
     COMMON_TURNS_OF_IMAGES,
@@ -235,7 +236,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
             {"warmup_ratio": 0.1, "max_steps": 5, "pretraining_dataset": [{"path": "a/texts"}]},
             [ROUNDED_DOWN.format("")],
         ),
-        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS]),  # which says it too
+        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS, ROUNDED_DOWN.format("")]),
         ({"warmup_steps": 10, "num_epochs": 1}, []),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
     ],
@@ -825,13 +826,21 @@ MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model
 def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None:
     """By mcore_adapter; without its keys LLaMA-Factory's own trainer reads the file."""
     mixture = "Qwen/Qwen3-30B-A3B-Instruct-2507"
-    notes = (MICRO_BATCHES_ALIKE, WHOLE_STEPS, IN_ORDER, MEGATRONS_FILES, AUXILIARY)
+    notes = (
+        MICRO_BATCHES_ALIKE,
+        WHOLE_STEPS,
+        IN_ORDER,
+        MEGATRONS_FILES,
+        AUXILIARY.format(BY_LAYER),
+    )
     file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
     text = said(convert(file, recompute_granularity="full"))
     assert all(note in text for note in notes)
     assert not any(note in text for note in (ALIKE_LENGTHS, LABEL_BEHIND_CUT, "not known here"))
     dense = said(convert(file, model_name_or_path="Qwen/Qwen3-8B", calculate_per_token_loss=True))
-    assert not any(note in dense for note in (AUXILIARY, MICRO_BATCHES_ALIKE, FUSED_ADAPTERS))
+    assert not any(
+        note in dense for note in (AUXILIARY.format(BY_LAYER), MICRO_BATCHES_ALIKE, FUSED_ADAPTERS)
+    )
     own = said(convert(FACTORY, model_name_or_path=mixture, template="qwen"))
     assert not any(note in own for note in notes)
 

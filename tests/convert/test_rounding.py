@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from finetune.convert.conversion import convert_file
-from finetune.convert.objectives import find_rounding
+from finetune.convert.objectives import SCALED_IN_FP32, find_rounding
 from finetune.convert.recognize import Refusal
 
 AXOLOTL = {
@@ -126,3 +127,59 @@ def test_automodels_config_of_rounding_is_read(qat: dict[str, Any], scheme: str 
     found = find_rounding({"qat": qat, "dataset": {}})
     size = qat["qat_config"].get("groupsize", 256)
     assert found == (scheme and {"quantization_aware_training": scheme, "qat_group_size": size})
+
+
+AUTOMODELS_QAT = {"qat": {"enabled": True, "qat_config": {"_target_": "a.QATConfig"}}}
+AUTOMODEL = {
+    "model": {"pretrained_model_name_or_path": "Qwen/Qwen3-8B"},
+    "dataset": {"_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset", "path_or_dataset_id": "a/rows"},
+    "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
+    "step_scheduler": {},
+}  # fmt: skip
+OWN_SCALES = {"_target_": "a.QATConfig", "scales_precision": "torch.float32"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "scaled"),
+    [
+        (TORCHTUNE | {"dtype": "bf16"}, "weights and inputs"),
+        (TORCHTUNE | {"dtype": "fp32"}, None),
+        (AUTOMODEL | AUTOMODELS_QAT, "inputs"),
+        (AUTOMODEL | {"qat": {"enabled": True, "qat_config": OWN_SCALES}}, "weights and inputs"),
+        (AXOLOTL | {"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}}, "inputs"),
+        (AXOLOTL | {"qat": {"activation_dtype": "mxfp4", "weight_dtype": "mxfp4"}}, None),
+    ],
+)
+def test_scales_that_are_in_float32_there_alone_are_said(
+    tmp_path: Path, theirs: dict[str, Any], scaled: str | None
+) -> None:
+    if "batch_size" in theirs:
+        theirs |= {"quantizer": {"_component_": f"{QUANTIZER}Int8DynActInt4WeightQATQuantizer"}}
+    lines = converted(tmp_path, theirs).differences
+    said = [each for each in ("weights and inputs", "inputs") if any(f"({SCALED_IN_FP32.format(each)})" in line for line in lines)]  # fmt: skip
+    assert said == ([scaled] if scaled else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32])
+def test_those_scales_round_otherwise_in_16_bits(
+    dtype: torch.dtype, precision: torch.dtype
+) -> None:
+    """torchao's own quantizer of torchtune and Automodel, beside ours."""
+    from torchao.quantization.qat import Int8DynActInt4WeightQATQuantizer
+
+    from finetune.config.quantization import QuantizationAware
+    from finetune.models.fake_quantize import _make_rounding
+
+    ours = _make_rounding(QuantizationAware(quantization_aware_training="int8-int4", qat_group_size=256))  # fmt: skip
+    assert ours.inputs is not None
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 256, bias=False, dtype=dtype))
+    weight = model[0].weight.detach().clone()
+    quantizer = Int8DynActInt4WeightQATQuantizer(256, precision=dtype, scales_precision=precision)
+    theirs: Any = quantizer.prepare(model)[0]
+    numbers = torch.randn(16, 1024, dtype=dtype)
+    inputs = theirs.activation_fake_quantizer(numbers) != ours.inputs(numbers)
+    weights = theirs.weight_fake_quantizer(weight) != ours.weight(weight)
+    assert (inputs.float().mean() > 0.01) == (dtype == torch.bfloat16)
+    assert bool(weights.any()) == (precision != dtype)
