@@ -730,10 +730,10 @@ def _explain_at_top(key: str) -> tuple[str, str] | None:
     if key in MEANT:
         ours, sentence = MEANT[key]
         return ours or key, sentence
-    for hints in _hints:
-        hint = hints.explain_key(key)
-        if hint is not None:
-            return hint
+    hints_on_key = (hints.explain_key(key) for hints in _hints)
+    hint = next((hint for hint in hints_on_key if hint is not None), None)
+    if hint is not None and key not in ACCELERATE_KEYS:
+        return hint
     plain = key.removeprefix("parallelism_config_")
     if plain in IN_RECIPE:
         return IN_RECIPE[plain], f"no such key; here it is {IN_RECIPE[plain]}"
