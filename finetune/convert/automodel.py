@@ -26,10 +26,11 @@ from finetune.convert.model_names import (
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
 from finetune.convert.value_conversion import Conversion, read_section
 
-# drop_last of its components/datasets/llm/loader.py, which pipeline parallelism sets
+# drop_last of its components/datasets/loader.py, which pipeline parallelism sets, beside that of
+# its sampler
 LAST_ROWS = (
-    "epochs: the rows of a rank that fill no micro-batch are left out there; here they are a last, "
-    "short step"
+    "epochs: the last rows, where the ranks do not divide them, and the rows of a rank that fill "
+    "no micro-batch, are left out there; here they are a last, short step"
 )
 # _load_openai_messages of its components/datasets/llm/chat_dataset.py
 SHUFFLED_BEFORE = "the slice is one of the rows in the order of this seed there, in their own here"

@@ -18,7 +18,10 @@ WHOLE_TEXT = (
 # Of torchtune's rows that are trained on whole, by our template.
 WHOLE_TEXTS = {
     "chatml": WHOLE_TEXT,
-    "phi3": "chat_template: the EOS token after the last answer is trained too here; there is none",
+    "phi3": (
+        "chat_template: the EOS token after the last answer is trained too here; there since 0.7 "
+        "alone"
+    ),
 }
 
 

@@ -259,10 +259,19 @@ TOKENIZER_AS_IT_IS = (
     "an argument of the tokenizer there; here it is as its own files say, and a row that is cut "
     "loses its end"
 )
+# _is_consistent_render_prefix of its components/datasets/llm/formatting_utils.py, by which an EOS
+# token after the question stands for the header's first token
 HEADER_THERE = (
-    f"under a chat template {HEADER}, and what it writes after an answer's end, as ChatML's line "
-    "break; of one with generation blocks these alone are"
+    f"under a chat template {HEADER}, but for its first token where the template ends each text "
+    "with the EOS token, as Phi-3's, whose header is that token alone; so is what it writes after "
+    "an answer's end, as ChatML's line break; of one with generation blocks these alone are"
 )
+# _normalize_messages of its components/datasets/llm/chat_dataset.py
+CALLS_AS_TEXTS = (
+    "the arguments of a tool call are a text there, as JSON, which a template that writes them by "
+    "tojson puts in quotes; an object here"
+)
+PARTS_APART = "the text parts of a content are joined with a space there, without one here"
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
 MARKED_THERE = (
@@ -341,6 +350,8 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
         note = MARKED_THERE if _has_marks(template) else HEADER_THERE
         conversion.remarks.append(f"{entry.where}: {note}")
+    if kind == "ChatDataset":
+        conversion.remarks += [f"{entry.where}: {each}" for each in (CALLS_AS_TEXTS, PARTS_APART)]
     name = str(conversion.recipe.get("model_name_or_path"))
     families = {guess_family(name), guess_vision_family(name)}
     if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:

@@ -761,6 +761,14 @@ MAYBE_THINKING = re.compile(
 TRIMMED = ("llama3", "gemma", "mistral", "command-r")
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
+# tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer; the model's own tokenizer has
+# these tokens with rstrip
+OF_PHI3 = (
+    "chat_template: a space and a line break follow <|user|>, <|assistant|> and <|end|> there, as "
+    "tokens of their turns; here the model's tokenizer leaves them out",
+    "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
+    "each question; here an EOS token ends the row, and no BOS token is written",
+)
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -873,6 +881,8 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
+    if name == "phi3":
+        conversion.remarks += OF_PHI3
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False

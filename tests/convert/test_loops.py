@@ -90,7 +90,14 @@ from finetune.convert.conversion import (
     SUMMED_IN_16_BITS,
     convert_file,
 )
-from finetune.convert.datasets import AUTOMODEL_ENDS, HEADER_THERE, MARKED_THERE, SPLIT_BY_PACKING
+from finetune.convert.datasets import (
+    AUTOMODEL_ENDS,
+    CALLS_AS_TEXTS,
+    HEADER_THERE,
+    MARKED_THERE,
+    PARTS_APART,
+    SPLIT_BY_PACKING,
+)
 from finetune.convert.defaults import WARMUP_THERE
 from finetune.convert.factory import NOT_NEAT
 from finetune.convert.factory_v1 import (
@@ -138,6 +145,7 @@ from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, WHOLE_STEPS
 from finetune.convert.torchtune import METAS_FILES
 from finetune.convert.value_conversion import Conversion
+from finetune.data.messages import parse_messages
 from finetune.optim.optimizers import make_parameter_groups
 
 Convert = Callable[..., Conversion]
@@ -527,6 +535,26 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
 
 
 MARKED = "{{ m }}{% generation %}{{ a }}{%- endgeneration -%}"
+
+
+@pytest.mark.parametrize("kind", ["chat_dataset.ChatDataset", "squad.make_squad_dataset"])
+def test_how_automodel_writes_calls_and_parts_of_a_chat_is_said(
+    kind: str, convert: Convert
+) -> None:
+    """Source: _normalize_messages of its components/datasets/llm/chat_dataset.py."""
+    dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}"}
+    text = said(convert(AUTOMODEL, dataset=dataset | {"path_or_dataset_id": "a/rows"}))
+    notes = [CALLS_AS_TEXTS, PARTS_APART]
+    assert [note in text for note in notes] == [kind.endswith("ChatDataset")] * 2
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": each} for each in ("Add", " 1.")]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    question, answer = parse_messages(turns)[0]
+    assert question["content"] == "Add 1."
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 @pytest.mark.parametrize("kind", ["chat_dataset.ChatDataset", "squad.make_squad_dataset"])

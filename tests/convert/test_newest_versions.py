@@ -50,6 +50,7 @@ from finetune.convert.model_names import (
     IMAGES_OF_COLUMN,
     MARKED_IMAGES,
     MARKS_TRAINED,
+    OF_PHI3,
     ONE_TEXT,
     OWN_SYSTEM,
     OWN_THOUGHT,
@@ -974,4 +975,14 @@ def test_the_end_of_a_row_that_is_trained_whole_is_said(family: str, convert: Co
     tokenizer = {"_component_": f"torchtune.models.{names[family]}"}
     model = {"_component_": f"torchtune.models.{family}.one_7b"}
     text = said(convert(TUNE, model=model, tokenizer=tokenizer))
-    assert ("the EOS token after the last answer is trained too here" in text) == (family == "phi3")
+    end = "the EOS token after the last answer is trained too here; there since 0.7 alone"
+    assert (end in text) == (family == "phi3")
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama2"])
+def test_the_tokens_around_the_turns_of_phi3_are_said(family: str, convert: Convert) -> None:
+    """Source: tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer, in 0.6.1 and 0.7."""
+    names = {"phi3": "phi3.phi3_mini_tokenizer", "llama2": "llama2.llama2_tokenizer"}
+    tokenizer = {"_component_": f"torchtune.models.{names[family]}"}
+    text = said(convert(TUNE, tokenizer=tokenizer))
+    assert [note in text for note in OF_PHI3] == [family == "phi3"] * 2
