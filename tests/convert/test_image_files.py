@@ -22,7 +22,7 @@ from finetune.convert.automodel import (
     REDUCED_BY_MEGATRON,
     THOUGHT_ADDED,
 )
-from finetune.convert.by_tool import IN_ALL_LAYERS, RESIZED, RESIZED_IN_16_BITS
+from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
     MARKED_BY_HEADER,
@@ -327,10 +327,28 @@ def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
 def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_models(
     tmp_path: Path,
 ) -> None:
-    for name, is_said in (("31B-it", True), ("26B-A4B-it", True), ("E4B-it", False)):
+    for name, is_said in (("31B-it", True), ("26B-A4B-it", False), ("E4B-it", False)):
         made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
         assert made.images == "gemma4"
         assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"packed_sequence": {"pretokenize": True, "pack_size": 64}}, False),
+        ({"distributed": {"cp_size": 2}}, False),
+    ],
+)
+def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer(
+    keys: dict[str, object], is_said: bool, tmp_path: Path
+) -> None:
+    """_build_unpacked_gemma4_causal_mask_mapping of its models/gemma4_moe/model.py; the masks of
+    packed rows and of context parallelism are as transformers' newest.
+    """
+    made = convert_automodels(tmp_path, "google/gemma-4-26B-A4B-it", **keys)
+    assert any(IN_ALL_THERE in line for line in made.differences) == is_said
 
 
 VLM_DATA = "nemo_automodel.components.datasets.vlm"

@@ -47,6 +47,7 @@ from finetune.convert.automodel import (
     RATES_IN_FP32,
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
+    SCALES_FOLDED,
     SCORED_IN_16_BITS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
@@ -241,6 +242,9 @@ def test_automodel_measures_with_each_save(
     assert made.recipe["eval_steps"] == measured
     assert MEASURED_WITH_SAVES in said(made)
     assert MEASURED_WITH_SAVES not in said(convert(AUTOMODEL, step_scheduler=steps))
+    # translate_value of its components/config/loader.py takes the word as null
+    nothing = convert(AUTOMODEL, step_scheduler=steps, validation_dataset="none")
+    assert MEASURED_WITH_SAVES not in said(nothing)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +388,8 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
+        ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
         ("zai-org/GLM-4.7-Flash", []),
@@ -403,6 +409,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
+        SCALES_FOLDED,
         UNKNOWN_CLASS,
         STEPS_UNCLAMPED,
     )
