@@ -112,6 +112,8 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     ({'warmup_ratio': 0.1}, ['warmup_steps'])
     """
     file = deepcopy(dict(settings))
+    if tool == "Automodel":
+        file = _read_none(file)
     dropped = [
         key
         for row in UNREAD
@@ -124,6 +126,19 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     elif not file.get("eval_steps"):
         _fill_evaluation(tool, file)
     return file, dropped
+
+
+# translate_value of Automodel's components/config/loader.py
+WORDS_OF_NULL = ("none", "None")
+
+
+def _read_none(value: Any) -> Any:
+    """Takes the words of Automodel's for null as such."""
+    if isinstance(value, dict):
+        return {key: _read_none(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_read_none(inner) for inner in value]
+    return None if isinstance(value, str) and value in WORDS_OF_NULL else value
 
 
 def _fill_evaluation(tool: Tool, file: dict[str, Any]) -> None:

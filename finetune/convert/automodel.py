@@ -217,7 +217,9 @@ GATES: Mapping[str, str] = {
     **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
     "minimax_m2": SCORED_IN_16_BITS,
     "laguna": IN_32_BITS,
+    "gemma4_text": IN_32_BITS,
 }
+BESIDE_DENSE = ("gemma4_text",)  # families of mixtures and of dense models
 IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
 # of transformers' classes
 GATE_IN_FP32 = re.compile(
@@ -255,6 +257,11 @@ WIDER_WINDOW = (
 )
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+# from_hf and to_hf of its models/gemma4_moe/state_dict_adapter.py
+SCALES_FOLDED = (
+    "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
+    "weight, and is 1 in the export; here it is a weight beside it, trained too"
+)
 # time_step_limit of its models/nemotron_v3, and of transformers' class
 STEPS_UNCLAMPED = (
     "the steps of the recurrent layers keep to the config's time_step_limit there, which as a rule "
@@ -352,6 +359,8 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("model", name, note)
     if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
+    if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
+        conversion.add_difference("model", name, SCALES_FOLDED)
     if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
         conversion.add_difference("model", name, WIDER_WINDOW)
     if family in DECAYS_IN_FP32:
@@ -394,12 +403,14 @@ def _predicts_ahead(settings: ToolFile) -> bool:
 def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports where routers are computed in another dtype than by transformers' class."""
     model = read_section(settings, "model")
+    name = name_model(settings)
     asked = read_section(model, "backend").get("gate_precision")
     is_in_fp32 = GATE_IN_FP32.search(read_family_source(family)) is not None
+    is_listed = family in GATES and (family not in BESIDE_DENSE or is_mixture(name))
     if asked is not None and not (is_in_fp32 and "float32" in str(asked)):
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
-    elif asked is None and family in GATES and not is_of_transformers(settings):
-        conversion.add_difference("model", name_model(settings), GATES[family])
+    elif asked is None and is_listed and not is_of_transformers(settings):
+        conversion.add_difference("model", name, GATES[family])
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:

@@ -11,7 +11,13 @@ from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import adapt_factory
-from finetune.convert.model_names import guess_family, name_model, shows_images
+from finetune.convert.model_names import (
+    guess_family,
+    is_mixture,
+    is_of_transformers,
+    name_model,
+    shows_images,
+)
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
@@ -277,13 +283,26 @@ IN_ALL_LAYERS = (
     "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
     "and since then, and here, in those with a window"
 )
+# Gemma4MoETextModelBackend of Automodel's models/gemma4_moe, whose masks of packed rows and of
+# context parallelism are others
+IN_ALL_THERE = (
+    "the tokens of an image see each other in all layers of this model there, and here in those "
+    "with a window"
+)
+
+# _build_packed_gemma4_causal_mask_mapping of the same, whose masks are of booleans, which
+# transformers' eager_attention_forward adds to the scores
+UNMASKED = (
+    "in a packed row of several documents this attention hides nothing there: a token sees all "
+    "others, later ones and those of other documents too; here those before it in its own"
+)
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
     name = name_model(settings)
     if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
-        conversion.add_remark("model", name, IN_ALL_LAYERS)
+        _report_sight(settings, name, conversion)
     if conversion.images and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
     elif conversion.tool == "torchtune":
@@ -294,6 +313,25 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     is_bounded = is_bounded and not conversion.is_factory_v1
     if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
         conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
+
+
+def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None:
+    """Reports which tokens see each other in Gemma 4's large models: those of an image, and all
+    of a packed row.
+    """
+    is_own = (
+        conversion.tool == "Automodel" and is_mixture(name) and not is_of_transformers(settings)
+    )
+    ranks = read_section(settings, "distributed").get("cp_size")
+    is_packed = read_section(settings, "packed_sequence").get("pack_size")
+    if not is_own:
+        conversion.add_remark("model", name, IN_ALL_LAYERS)
+    elif ranks not in (None, 1):
+        return
+    elif not is_packed:
+        conversion.add_difference("model", name, IN_ALL_THERE)
+    elif read_section(settings, "model").get("attn_implementation") == "eager":
+        conversion.add_difference("model.attn_implementation", "eager", UNMASKED)
 
 
 # sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets

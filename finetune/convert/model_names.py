@@ -433,6 +433,23 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         _adapt_automodel_targets(family, peft, conversion)
         if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
             conversion.recipe["lora_target_modules"] = ALL_LINEAR
+        _report_router(family, settings, conversion)
+
+
+# Gemma4Gate of its models/gemma4_moe
+ROUTER_UNADAPTED = (
+    "the adapter of a router's proj changes nothing there, where the router reads the weight "
+    "alone; here it is trained"
+)
+
+
+def _report_router(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the adapters of routers that have no effect in a class of Automodel's own."""
+    targets = conversion.recipe["lora_target_modules"]
+    is_adapted = ALL_LINEAR in targets or "proj" in targets
+    is_own = is_mixture(name_model(settings)) and not is_of_transformers(settings)
+    if family == "gemma4_text" and is_own and is_adapted:
+        conversion.add_difference("lora_target_modules", targets, ROUTER_UNADAPTED)
 
 
 # materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.gemma4.modeling_gemma4 import eager_attention_forward
 
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.module_names import find_trained
@@ -22,7 +24,13 @@ from finetune.convert.automodel import (
     REDUCED_BY_MEGATRON,
     THOUGHT_ADDED,
 )
-from finetune.convert.by_tool import IN_ALL_LAYERS, RESIZED, RESIZED_IN_16_BITS
+from finetune.convert.by_tool import (
+    IN_ALL_LAYERS,
+    IN_ALL_THERE,
+    RESIZED,
+    RESIZED_IN_16_BITS,
+    UNMASKED,
+)
 from finetune.convert.conversion import convert_file
 from finetune.convert.model_names import (
     MARKED_BY_HEADER,
@@ -327,10 +335,50 @@ def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
 def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_models(
     tmp_path: Path,
 ) -> None:
-    for name, is_said in (("31B-it", True), ("26B-A4B-it", True), ("E4B-it", False)):
+    for name, is_said in (("31B-it", True), ("26B-A4B-it", False), ("E4B-it", False)):
         made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
         assert made.images == "gemma4"
         assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"packed_sequence": {"pretokenize": True, "pack_size": 64}}, False),
+        ({"distributed": {"cp_size": 2}}, False),
+    ],
+)
+def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer(
+    keys: dict[str, object], is_said: bool, tmp_path: Path
+) -> None:
+    """_build_unpacked_gemma4_causal_mask_mapping of its models/gemma4_moe/model.py; the masks of
+    packed rows and of context parallelism are as transformers' newest.
+    """
+    made = convert_automodels(tmp_path, "google/gemma-4-26B-A4B-it", **keys)
+    assert any(IN_ALL_THERE in line for line in made.differences) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "is_said"),
+    [("26B-A4B-it", "eager", True), ("26B-A4B-it", "sdpa", False), ("31B-it", "eager", False)],
+)
+def test_automodels_packed_rows_of_gemma_4s_mixture_are_not_masked_under_eager_attention(
+    name: str, attention: str, is_said: bool, tmp_path: Path
+) -> None:
+    """Its mask of booleans is added to the scores: each of a row's tokens sees the last one."""
+    head = SimpleNamespace(num_key_value_groups=1, training=False)
+    query, key, value = torch.ones(3, 1, 1, 2, 4)
+    mask = torch.ones(2, 2, dtype=torch.bool).tril()
+    seen = eager_attention_forward(head, query, key, value, mask, scaling=1.0)[1]
+    assert seen[0, 0, 0, 1] > 0
+    model = {
+        "pretrained_model_name_or_path": f"google/gemma-4-{name}",
+        "attn_implementation": attention,
+    }
+    packed = {"pretokenize": True, "pack_size": 64}
+    made = convert_automodels(tmp_path, "of no use", model=model, packed_sequence=packed)
+    assert any(UNMASKED in line for line in made.differences) == is_said
 
 
 VLM_DATA = "nemo_automodel.components.datasets.vlm"

@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -47,6 +48,7 @@ from finetune.convert.automodel import (
     RATES_IN_FP32,
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
+    SCALES_FOLDED,
     SCORED_IN_16_BITS,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
@@ -128,6 +130,7 @@ from finetune.convert.model_names import (
     OTHER_EXPERTS,
     OWN_THOUGHT,
     QUANTIZED_TOWER,
+    ROUTER_UNADAPTED,
     TWICE_THE_RANK,
     UNKNOWN_IMAGES,
     guess_family,
@@ -249,6 +252,9 @@ def test_automodel_measures_with_each_save(
     assert made.recipe["eval_steps"] == measured
     assert MEASURED_WITH_SAVES in said(made)
     assert MEASURED_WITH_SAVES not in said(convert(AUTOMODEL, step_scheduler=steps))
+    # translate_value of its components/config/loader.py takes the word as null
+    nothing = convert(AUTOMODEL, step_scheduler=steps, validation_dataset="none")
+    assert MEASURED_WITH_SAVES not in said(nothing)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +398,8 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
+        ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
         ("zai-org/GLM-4.7-Flash", []),
@@ -411,6 +419,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
+        SCALES_FOLDED,
         UNKNOWN_CLASS,
         STEPS_UNCLAMPED,
     )
@@ -418,6 +427,24 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "peft", "is_said"),
+    [
+        ("google/gemma-4-26B-A4B-it", {"match_all_linear": True}, True),
+        ("google/gemma-4-26B-A4B-it", {"exclude_modules": ["*lm_head*"]}, True),
+        ("google/gemma-4-26B-A4B-it", {"target_modules": ["*_proj"]}, False),
+        ("google/gemma-4-31B-it", {"match_all_linear": True}, False),
+    ],
+)
+def test_automodels_own_class_of_gemma_4s_mixture_adapts_no_router(
+    name: str, peft: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Its Gemma4Gate multiplies by proj.weight itself, so that an adapter has no part in it."""
+    assert "self.proj(hidden_states)" in inspect.getsource(Gemma4TextRouter)
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}, peft=peft)
+    assert (ROUTER_UNADAPTED in said(made)) == is_said
 
 
 @pytest.mark.parametrize(
