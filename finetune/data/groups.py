@@ -247,7 +247,7 @@ def _read_row(
         return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
-        return READERS[kind](rewrite_row(row), source, data)
+        return READERS[kind](rewrite_row(row, source), source, data)
     except BadRow as problem:
         return problem
     except UnicodeEncodeError:

@@ -1,92 +1,134 @@
 """Rows in the forms in which hosted models are fine-tuned, rewritten as messages.
 
-They are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and blocks of tool calls
-and results, and OpenAI's pairs of answers.
+They are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and OpenAI's
+pairs of answers. Their turns are read by `hosted_turns`.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from finetune.config.schema import DatasetSource
+from finetune.data.hosted_turns import read_google_turn
+from finetune.data.messages import BadRow, describe_value, parse_if_json
+
 Row = Mapping[str, Any]
-GOOGLE_ROLES = {"model": "assistant", "function": "user"}  # whose results become turns of tools
+GOOGLES_SYSTEM = ("systemInstruction", "system_instruction")
 OPENAI_PAIR = ("input", "preferred_output", "non_preferred_output")
 
 
-def rewrite_row(row: Row) -> Row:
+def rewrite_row(row: Row, source: DatasetSource) -> Row:
     """Gives a row of a hosted model the columns of this project.
 
-    Others, and columns that are not in a host's form, stay as they are.
+    Others, those that the source names, and columns that are not in a host's form stay as they
+    are.
 
-    >>> rewrite_row({"contents": [{"role": "model", "parts": [{"text": "Hi"}]}]})
-    {'messages': [{'role': 'assistant', 'content': [{'text': 'Hi'}]}]}
+    Raises `BadRow` where the row has such a column too, with another value.
+
+    >>> row = {"contents": [{"role": "model", "parts": [{"text": "Hi"}]}]}
+    >>> rewrite_row(row, DatasetSource(path="gemini.jsonl"))
+    {'messages': [{'content': [{'text': 'Hi'}], 'role': 'model'}]}
     """
+    is_named = any((source.messages_column, source.prompt_column, source.text_column))
     for column, rewrite in REWRITTEN.items():
-        if isinstance(row.get(column), dict | list):
-            try:
-                row = rewrite(row, column)
-            except (KeyError, TypeError, AttributeError):  # parts of another form
-                continue
+        value = row.get(column)
+        if column in AS_JSON and isinstance(value, str):
+            value = parse_if_json(value)
+        if isinstance(value, str) and column in GOOGLES_SYSTEM:
+            value = [value]
+        if not isinstance(value, dict | list) or (column == "contents" and is_named):
+            continue
+        try:
+            made = rewrite(row, value)
+        except (KeyError, TypeError, AttributeError):  # parts of another form
+            continue
+        if made is not None:
+            row = _replace(row, column, made)
     return row
 
 
-def _rewrite_contents(row: Row, column: str) -> Row:
+def _replace(row: Row, column: str, made: Row) -> Row:
+    """The row with the columns `made` in place of one. Raises `BadRow` where it has others."""
+    rest = _without(row, *(OPENAI_PAIR if column == "preferred_output" else (column,)))
+    for name, value in made.items():
+        if rest.get(name) and value and rest[name] != value:
+            raise BadRow(f"{column} and {name}: the row has both, with other contents; keep one")
+    return {**rest, **{name: value for name, value in made.items() if not rest.get(name)}}
+
+
+def _rewrite_contents(row: Row, contents: Any) -> Row | None:
     """Google's turns: a list of {role, parts}."""
-    messages = []
-    for turn in row[column]:
-        role = turn.get("role", "user")
-        parts = [_read_google_part(part) for part in turn["parts"]]
-        messages.append({"role": GOOGLE_ROLES.get(role, role), "content": parts})
-    return {**_without(row, column), "messages": messages}
+    if contents and not any(turn.get("parts") for turn in contents):
+        return None
+    return {"messages": [read_google_turn(turn) for turn in contents]}
 
 
-def _read_google_part(part: Any) -> Any:
-    """Google's reasoning as Anthropic's and Mistral's; any other part as it is."""
-    if isinstance(part, dict) and part.get("thought") and "text" in part:
-        return {"type": "thinking", "thinking": part["text"]}
-    return part
-
-
-def _rewrite_system(row: Row, column: str) -> Row:
+def _rewrite_system(row: Row, system: Any) -> Row | None:
     """A system message in parts: Google's {parts}, Amazon's and Anthropic's list."""
-    parts = row[column]["parts"] if isinstance(row[column], dict) else row[column]
-    message = {"role": "system", "content": parts}
-    return {**_without(row, column), "messages": [message, *row.get("messages", ())]}
+    if isinstance(system, dict) and system and not system.keys() & {"parts", "text"}:
+        return None
+    return {"system": _read_system(system)}
 
 
-def _rewrite_pair(row: Row, column: str) -> Row:
+def _read_system(part: Any) -> str:
+    """The text of a system message, or of a part of it. Raises `BadRow`."""
+    if isinstance(part, dict) and part.get("parts") is not None:
+        part = part["parts"]
+    if isinstance(part, list):
+        return "".join(map(_read_system, part))
+    text = part.get("text") if isinstance(part, dict) else part
+    if text is None and isinstance(part, dict) and not any(map(part.get, part.keys() - OF_SYSTEM)):
+        return ""  # Amazon's mark of its cache, or nothing
+    if not isinstance(text, str):
+        raise BadRow(f"system: parts with text are expected, found {describe_value(part)}")
+    return text
+
+
+def _rewrite_pair(row: Row, preferred: Any) -> Row:
     """OpenAI's pair: {input: {messages, tools}, preferred_output, non_preferred_output}."""
     asked = row["input"]
     return {
-        **_without(row, *OPENAI_PAIR),
         **_without(asked, "messages"),
         "prompt": asked["messages"],
-        "chosen": row[column],
+        "chosen": preferred,
         "rejected": row["non_preferred_output"],
     }
 
 
-def _rewrite_tool_config(row: Row, column: str) -> Row:
+def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
     """Amazon's tools: {tools: [{toolSpec: {name, description, inputSchema: {json}}}]}."""
+    if not config.get("tools"):  # Google's, which says how tools are chosen
+        return None
     tools = []
-    for tool in row[column].get("tools", ()):
+    for tool in config["tools"]:
+        if tool.get("toolSpec") is None and tool.get("cachePoint"):
+            continue
         specification = tool["toolSpec"]
-        schema = specification.get("inputSchema", {}).get("json", {})
+        schema = parse_if_json((specification.get("inputSchema") or {}).get("json")) or {}
         tools.append({**_without(specification, "inputSchema"), "parameters": schema})
-    return {**_without(row, column), "tools": tools}
+    return {"tools": tools}
 
 
-def _rewrite_tools(row: Row, column: str) -> Row:
+def _rewrite_tools(row: Row, listed: Any) -> Row:
     """Anthropic's tools, whose parameters are `input_schema`, and Google's, which are declared."""
     tools: list[Any] = []
-    for tool in row[column]:
+    for tool in map(parse_if_json, listed if isinstance(listed, list) else [listed]):
         if declared := tool.get("functionDeclarations") or tool.get("function_declarations"):
-            tools += [_lower_types(function) for function in declared]
-        elif "input_schema" in tool:
-            tools.append({**_without(tool, "input_schema"), "parameters": tool["input_schema"]})
+            tools += map(_read_declaration, declared)
+        elif tool.get("input_schema") is not None:
+            others = _without(tool, "input_schema", "cache_control", "type")
+            tools.append({**others, "parameters": tool["input_schema"]})
         else:
             tools.append(tool)
-    return {**row, column: tools}
+    return {"tools": tools}
+
+
+def _read_declaration(function: Row) -> Row:
+    """A function that Google declares: its parameters in one of three names."""
+    for name in ("parametersJsonSchema", "parameters_json_schema"):
+        if function.get(name) is not None:
+            return {**_without(function, name), "parameters": function[name]}
+    lowered: Row = _lower_types(function)
+    return lowered
 
 
 def _lower_types(schema: Any) -> Any:
@@ -101,106 +143,18 @@ def _lower_types(schema: Any) -> Any:
     return lowered
 
 
-# in the order in which they are rewritten: a system message follows `contents`
-REWRITTEN: Mapping[str, Callable[[Row, str], Row]] = {
+# each makes columns of a row's column in its form; None where it has another
+REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
     "contents": _rewrite_contents,
-    "systemInstruction": _rewrite_system,
-    "system_instruction": _rewrite_system,
+    **dict.fromkeys(GOOGLES_SYSTEM, _rewrite_system),
     "system": _rewrite_system,
     "preferred_output": _rewrite_pair,
     "toolConfig": _rewrite_tool_config,
     "tools": _rewrite_tools,
 }
-
-
-def split_turn(turn: Any) -> list[Any]:
-    """Splits a turn whose content has blocks of tool calls or results.
-
-    Returns a turn for each result, then one for the rest of the content, with its calls.
-
-    >>> call = {"type": "tool_use", "name": "now", "input": {}}
-    >>> split_turn({"role": "assistant", "content": [call]})
-    [{'role': 'assistant', 'content': [], 'tool_calls': [{'name': 'now', 'arguments': {}}]}]
-    """
-    content = turn.get("content") if isinstance(turn, dict) else None
-    if not isinstance(content, list):
-        return [turn]
-    calls = []
-    results = []
-    rest = []
-    for block in content:
-        if (call := _read_call(block)) is not None:
-            calls.append(call)
-        elif (result := _read_result(block)) is not None:
-            results.append(result)
-        else:
-            rest.append(block)
-    if calls:
-        return [*results, {**turn, "content": rest, "tool_calls": calls}]
-    if results:
-        return [*results, {**turn, "content": rest}] if rest else results
-    return [turn]
-
-
-def _read_call(block: Any) -> dict[str, Any] | None:
-    """Reads a block as a tool call {name, arguments, id}; None for another block."""
-    if not isinstance(block, dict):
-        return None
-    if block.get("type") == "tool_use":  # Anthropic
-        names = {"id": block.get("id")}
-        return _without_nulls(name=block.get("name"), arguments=block.get("input"), **names)
-    if call := _take(block, "toolUse"):  # Amazon
-        names = {"id": call.get("toolUseId")}
-        return _without_nulls(name=call.get("name"), arguments=call.get("input"), **names)
-    if call := _take(block, "functionCall"):  # Google
-        names = {"id": call.get("id")}
-        return _without_nulls(name=call.get("name"), arguments=call.get("args"), **names)
-    return None
-
-
-def _read_result(block: Any) -> dict[str, Any] | None:
-    """Reads a block as the turn of a tool; None for another block."""
-    if not isinstance(block, dict):
-        return None
-    if block.get("type") == "tool_result":  # Anthropic
-        content = block.get("content")
-        names = {"tool_call_id": block.get("tool_use_id")}
-    elif result := _take(block, "toolResult"):  # Amazon
-        content = _read_amazon_content(result.get("content"))
-        names = {"tool_call_id": result.get("toolUseId")}
-    elif result := _take(block, "functionResponse"):  # Google
-        content = result.get("response")
-        names = {"tool_call_id": result.get("id"), "name": result.get("name")}
-    else:
-        return None
-    return _without_nulls(role="tool", **names) | {"content": content or ""}
-
-
-def _read_amazon_content(content: Any) -> Any:
-    """A result's parts with the type that they do not name; JSON as its text."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        if isinstance(part, dict) and "json" in part:
-            parts.append({"type": "text", "text": json.dumps(part["json"], ensure_ascii=False)})
-        elif isinstance(part, dict) and "text" in part:
-            parts.append({"type": "text", **part})
-        else:
-            parts.append(part)
-    return parts
+AS_JSON = ("contents", "tools", *GOOGLES_SYSTEM)  # which may be the text of JSON
+OF_SYSTEM = {"type", "cachePoint", "cache_control", "role"}  # that are no words
 
 
 def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key not in keys}
-
-
-def _without_nulls(**values: Any) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _take(mapping: Mapping[str, Any], name: str) -> Any:
-    """Returns a mapping under its name, or under that of Google's SDK, in snake case."""
-    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-    value = mapping.get(name, mapping.get(snake))
-    return value if isinstance(value, dict) else None

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice, takewhile
 from typing import Any
 
 from finetune.config.user_code import load, place_of
-from finetune.data.hosted_rows import split_turn
+from finetune.data.hosted_turns import split_turn
 from finetune.errors import UserError, name_page
 from finetune.units import counted
 
@@ -45,8 +45,12 @@ SHOWN_COLUMNS = 100
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
-MESSAGES_AS_JSON = re.compile(
-    r"for\s+(\w+)\s+in\s[^%]*messages.*?\b\1\s*\|\s*tojson|messages\s*\|\s*tojson", re.DOTALL
+# what writes a mapping with all of its keys, behind its name
+WHOLE = r"\s*(?:\|\s*(?:tojson|string|items)|\.items\(|\}\})"
+WHOLE_MESSAGES = re.compile(
+    r"for\s+(\w+)\s+in\s(?![^%]*(?:tool|content|param|arg|doc))[^%]*%\}.*?(?<![\w.'\"])\1"
+    rf"{WHOLE}|messages(?:\[[^\]]*\])?{WHOLE}",
+    re.DOTALL,
 )
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
@@ -83,8 +87,7 @@ def parse_messages(
     messages: list[Message] = []
     trained: list[bool] = []
     part_images: list[Any] = []
-    numbered = ((i, each) for i, turn in enumerate(turns, 1) for each in split_turn(turn))
-    for number, turn in numbered:
+    for number, turn in _number_turns(turns):
         message, is_trained = _parse_message(turn, number, part_images)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
             # ShareGPT has a turn for the text and one for each call; a chat template reads them as
@@ -104,6 +107,20 @@ def parse_messages(
     for message in messages:
         _remove_channel(message)
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
+
+
+def _number_turns(turns: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Yields (its number in the row, from 1; a turn), with blocks of tools as turns and calls.
+
+    Raises `BadRow`.
+    """
+    for number, turn in enumerate(turns, 1):
+        try:
+            split = split_turn(turn)
+        except ValueError as problem:
+            raise BadRow(f"message {number}: {problem}") from None
+        for each in split:
+            yield number, each
 
 
 def _follows_its_reasoning(message: Message, previous: Message) -> bool:
@@ -206,7 +223,7 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
         if not isinstance(tool, dict) or not tool.keys() & {"name", "function", "type"}:
             raise BadRow(
                 "tools: a list of JSON schemas, each with its name, is expected, found "
-                f"{describe_value(value)}"
+                f"{describe_value(tool)}"
             )
         is_bare = "name" in tool and "function" not in tool
         schemas.append({"type": "function", "function": tool} if is_bare else tool)
@@ -320,6 +337,8 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
             "observation too)"
         )
     content, calls = _separate_calls(turn, name, number)
+    if calls and ROLES[name] != "assistant":
+        raise BadRow(f"message {number}: tool calls in a {name} turn; they are the assistant's")
     thoughts: list[str] = []
     if ROLES[name] == "assistant":
         content, thoughts = _separate_thoughts(content, number)
@@ -350,15 +369,19 @@ def list_unread_keys(message: Message, template: str) -> list[str]:
     named = KNOWN_KEYS | names
     if message["role"] != "assistant":
         named -= set(REASONING_KEYS)
-    return [str(key) for key, value in message.items() if value and key not in named]
+    return [
+        str(key)
+        for key, value in message.items()
+        if value and not named.issuperset(re.findall(r"\w+", str(key)))
+    ]
 
 
 @cache
 def _list_names(template: str) -> frozenset[str] | None:
-    """The words of a chat template, and those that stand for others; None: it writes messages as
-    JSON, with all of their keys.
+    """The words of a chat template, and those that stand for others; None: it writes messages with
+    all of their keys.
     """
-    if MESSAGES_AS_JSON.search(template):
+    if WHOLE_MESSAGES.search(template):
         return None
     names = set(re.findall(r"\w+", template))
     if "reasoning_content" in names:

@@ -572,7 +572,7 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     if turns is None:
         question = Question(row[name], _keep(kept_row, row[name], answer))
         return ParsedRow((Group((question,)),), "prompt_completion", ())
-    has_answer = role_of(turns[-1]) in ("assistant", "gpt")
+    has_answer = role_of(turns[-1]) in ("assistant", "gpt", "model")
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
         raise BadRow(

@@ -417,7 +417,7 @@ def _find_columns(
     row: Mapping[str, Any], source: DatasetSource, has_template: bool
 ) -> DatasetSource:
     try:
-        recognized = parse_row(rewrite_row(row), source)
+        recognized = parse_row(rewrite_row(row, source), source)
     except BadRow as error:
         return _name_columns(row, source, error)
     pair = find_common_pair(row, source)

@@ -201,7 +201,7 @@ def _read(
     row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind, data: Data
 ) -> ParsedRow:
     try:
-        return READERS[kind](rewrite_row(row), source, data)
+        return READERS[kind](rewrite_row(row, source), source, data)
     except BadRow as error:
         raise UserError(f"{place}: {name_flags(str(error))}") from None
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from finetune.cli import main
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import Conversation, ParsedRow
+from finetune.data.formats import Conversation, ParsedRow, Question
 from finetune.data.groups import GroupReader
-from finetune.data.messages import BadRow
+from finetune.data.messages import BadRow, list_unread_keys
 
 # as the hosts' own documentation has them
 GOOGLES = {
@@ -94,10 +94,14 @@ def test_googles_thought_is_the_answers_reasoning() -> None:
     assert answer == {"role": "assistant", "content": "Hi", "reasoning_content": "I greet."}
 
 
-TOOL = {"name": "weather", "description": "The weather.", "parameters": {"type": "object"}}
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather.",
+    "parameters": {"type": "object"},
+}
 SCHEMA = {"type": "object"}
 NAMED = {key: TOOL[key] for key in ("name", "description")}
-TOOLS = {
+TOOLS: dict[str, dict[str, Any]] = {
     "anthropic": {"tools": [{**NAMED, "input_schema": SCHEMA}]},
     "amazon": {"toolConfig": {"tools": [{"toolSpec": {**NAMED, "inputSchema": {"json": SCHEMA}}}]}},
     "google": {"tools": [{"functionDeclarations": [{**NAMED, "parameters": {"type": "OBJECT"}}]}]},
@@ -186,6 +190,255 @@ def test_a_conversation_in_every_hosts_form_is_the_same(messages: list[dict[str,
         assert own == theirs
 
 
+ANSWERED = [{"role": "user", "parts": [{"text": "Q"}]}, {"role": "model", "parts": [{"text": "A"}]}]
+ASKED = {"role": "user", "content": "Q"}
+ANSWER = {"role": "assistant", "content": "A"}
+CALL = {"functionCall": {"name": "f", "args": {}}}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+PICTURE = {"url": "data:image/png;base64,aGk="}
+
+
+def read_texts(row: dict[str, Any], kind: Any = "answers") -> list[str]:
+    """The contents of a row's messages."""
+    document = read(row, kind).document
+    assert isinstance(document, Conversation)
+    return [message["content"] for message in document.messages]
+
+
+def read_problem(row: dict[str, Any], kind: Any = "answers") -> str:
+    with pytest.raises(BadRow) as problem:
+        read(row, kind)
+    return str(problem.value)
+
+
+def answer_call(content: Any, **names: Any) -> dict[str, Any]:
+    """Amazon's row of a call and its result."""
+    called = {"role": "assistant", "content": [{"toolUse": {"name": "f", "input": {}}}]}
+    result = {"role": "user", "content": [{"toolResult": {"content": content, **names}}]}
+    return {"messages": [ASKED, called, result, ANSWER]}
+
+
+def test_googles_turn_keeps_its_weight() -> None:
+    contents = [ANSWERED[0], {**ANSWERED[1], "weight": 0}, *ANSWERED]
+    assert read_conversation({"contents": contents}).trained == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        {"systemInstruction": "S"},
+        {"systemInstruction": json.dumps({"parts": [{"text": "S"}]})},
+        {"systemInstruction": [{"role": "system", "parts": [{"text": "S"}]}]},
+        {"systemInstruction": {"text": "S"}, "system_instruction": {"parts": None}},
+        {"system": [{"text": "S"}, {"cachePoint": {"type": "default"}}]},
+    ],
+)
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"contents": ANSWERED},
+        {"prompt": [ASKED], "completion": [ANSWER]},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {"messages": [{"role": "system", "content": "S"}, ASKED, ANSWER]},
+    ],
+)
+def test_a_system_message_in_parts_begins_every_kind_of_conversation(
+    system: dict[str, Any], rest: dict[str, Any]
+) -> None:
+    assert read_texts({**system, **rest}) == ["S", "Q", "A"]
+
+
+def test_a_system_message_in_parts_begins_both_sides_of_a_pair() -> None:
+    row = {"system": [{"text": "S"}], "chosen": [ASKED, ANSWER]}
+    row["rejected"] = [ASKED, {**ANSWER, "content": "B"}]
+    parsed = read(row, "pairs")
+    for document in parsed.groups[0].documents:
+        assert isinstance(document, Conversation)
+        assert document.messages[0] == {"role": "system", "content": "S"}
+
+
+def test_an_empty_system_message_in_parts_is_none() -> None:
+    assert read_texts({"system": [], "messages": [ASKED, ANSWER]}) == ["Q", "A"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"contents": ANSWERED, "messages": [ASKED, {**ANSWER, "content": "B"}]},
+        {"contents": ANSWERED, "systemInstruction": {"text": "S"}, "system": "another"},
+        {
+            "messages": [ASKED, ANSWER],
+            "tools": [TOOL],
+            "toolConfig": {"tools": [{"toolSpec": {"name": "f"}}]},
+        },
+    ],
+)
+def test_a_row_that_says_the_same_thing_in_two_ways_is_a_bad_row(row: dict[str, Any]) -> None:
+    assert "the row has both" in read_problem(row)
+
+
+def test_the_empty_tools_of_openais_pair_leave_the_rows_own() -> None:
+    document = read({**OPENAIS_PAIR, "tools": [TOOL]}, "pairs").document
+    assert isinstance(document, Conversation)
+    assert document.tools == ({"type": "function", "function": TOOL},)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"tools": json.dumps(TOOLS["anthropic"]["tools"])},
+        {"tools": [{**TOOL, "input_schema": None}]},
+        {"tools": [{**NAMED, "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}]},
+        {"tools": [{"functionDeclarations": [{**NAMED, "parametersJsonSchema": SCHEMA}]}]},
+        {"tools": [TOOL], "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}}},
+        {
+            "toolConfig": {
+                "tools": [*TOOLS["amazon"]["toolConfig"]["tools"], {"cachePoint": {"a": 1}}]
+            }
+        },
+    ],
+)
+def test_tools_are_read_whatever_stands_beside_them(tools: dict[str, Any]) -> None:
+    [tool] = read_conversation({"messages": [ASKED, ANSWER], **tools}).tools
+    assert {key: tool["function"][key] for key in TOOL} == TOOL
+    assert "cache_control" not in tool["function"]
+
+
+def test_a_tool_that_only_google_runs_is_named() -> None:
+    problem = read_problem({"contents": ANSWERED, "tools": [TOOL, {"googleSearch": {}}]})
+    assert "found {'googleSearch': {}}" in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"text": "r", "json": None}], "r"),  # as Parquet fills it
+        ([{"text": None, "json": {"a": 1}}], '{"a": 1}'),
+        ([{"text": "r"}, {"json": [1]}], "r[1]"),
+        ([], ""),
+        (0, "0"),
+    ],
+)
+def test_amazons_result_is_its_text(content: Any, text: str) -> None:
+    assert read_texts(answer_call(content))[2] == text
+
+
+def test_an_error_of_a_tool_is_a_key_of_its_turn() -> None:
+    messages = read_conversation(answer_call([{"text": "no"}], status="error")).messages
+    assert messages[2] == {"role": "tool", "content": "no", "is_error": True}
+
+
+def test_a_document_as_the_result_of_a_tool_is_a_bad_row() -> None:
+    row = answer_call([{"document": {"format": "pdf", "source": {"bytes": "aGk="}}}])
+    assert "only text and image parts" in read_problem(row)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"inlineData": {"mimeType": "image/png", "data": "aGk="}},
+        {"text": "", "inline_data": {"mime_type": "image/png", "data": "aGk="}},
+        {"image": {"format": "png", "source": {"bytes": "aGk="}}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}},
+    ],
+)
+def test_a_hosts_image_is_an_image_of_the_message(part: dict[str, Any]) -> None:
+    asked = {"role": "user", "content": [part, {"text": "Q"}]}
+    conversation = read_conversation({"messages": [asked, ANSWER]})
+    assert conversation.images == (PICTURE,)
+    assert conversation.messages[0]["content"] == "\ufffcQ"
+
+
+def test_a_part_with_a_text_and_an_image_is_a_bad_row() -> None:
+    part = {"text": "Q", "inlineData": {"mimeType": "image/png", "data": "aGk="}}
+    contents = [{"role": "user", "parts": [part]}, ANSWERED[1]]
+    assert "a part with text and something else" in read_problem({"contents": contents})
+
+
+def test_amazons_reasoning_is_the_answers() -> None:
+    thought = {"reasoningContent": {"reasoningText": {"text": "T", "signature": "s"}}}
+    answer = {"role": "assistant", "content": [thought, {"text": "A"}]}
+    messages = read_conversation({"messages": [ASKED, answer]}).messages
+    assert messages[1] == {**ANSWER, "reasoning_content": "T"}
+
+
+def test_a_text_beside_a_call_in_one_part_is_kept() -> None:
+    contents = [ANSWERED[0], {"role": "model", "parts": [{"text": "Let me see.", **CALL}]}]
+    message = read_conversation({"contents": contents}).messages[1]
+    assert message["content"] == "Let me see."
+    assert message["tool_calls"][0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ({"content": [USE, {"type": "text", "text": "after"}]}, "words behind a tool call"),
+        ({"content": [USE, {"type": "thinking", "thinking": "T"}]}, "words behind a tool call"),
+        ({"content": [USE, {"type": "tool_result", "content": "r"}]}, "and a result in one turn"),
+        ({"content": [USE], "tool_calls": [{"name": "g"}]}, "calls in its content too"),
+        ({"role": "user", "content": [USE]}, "tool calls in a user turn"),
+    ],
+)
+def test_blocks_that_would_be_lost_or_moved_are_a_bad_row(
+    answer: dict[str, Any], problem: str
+) -> None:
+    messages = [ASKED, ANSWER, {**ASKED}, {"role": "assistant", **answer}]
+    assert problem in read_problem({"messages": messages})
+
+
+@pytest.mark.parametrize("column", ["contents", "chat"])
+def test_googles_turns_are_read_from_the_column_that_the_source_names(column: str) -> None:
+    source = DatasetSource(path="a.jsonl", messages_column=column)
+    [parsed] = GroupReader("answers", Data()).read([{column: ANSWERED}], source)
+    assert isinstance(parsed, ParsedRow)
+    assert isinstance(parsed.document, Conversation)
+    assert [message["content"] for message in parsed.document.messages] == ["Q", "A"]
+
+
+def test_contents_beside_the_named_messages_are_unused() -> None:
+    source = DatasetSource(path="a.jsonl", messages_column="chat")
+    row = {"chat": [ASKED, ANSWER], "contents": ANSWERED}
+    [parsed] = GroupReader("answers", Data()).read([row], source)
+    assert isinstance(parsed, ParsedRow)
+    assert parsed.unused_columns == ("contents",)
+
+
+def test_googles_answer_is_the_answer_of_a_prompt() -> None:
+    question = read({"contents": ANSWERED}, "prompts").document
+    assert isinstance(question, Question)
+    assert json.loads(question.row)["columns"]["answer"] == "A"
+
+
+def test_googles_turns_answer_a_prompt_as_a_pair() -> None:
+    row = {"contents": ANSWERED[:1], "chosen": ANSWERED[1]}
+    row["rejected"] = {"role": "model", "parts": [{"text": "B"}]}
+    documents = read(row, "pairs").groups[0].documents
+    assert [document.messages[-1]["content"] for document in documents] == ["A", "B"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m | tojson }}{% endfor %}",
+        "{% set rest = messages[1:] %}{% for m in rest %}{{ m|tojson }}{% endfor %}",
+        "{{ messages[0] | tojson }}",
+        "{% for m in messages %}{% for k, v in m.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m }}{% endfor %}",
+        "{% for m in messages %}{{ m['my-mood'] }}{% endfor %}",
+    ],
+)
+def test_a_key_that_a_template_writes_is_not_called_unread(template: str) -> None:
+    assert list_unread_keys({**ASKED, "my-mood": "glad"}, template) == []
+
+
+def test_a_template_that_writes_tools_whole_may_leave_keys_unread() -> None:
+    template = (
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    assert list_unread_keys({**ASKED, "my-mood": "glad"}, template) == ["my-mood"]
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=3),
     lambda inner: (
@@ -204,6 +457,13 @@ VALUES = st.recursive(
                     "functionDeclarations",
                     "toolResult",
                     "functionResponse",
+                    "inlineData",
+                    "reasoningContent",
+                    "image",
+                    "source",
+                    "bytes",
+                    "thought",
+                    "cachePoint",
                     "input_schema",
                     "messages",
                     "tools",
