@@ -24,7 +24,7 @@ from finetune.data.formats import (
 from finetune.data.messages import BadRow, list_columns, role_of
 
 LABEL = "label"
-ANSWERING = ("assistant", "gpt")  # roles
+ANSWERING = ("assistant", "gpt", "model")  # roles
 EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
 
 

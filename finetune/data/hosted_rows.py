@@ -66,7 +66,12 @@ def _rewrite_system(row: Row, system: Any) -> Row | None:
     """A system message in parts: Google's {parts}, Amazon's and Anthropic's list."""
     if isinstance(system, dict) and system and not system.keys() & {"parts", "text"}:
         return None
-    return {"system": _read_system(system)}
+    try:
+        return {"system": _read_system(system)}
+    except BadRow:
+        if row.get("messages"):
+            raise
+        return None  # of a row that is no conversation, it may be anything
 
 
 def _read_system(part: Any) -> str:

@@ -14,7 +14,7 @@ from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.config.export_formats import find_format_of
 from finetune.config.methods import fills_masks
 from finetune.config.quantization import read_recipe_quantization
-from finetune.config.schema import Quantization
+from finetune.config.schema import DatasetSource, Quantization
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.data.formats import (
@@ -22,8 +22,10 @@ from finetune.data.formats import (
     QUESTION_COLUMNS,
     Columns,
     Conversation,
+    Row,
     make_conversation,
 )
+from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
 from finetune.data.sources import read_file
@@ -302,11 +304,12 @@ def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
             raise UserError(f"{path}:{number}: {error}") from None
 
 
-def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversation:
+def _read_row(row: Row, system: str | None, folder: Path) -> Conversation:
     """Makes the prompt of a row. Raises `BadRow` where none of its columns has one.
 
     The arguments are those of `_before_answer`.
     """
+    row = rewrite_row(row, DatasetSource(path=str(folder)))
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
             return _before_answer(row, row[column], system, folder)
@@ -323,9 +326,7 @@ def _read_row(row: dict[str, Any], system: str | None, folder: Path) -> Conversa
     )
 
 
-def _before_answer(
-    row: dict[str, Any], turns: list[Any], system: str | None, folder: Path
-) -> Conversation:
+def _before_answer(row: Row, turns: list[Any], system: str | None, folder: Path) -> Conversation:
     """Makes a conversation of the turns before the assistant's last answer.
 
     Args:

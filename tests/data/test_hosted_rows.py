@@ -13,6 +13,7 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import Conversation, ParsedRow, Question
 from finetune.data.groups import GroupReader
 from finetune.data.messages import BadRow, list_unread_keys
+from finetune.inference.inputs import read_prompts
 
 # as the hosts' own documentation has them
 GOOGLES = {
@@ -27,7 +28,7 @@ GOOGLES = {
         {"role": "model", "parts": [{"text": "I be Captain Barktholomew."}]},
     ],
 }
-AMAZONS = {
+AMAZONS: dict[str, Any] = {
     "schemaVersion": "bedrock-conversation-2024",
     "system": [{"text": "You are a digital assistant with a friendly personality"}],
     "messages": [
@@ -255,6 +256,15 @@ def test_a_system_message_in_parts_begins_both_sides_of_a_pair() -> None:
     for document in parsed.groups[0].documents:
         assert isinstance(document, Conversation)
         assert document.messages[0] == {"role": "system", "content": "S"}
+
+
+def test_a_system_message_that_holds_no_text_is_a_bad_row() -> None:
+    row = {"system": [{"guardContent": {"text": {"text": "S"}}}], "messages": [ASKED, ANSWER]}
+    assert "system: parts with text are expected" in read_problem(row)
+
+
+def test_a_column_that_only_has_the_name_of_a_system_message_is_unused() -> None:
+    assert read({"text": "a", "system": [{"name": "linux"}]}).unused_columns == ("system",)
 
 
 def test_an_empty_system_message_in_parts_is_none() -> None:
@@ -487,6 +497,16 @@ def test_a_row_of_no_hosts_form_is_a_bad_row_or_read(row: dict[str, Any]) -> Non
             read(row, kind)
         except BadRow as problem:
             assert str(problem)
+
+
+def test_prompts_of_a_file_are_read_as_training_reads_them(tmp_path: Path) -> None:
+    rows = [GOOGLES, AMAZONS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    googles, amazons = read_prompts(str(tmp_path / "a.jsonl"), None)
+    assert [message["role"] for message in googles.messages] == [
+        *("system", "user", "assistant", "user")
+    ]
+    assert amazons.messages[0]["content"] == AMAZONS["system"][0]["text"]
 
 
 def test_inspect_shows_googles_rows_without_a_recipe(
