@@ -1,7 +1,7 @@
 """Rows in the forms in which hosted models are fine-tuned, rewritten as messages.
 
 They are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and OpenAI's
-pairs of answers. Their turns are read by `hosted_turns`.
+and Google's pairs of answers. Their turns are read by `hosted_turns`.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,6 +99,16 @@ def _rewrite_pair(row: Row, preferred: Any) -> Row:
     }
 
 
+def _rewrite_completions(row: Row, completions: Any) -> Row | None:
+    """Google's pair: a list of two {score, completion}, of which one has the score 1."""
+    by_score = {each["score"]: each["completion"] for each in completions}
+    if not completions:
+        return None
+    if by_score.keys() != {0, 1} or len(completions) > len(by_score):
+        raise BadRow("completions: two answers are expected, one with the score 1, one with 0")
+    return {"chosen": by_score[1], "rejected": by_score[0]}
+
+
 def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
     """Amazon's tools: {tools: [{toolSpec: {name, description, inputSchema: {json}}}]}."""
     if not config.get("tools"):  # Google's, which says how tools are chosen
@@ -154,6 +164,7 @@ REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
     **dict.fromkeys(GOOGLES_SYSTEM, _rewrite_system),
     "system": _rewrite_system,
     "preferred_output": _rewrite_pair,
+    "completions": _rewrite_completions,
     "toolConfig": _rewrite_tool_config,
     "tools": _rewrite_tools,
 }

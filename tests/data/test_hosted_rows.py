@@ -419,6 +419,31 @@ def test_googles_answer_is_the_answer_of_a_prompt() -> None:
     assert json.loads(question.row)["columns"]["answer"] == "A"
 
 
+def score_answers(*scores: float) -> dict[str, Any]:
+    """Google's pair of answers, after a conversation."""
+    answers = [{"role": "model", "parts": [{"text": f"A{score}"}]} for score in scores]
+    completions = [
+        {"score": score, "completion": answer}
+        for score, answer in zip(scores, answers, strict=True)
+    ]
+    return {"contents": [*ANSWERED, ANSWERED[0]], "completions": completions}
+
+
+def test_googles_scored_answers_are_a_pair() -> None:
+    documents = read(score_answers(0, 1), "pairs").groups[0].documents
+    assert [document.messages[-1]["content"] for document in documents] == ["A1", "A0"]  # type: ignore[union-attr]
+    assert documents[0].trained == (False, False, False, True)  # type: ignore[union-attr]
+
+
+def test_googles_scored_answers_are_no_conversation() -> None:
+    assert "rejected: method: dpo" in read_problem(score_answers(0, 1))
+
+
+@pytest.mark.parametrize("scores", [(1,), (1, 1), (1, 0, 0), (0.2, 0.7)])
+def test_scores_that_make_no_pair_are_a_bad_row(scores: tuple[float, ...]) -> None:
+    assert "completions: two answers are expected" in read_problem(score_answers(*scores), "pairs")
+
+
 def test_googles_turns_answer_a_prompt_as_a_pair() -> None:
     row = {"contents": ANSWERED[:1], "chosen": ANSWERED[1]}
     row["rejected"] = {"role": "model", "parts": [{"text": "B"}]}
