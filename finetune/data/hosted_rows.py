@@ -42,16 +42,16 @@ def rewrite_row(row: Row, source: DatasetSource) -> Row:
         except (KeyError, TypeError, AttributeError):  # parts of another form
             continue
         if made is not None:
-            row = _replace(row, column, made)
+            row = _exchange(row, column, made)
     return row
 
 
-def _replace(row: Row, column: str, made: Row) -> Row:
+def _exchange(row: Row, column: str, made: Row) -> Row:
     """The row with the columns `made` in place of one. Raises `BadRow` where it has others."""
     rest = _without(row, *(OPENAI_PAIR if column == "preferred_output" else (column,)))
     for name, value in made.items():
         if rest.get(name) and value and rest[name] != value:
-            raise BadRow(f"{column} and {name}: the row has both, with other contents; keep one")
+            raise BadRow(f"{column} and {name}: the row has both, and they differ; keep one")
     return {**rest, **{name: value for name, value in made.items() if not rest.get(name)}}
 
 
