@@ -13,7 +13,11 @@ from finetune.data.messages import BadRow, describe_value, parse_if_json
 
 Row = Mapping[str, Any]
 GOOGLES_SYSTEM = ("systemInstruction", "system_instruction")
-OPENAI_PAIR = ("input", "preferred_output", "non_preferred_output")
+# the columns of which a pair is made: OpenAI's and Google's
+PAIRS = {
+    "preferred_output": ("input", "preferred_output", "non_preferred_output"),
+    "completions": ("messages", "completions"),
+}
 
 
 def rewrite_row(row: Row, source: DatasetSource) -> Row:
@@ -48,7 +52,7 @@ def rewrite_row(row: Row, source: DatasetSource) -> Row:
 
 def _exchange(row: Row, column: str, made: Row) -> Row:
     """The row with the columns `made` in place of one. Raises `BadRow` where it has others."""
-    rest = _without(row, *(OPENAI_PAIR if column == "preferred_output" else (column,)))
+    rest = _without(row, *PAIRS.get(column, (column,)))
     for name, value in made.items():
         if rest.get(name) and value and rest[name] != value:
             raise BadRow(f"{column} and {name}: the row has both, and they differ; keep one")
@@ -106,7 +110,8 @@ def _rewrite_completions(row: Row, completions: Any) -> Row | None:
         return None
     if by_score.keys() != {0, 1} or len(completions) > len(by_score):
         raise BadRow("completions: two answers are expected, one with the score 1, one with 0")
-    return {"chosen": by_score[1], "rejected": by_score[0]}
+    sides = {"chosen": [by_score[1]], "rejected": [by_score[0]]}
+    return {"prompt": row["messages"], **sides} if "messages" in row else sides
 
 
 def _rewrite_tool_config(row: Row, config: Any) -> Row | None:

@@ -435,8 +435,17 @@ def test_googles_scored_answers_are_a_pair() -> None:
     assert documents[0].trained == (False, False, False, True)  # type: ignore[union-attr]
 
 
-def test_googles_scored_answers_are_no_conversation() -> None:
-    assert "rejected: method: dpo" in read_problem(score_answers(0, 1))
+def test_googles_scored_answers_are_no_conversation_but_the_better_one_may_be() -> None:
+    row = score_answers(0, 1)
+    assert "to train on the chosen answers alone, set completion_column: chosen" in (
+        read_problem(row)
+    )
+    source = DatasetSource(path="a.jsonl", completion_column="chosen")
+    [parsed] = GroupReader("answers", Data()).read([row], source)
+    assert isinstance(parsed, ParsedRow)
+    assert isinstance(parsed.document, Conversation)
+    assert [message["content"] for message in parsed.document.messages] == ["Q", "A", "Q", "A1"]
+    assert parsed.document.trained == (False, False, False, True)
 
 
 @pytest.mark.parametrize("scores", [(1,), (1, 1), (1, 0, 0), (0.2, 0.7)])
