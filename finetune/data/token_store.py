@@ -280,7 +280,7 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
 
 
 # of how rows become tokens, and of a store's files; raised when the same rows would give others
-VERSION = 21
+VERSION = 22
 POLL_SECONDS = 0.1
 
 
