@@ -3,6 +3,7 @@ of them.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -870,7 +871,7 @@ def _holds_calls(answer: str, message: Message) -> bool:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if not all(
-            _holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))
+            _names(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))
         ):
             return False
     return True
@@ -894,6 +895,17 @@ def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span
 
 def _holds(text: str, words: str) -> bool:
     """Whether the text holds the words, as they are or as JSON writes them."""
-    return words in text or any(
-        json.dumps(words, ensure_ascii=escape)[1:-1] in text for escape in (False, True)
-    )
+    return any(form in text for form in _list_forms(words))
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether the text holds the name, and not as a part of another one."""
+    forms = map(re.escape, _list_forms(name))
+    return any(re.search(rf"(?<!\w){form}(?!\w)", text) for form in forms)
+
+
+def _list_forms(words: str) -> Iterator[str]:
+    """Yields the words as they are, and as JSON writes them."""
+    yield words
+    for escape in (False, True):
+        yield json.dumps(words, ensure_ascii=escape)[1:-1]

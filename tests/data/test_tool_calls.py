@@ -271,6 +271,20 @@ def test_tools_that_a_template_drops_are_reported(name: str) -> None:
     assert "tools_dropped" in schemas
 
 
+def test_a_call_is_missed_whose_name_is_a_part_of_a_template_word() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    called = {"role": "assistant", "content": "Of a kind.", "tool_calls": [call]}
+    dropping = make_renderer(tokenizer_with(TEMPLATES["llama3"]), True)
+    assert (
+        "tool_calls_dropped" in render(document({"messages": [ASKED, called]}), dropping).findings
+    )
+    writing = make_renderer(tokenizer_with(TEMPLATES["qwen"]), True)
+    assert (
+        "tool_calls_dropped"
+        not in render(document({"messages": [ASKED, called]}), writing).findings
+    )
+
+
 def test_llama_3_drops_calls_and_the_named_template_writes_them_with_its_tokens(
     shared: Path,
 ) -> None:
