@@ -363,17 +363,15 @@ def list_unread_keys(message: Message, template: str) -> list[str]:
     >>> list_unread_keys({"role": "user", "content": "2+2?", "mood": "glad"}, "{{ m.content }}")
     ['mood']
     """
+    others = [str(key) for key, value in message.items() if value and key not in KNOWN_KEYS]
+    if not others:  # as a rule
+        return []
     names = _list_names(template)
     if names is None:
         return []
-    named = KNOWN_KEYS | names
     if message["role"] != "assistant":
-        named -= set(REASONING_KEYS)
-    return [
-        str(key)
-        for key, value in message.items()
-        if value and not named.issuperset(re.findall(r"\w+", str(key)))
-    ]
+        names -= set(REASONING_KEYS)
+    return [key for key in others if not names.issuperset(re.findall(r"\w+", key))]
 
 
 @cache
