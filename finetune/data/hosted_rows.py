@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from finetune.config.schema import DatasetSource
-from finetune.data.hosted_turns import read_google_turn
+from finetune.data.hosted_turns import read_google_turn, without_keys
 from finetune.data.messages import BadRow, describe_value, parse_if_json
 
 Row = Mapping[str, Any]
@@ -52,7 +52,7 @@ def rewrite_row(row: Row, source: DatasetSource) -> Row:
 
 def _exchange(row: Row, column: str, made: Row) -> Row:
     """The row with the columns `made` in place of one. Raises `BadRow` where it has others."""
-    rest = _without(row, *PAIRS.get(column, (column,)))
+    rest = without_keys(row, *PAIRS.get(column, (column,)))
     for name, value in made.items():
         if rest.get(name) and value and rest[name] != value:
             raise BadRow(f"{column} and {name}: the row has both, and they differ; keep one")
@@ -96,7 +96,7 @@ def _rewrite_pair(row: Row, preferred: Any) -> Row:
     """OpenAI's pair: {input: {messages, tools}, preferred_output, non_preferred_output}."""
     asked = row["input"]
     return {
-        **_without(asked, "messages"),
+        **without_keys(asked, "messages"),
         "prompt": asked["messages"],
         "chosen": preferred,
         "rejected": row["non_preferred_output"],
@@ -124,7 +124,7 @@ def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
             continue
         specification = tool["toolSpec"]
         schema = parse_if_json((specification.get("inputSchema") or {}).get("json")) or {}
-        tools.append({**_without(specification, "inputSchema"), "parameters": schema})
+        tools.append({**without_keys(specification, "inputSchema"), "parameters": schema})
     return {"tools": tools}
 
 
@@ -135,7 +135,7 @@ def _rewrite_tools(row: Row, listed: Any) -> Row:
         if declared := tool.get("functionDeclarations") or tool.get("function_declarations"):
             tools += map(_read_declaration, declared)
         elif tool.get("input_schema") is not None:
-            others = _without(tool, "input_schema", "cache_control", "type")
+            others = without_keys(tool, "input_schema", "cache_control", "type")
             tools.append({**others, "parameters": tool["input_schema"]})
         else:
             tools.append(tool)
@@ -146,7 +146,7 @@ def _read_declaration(function: Row) -> Row:
     """A function that Google declares: its parameters in one of three names."""
     for name in ("parametersJsonSchema", "parameters_json_schema"):
         if function.get(name) is not None:
-            return {**_without(function, name), "parameters": function[name]}
+            return {**without_keys(function, name), "parameters": function[name]}
     lowered: Row = _lower_types(function)
     return lowered
 
@@ -175,7 +175,3 @@ REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
 }
 AS_JSON = ("contents", "tools", *GOOGLES_SYSTEM)  # which may be the text of JSON
 OF_SYSTEM = {"type", "cachePoint", "cache_control", "role"}  # that are no words
-
-
-def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in mapping.items() if key not in keys}

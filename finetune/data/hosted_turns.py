@@ -69,7 +69,7 @@ def read_google_turn(turn: Any) -> Any:
     role = turn.get("role") or "user"
     listed = parts if isinstance(parts, list) else [parts]
     content = [{"text": part} if isinstance(part, str) else part for part in listed]
-    others = _without(turn, "role", "parts")
+    others = without_keys(turn, "role", "parts")
     return {**others, "content": content, "role": ROLES_OF_PARTS.get(str(role).lower(), role)}
 
 
@@ -116,7 +116,7 @@ def _read_part(part: dict[str, Any]) -> dict[str, Any] | None:
     if "type" not in part and any(map(part.get, MEDIA)):
         if part.get("text"):
             raise ValueError("content: a part with text and something else; make it two parts")
-        part = _without(part, "text")
+        part = without_keys(part, "text")
     address = _find_image(part)
     return {"type": "image_url", "image_url": {"url": address}} if address else part
 
@@ -173,12 +173,13 @@ def _read_part_of_result(part: Any) -> list[Any]:
     if part.get("json") is not None:
         parts.append({"type": "text", "text": json.dumps(part["json"], ensure_ascii=False)})
     if any(map(part.get, MEDIA)):
-        read = _read_part(_without(part, "text"))
+        read = _read_part(without_keys(part, "text"))
         parts.append({"type": "media", **(read or {})})  # of which only an image is read
     return parts or [part]
 
 
-def _without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def without_keys(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """A copy of a mapping without some of its keys."""
     return {key: value for key, value in mapping.items() if key not in keys}
 
 

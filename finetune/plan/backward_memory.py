@@ -3,9 +3,9 @@
 A backward runs from the head to the first layer. `done` counts the decoder layers whose backward
 has ended. What is *staying* remains gathered for units that follow. The *tail* is final norm and
 head; if it has the embedding's weights, its gradient is *waiting* for the embedding's backward.
-*Factors* are copies of experts' adapters (`ExpertFactors`), and a
-*moment* is a point within a layer's backward. A *traced* model is one whose layer torch ran on the
-meta device to see what it keeps. The other words of a unit's memory are in `UnitMemory`.
+*Factors* are copies of experts' adapters (`ExpertFactors`), and a *moment* is a point within a
+layer's backward. A *traced* model is one whose layer torch ran on the meta device to see what it
+keeps. The other words of a unit's memory are in `UnitMemory`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -76,9 +76,8 @@ class ShardedBackward:
     layer_temporaries: int  # temporaries of a layer's backward
     gradients: int  # shards that wait for the update
     reducing_before: int = 0  # input of the previous unit's reduce-scatter, not freed yet
-    waiting_gradient: int = (
-        0  # the tail's, whole, until the embedding's backward (`tail_has_embedding`)
-    )
+    # the tail's, whole, until the embedding's backward (`tail_has_embedding`)
+    waiting_gradient: int = 0
 
     @property
     def keeps_shards(self) -> bool:
