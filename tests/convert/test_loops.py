@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,8 @@ from finetune.convert.torchtune import METAS_FILES
 from finetune.convert.value_conversion import Conversion
 from finetune.data.messages import parse_messages
 from finetune.optim.optimizers import make_parameter_groups
+from tests.convert.conftest import Convert, said
 
-Convert = Callable[..., Conversion]
 MODEL = {
     "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
     "pretrained_model_name_or_path": "Qwen/Qwen3-8B",
@@ -214,10 +214,6 @@ def convert(tmp_path: Path) -> Convert:
         return convert_file(source)
 
     return convert
-
-
-def said(made: Conversion) -> str:
-    return "\n".join([*made.differences, *made.remarks])
 
 
 @pytest.mark.parametrize(

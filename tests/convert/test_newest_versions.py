@@ -1,12 +1,10 @@
 """What a file means to the newest version of its tool, and where an older one reads it otherwise."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
-import yaml
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.families import IMAGE_FAMILIES
@@ -35,7 +33,7 @@ from finetune.convert.by_tool import (
     ROUTERS_IN_FP32,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
-from finetune.convert.conversion import REDUCED_IN_16_BITS, convert_file
+from finetune.convert.conversion import REDUCED_IN_16_BITS
 from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
 from finetune.convert.model_names import (
@@ -74,9 +72,8 @@ from finetune.convert.shared import (
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
-from finetune.convert.value_conversion import Conversion
+from tests.convert.conftest import Convert, said
 
-Convert = Callable[..., Conversion]
 AXOLOTL = {
     "base_model": "Qwen/Qwen3-8B",
     "datasets": [{"path": "a/rows", "type": "chat_template"}],
@@ -95,22 +92,6 @@ FACTORY = {
     "template": "qwen3_vl",
     "bf16": True,
 }
-
-
-@pytest.fixture
-def convert(tmp_path: Path) -> Convert:
-    """Converts a file of some keys; `text` stands before them."""
-
-    def made(file: dict[str, object], text: str = "", **keys: object) -> Conversion:
-        path = tmp_path / "theirs.yaml"
-        path.write_text(text + yaml.safe_dump(file | keys))
-        return convert_file(path)
-
-    return made
-
-
-def said(conversion: Conversion) -> str:
-    return "\n".join([*conversion.differences, *conversion.remarks])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What ms-swift and LLaMA-Factory's v1 do by themselves: their rows, turns, ends and defaults, converted or said."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ from finetune.convert.swift import (
     SYSTEM_THERE,
     THOUGHTS_KEPT,
 )
-from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
+from tests.convert.conftest import Convert, said
 
-Convert = Callable[..., Conversion]
 SWIFT = {"model": "org/model", "tuner_type": "lora", "dataset": ["rows.jsonl"], "max_length": 512}
 PACKED = PACKED_AT_ONCE.format("a thousand")
 V1 = {
@@ -46,20 +44,6 @@ V1 = {
     "train_dataset": "a/rows",
     "max_steps": 10,
 }
-
-
-@pytest.fixture
-def convert(tmp_path: Path) -> Convert:
-    def convert(file: dict[str, Any], **keys: Any) -> Conversion:
-        source = tmp_path / "theirs.yaml"
-        source.write_text(yaml.safe_dump(file | keys))
-        return convert_file(source)
-
-    return convert
-
-
-def said(made: Conversion) -> str:
-    return "\n".join([*made.differences, *made.remarks])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What a file does in its tool that a recipe's keys do not say: layers of new families, packed rows, turns, means, saved templates."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,36 +81,19 @@ from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_S
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
-from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer, read_template
+from tests.convert.conftest import Convert, said
 from tests.convert.test_axolotl_ids import load
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY, TUNE
 
-Convert = Callable[..., Conversion]
 GLM = "zai-org/GLM-5.3-Flash-BF16"
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_dropout": 0.05}
 MINISTRAL = "mistralai/Ministral-8B-Instruct-2410"
 SMALL = "mistralai/Mistral-Small-3.2-24B-Instruct-2506"
 COMPLETION = [{"path": "a/texts", "type": "completion"}]
 ALPACA = [{"path": "a/rows", "type": "alpaca"}]
-
-
-@pytest.fixture
-def convert(tmp_path: Path) -> Convert:
-    """Converts a file of some keys."""
-
-    def made(file: dict[str, object], **keys: object) -> Conversion:
-        path = tmp_path / "theirs.yaml"
-        path.write_text(yaml.safe_dump(file | keys))
-        return convert_file(path)
-
-    return made
-
-
-def said(conversion: Conversion) -> str:
-    return "\n".join([*conversion.differences, *conversion.remarks])
 
 
 def test_glm_5_3_flash_has_the_layers_of_its_own_family(convert: Convert) -> None:
