@@ -779,10 +779,14 @@ TRIMMED = ("llama3", "gemma", "mistral", "command-r")
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
 # tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer; the model's own tokenizer has
-# these tokens with rstrip
+# these tokens with rstrip, and puts a space before every text
 OF_PHI3 = (
     "chat_template: a space and a line break follow <|user|>, <|assistant|> and <|end|> there, as "
     "tokens of their turns; here the model's tokenizer leaves them out",
+    "chat_template: the first word of a question or a system message, and of an answer where all "
+    "turns are trained, has no space before it there; here the model's tokenizer writes one, which "
+    "makes it another token",
+    "chat_template: spaces at the end of a turn are left out there, kept here",
     "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
     "each question; here an EOS token ends the row, and no BOS token is written",
 )

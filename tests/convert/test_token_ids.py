@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from jinja2.exceptions import TemplateError
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from transformers import AutoTokenizer
 
 from finetune.config.schema import Data, DatasetSource
@@ -62,6 +62,8 @@ TOKENS = [
     *("<tool_call>", "</tool_call>", "<|endoftext|>", "<|step_id|>", "<|image|>", "<|finetune_right_pad_id|>"),
     "<|dummy_85|>",
 ]  # fmt: skip
+# Phi-3's, whose tokenizer leaves out the white space after each.
+OF_TURNS = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>")
 # Vocabularies of SentencePiece, which puts a space before every text that it is given; the others are of bytes.
 PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer", "HellaSwag+pieces")
 EOS = {
@@ -155,8 +157,15 @@ def conversations(name: str) -> list[list[dict[str, str]]]:
 def vocabulary(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of the tokenizer that a name is tried with."""
     folder, made = tmp_path_factory.mktemp("tokenizers"), {}
+    of_phi3 = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    of_phi3.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(token, rstrip=True) for token in OF_TURNS]}
+    )
+    of_phi3.save_pretrained(folder / "phi3")
 
     def find(name: str) -> Path:
+        if name.startswith("phi3"):
+            return folder / "phi3"
         if name in PIECES:
             return shared / "models" / "stories260k"
         eos = EOS.get(name)
@@ -259,13 +268,13 @@ def convert_name(tool: str, name: str, folder: Path) -> Conversion:
 
 
 def render_ours(
-    template: str, turns: list[dict[str, str]], tokenizer: Any
+    template: str, turns: list[dict[str, str]], tokenizer: Any, answers_alone: bool = True
 ) -> tuple[list[int], list[bool]]:
     """(ids, which of them are trained on) of a conversation under a named template."""
     tokenizer.chat_template = read_template(template)
     document = parse_row({"messages": turns}, DatasetSource(path="rows.jsonl")).document
     assert document is not None
-    texts = render_turns(document, make_renderer(tokenizer, True))
+    texts = render_turns(document, make_renderer(tokenizer, answers_alone))
     tokens = tokenize(texts, [(0, 0)] * len(texts), make_encoder(tokenizer))
     return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
 
@@ -310,6 +319,25 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
     assert says_break == (more == {"\n"})
     assert says_header or says_break or not more
+
+
+@pytest.mark.parametrize("answers_alone", [True, False])
+def test_breaks_and_first_words_are_all_that_differs_inside_a_row_of_torchtunes_phi3(
+    theirs: Rendered, vocabulary: Callable[[str], Path], answers_alone: bool
+) -> None:
+    name = "phi3_mini_tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(vocabulary(name))
+    for turns, (ids, _) in zip(conversations(name), theirs["torchtune"][name], strict=True):
+        there, here = (
+            "".join(tokenizer.convert_ids_to_tokens(each))
+            for each in (ids, render_ours("phi3", turns, tokenizer, answers_alone)[0])
+        )
+        spaced = {turn["role"] for turn in turns if f"<|{turn['role']}|>▁" in here}
+        assert spaced == {turn["role"] for turn in turns} - (
+            {"assistant"} if answers_alone else set()
+        )
+        with_breaks = re.sub(r"(<\|\w+\|>)▁?", r"\1▁<0x0A>", here.removesuffix("</s>"))
+        assert there == f"<s>{with_breaks}"
 
 
 @pytest.mark.parametrize("name", AUTOMODELS)

@@ -131,8 +131,8 @@ def by_torchtune(
         Message(role=t["role"], content=t["content"], masked=t["role"] != "assistant")
         for t in conversation
     ]
-    ids, masked = make_torchtune(name, tokenizer, folder).tokenize_messages(turns)
-    return ids, [not hidden for hidden in masked]
+    row = make_torchtune(name, tokenizer, folder)({"messages": turns})
+    return row["tokens"], [not hidden for hidden in row["mask"]]
 
 
 def by_llama_factory(
