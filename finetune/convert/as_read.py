@@ -90,6 +90,8 @@ UNREAD = (
         ("clip_grad_norm.max_norm",),
         lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
     ),
+    # null is stage: pt to its hparams/parser.py, as no key is
+    Unread(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
     # of its train/sft/trainer.py alone
     Unread(
         ("LLaMA-Factory",),

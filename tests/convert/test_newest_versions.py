@@ -752,6 +752,7 @@ def test_how_axolotl_packs_rows_is_said(
         ({"packing": True}, PACKED_AT_A_TIME.format(1000)),
         ({"neat_packing": True, "preprocessing_batch_size": 128}, PACKED_AT_A_TIME.format(128)),
         ({"stage": "pt"}, LEFT_OVER.format(1000)),
+        ({"stage": "pt", "packing": None}, LEFT_OVER.format(1000)),
         ({"stage": "pt", "packing": False}, None),
         ({}, None),
     ],
