@@ -241,6 +241,26 @@ AUTOMODEL_ENDS = {
         "and with all but the first of the tokens that begin one"
     ),
 }
+# of its components/datasets/vlm/datasets.py
+MIXTURE = "make_tulu3_magicoder_text_mix_dataset"
+MIXED: Mapping[str, dict[str, Any]] = {
+    "tulu": {"path": "allenai/tulu-3-sft-mixture", "type": "messages"},
+    "magicoder": {
+        "path": "ise-uiuc/Magicoder-OSS-Instruct-75K",
+        "type": "messages",
+        "prompt_column": "problem",
+        "completion_column": "solution",
+    },
+}
+MIXED_SHARES = (
+    "a row is of the first data set with a chance of 0.8 there, else of the second, until each of "
+    "both was drawn, and no more than limit_total; here each is read once an epoch: an entry's "
+    "weight says how often, and its split which rows"
+)
+MIXED_ROWS = (
+    "of the first data set rows of over {} messages are left out there, and messages without "
+    "words; of the second the white space around a text; here all is read"
+)
 # MistralCommonBackend of its _transformers/tokenization, which has no chat template
 BY_MISTRAL_COMMON = ("mistral", "pixtral", "mistral3", "ministral3")
 WITHOUT_TEMPLATE = (
@@ -332,6 +352,8 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
     entry.flatten("column_mapping", "tokenizer")
     _take_tokenizer(entry, conversion)
+    if kind == MIXTURE:
+        return _read_mixture_of_texts(entry, conversion)
     path = _take_first(entry, "path_or_dataset_id", "path_or_dataset", "dataset_name")
     if path is None:
         raise UserError(
@@ -361,6 +383,27 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     paths = path if isinstance(path, list) else [path]
     limit = next(filter(None, limits), None)
     return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
+
+
+def _read_mixture_of_texts(entry: DataSetEntry, conversion: Conversion) -> Sources:
+    """Reads Automodel's mixture of two data sets of the hub, whose rows it draws by fixed shares.
+
+    A limit takes the first rows of each, by these shares.
+    """
+    entry.take("seed")
+    most = entry.take("max_turns")
+    limit = entry.take("limit_total")
+    sources = [
+        made | {"split": entry.take(f"{name}_split") or "train"} for name, made in MIXED.items()
+    ]
+    note = MIXED_ROWS.format(16 if most is None else most)
+    conversion.add_difference(f"{entry.where}.max_turns", most, note)
+    if not isinstance(limit, int) or any("[" in made["split"] for made in sources):
+        conversion.add_difference(f"{entry.where}.limit_total", limit, MIXED_SHARES)
+        return sources
+    ours = round(0.8 * limit)
+    shares = zip(sources, (ours, limit - ours), strict=True)
+    return [take_first_rows(made, rows) for made, rows in shares if rows]
 
 
 def _read_template(template: Any, source: Path) -> str | Path:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from finetune.convert.by_tool import (
     UNMASKED,
 )
 from finetune.convert.conversion import convert_file
+from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
 from finetune.convert.model_names import (
     MARKED_BY_HEADER,
     ONE_TEXT,
@@ -386,6 +388,29 @@ TULU = {
     "_target_": f"{VLM_DATA}.datasets.make_tulu3_dataset",
     "path_or_dataset": "allenai/tulu-3-sft-mixture",
 }
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits"),
+    [
+        ({"limit_total": 200}, ["train[:160]", "train[:40]"]),
+        ({"limit_total": 200, "tulu_split": "train[:50000]"}, ["train[:50000]", "train"]),
+        ({"magicoder_split": "test"}, ["train", "test"]),
+    ],
+)
+def test_automodels_mixture_of_texts_is_its_two_data_sets_and_its_shares_are_kept_or_said(
+    tmp_path: Path, keys: dict[str, Any], splits: list[str]
+) -> None:
+    mixture = {"_target_": f"{VLM_DATA}.datasets.{MIXTURE}", "seed": 42, "max_turns": 8}
+    made = convert_automodels(tmp_path, "google/gemma-4-E4B-it", dataset=mixture | keys)
+    assert [each["path"] for each in made.recipe["datasets"]] == [
+        "allenai/tulu-3-sft-mixture",
+        "ise-uiuc/Magicoder-OSS-Instruct-75K",
+    ]
+    assert [each["split"] for each in made.recipe["datasets"]] == splits
+    text = " ".join(made.differences)
+    assert (MIXED_SHARES in text) == ("[:160]" not in splits[0])
+    assert MIXED_ROWS.format(8) in text and "not known here" not in text and not made.to_do
 
 
 def test_texts_of_automodels_recipe_for_images_are_packed_as_texts(tmp_path: Path) -> None:
