@@ -34,6 +34,8 @@ MERGED_DEQUANTIZED = (
     "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
     "dequantized"
 )
+# its checkpointers save the weights as they are trained
+SAVED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
@@ -47,6 +49,9 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
+    saved = SAVED_DTYPES.get(str(settings.get("dtype")))
+    if saved is not None:
+        recipe["export_dtype"] = saved
     optimizer = read_section(settings, "optimizer")
     if optimizer:
         set_optimizers_defaults(str(optimizer.get("_component_")), recipe)

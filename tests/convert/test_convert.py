@@ -1365,6 +1365,16 @@ def test_weights_in_bfloat16_are_trained_in_the_precision_of_the_launch(converte
 
 
 @pytest.mark.parametrize(
+    ("dtype", "exported"), [("bf16", "bfloat16"), ("fp32", "float32"), ("a name of its own", None)]
+)
+def test_an_export_has_the_dtype_that_torchtune_trains_and_saves(
+    converted: Convert, dtype: str, exported: str | None
+) -> None:
+    """Source: gather_cpu_state_dict of torchtune's training/_distributed.py, which casts nothing."""
+    assert converted(TORCHTUNE.replace("bf16", dtype))[0].get("export_dtype") == exported
+
+
+@pytest.mark.parametrize(
     ("tokenizer", "ours"),
     [
         ("llama2.llama2_tokenizer", "inst-torchtune"),
