@@ -7,7 +7,7 @@ from typing import Any
 from finetune.config.quantization import QLORA
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
-from finetune.convert.shared import IN_ORDER, MLP_LAYERS
+from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
 from finetune.convert.value_conversion import Conversion, convert_targets, read_section
 
 AN_EPOCH_AT_MOST = (
@@ -34,6 +34,13 @@ MERGED_DEQUANTIZED = (
     "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
     "dequantized"
 )
+# `train` of its recipes/knowledge_distillation_*.py, in 0.6.1 and 0.7, which calls scale_grads on
+# gradients of means
+DIVIDED_BY_TOKENS = (
+    "the gradients of the micro-batches' mean losses are added, and divided by the step's number "
+    "of trained tokens there: they are thousands of times smaller than here, so that adam_epsilon "
+    "makes Adam's updates smaller too, and clip_grad_norm clips next to none"
+)
 # its checkpointers save the weights as they are trained
 SAVED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -49,6 +56,9 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
+    if "teacher_model" in settings:
+        conversion.add_difference("kd_ratio", settings.get("kd_ratio", 0.5), DIVIDED_BY_TOKENS)
+        conversion.remarks.append(MICRO_BATCHES_ALIKE)
     saved = SAVED_DTYPES.get(str(settings.get("dtype")))
     if saved is not None:
         recipe["export_dtype"] = saved

@@ -36,6 +36,8 @@ from finetune.convert.model_names import SPECIAL_FIRST, TEMPLATES, UNKNOWN_IMAGE
 from finetune.convert.numbers import ENDS_OF_TEXTS, LABEL_BEHIND_CUT
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
+from finetune.convert.shared import MICRO_BATCHES_ALIKE
+from finetune.convert.torchtune import DIVIDED_BY_TOKENS
 from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
 from tests.conftest import slow_but
@@ -660,6 +662,19 @@ teacher_checkpointer: {checkpoint_dir: org/teacher}
 kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}
 kd_ratio: 0.25
 """
+
+
+@pytest.mark.parametrize("teacher", ["", TEACHER])
+def test_a_gradient_of_torchtunes_distillation_is_divided_by_tokens_too(
+    teacher: str, converted: Convert
+) -> None:
+    """Source: `train` of its recipes/knowledge_distillation_*.py, in 0.6.1 and 0.7."""
+    text = converted(TORCHTUNE + teacher)[2].read_text()
+    assert [note in text for note in (DIVIDED_BY_TOKENS, MICRO_BATCHES_ALIKE)] == [
+        bool(teacher)
+    ] * 2
+
+
 FREEZE = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze")
 MIXER = """
 model_name_or_path: org/model
