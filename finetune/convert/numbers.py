@@ -32,6 +32,13 @@ EOS_AT_CUT = (
     "max_length: the EOS token stands in place of the last token of a row that is cut there, and "
     "is not trained; here that token stays, and has the next one of the row as its label"
 )
+# tokenize_messages of torchtune's Qwen2Tokenizer and Qwen2_5Tokenizer, in 0.6.1 and 0.7, which
+# masks the last token whether a row is cut or not
+OF_QWEN = re.compile(r"^torchtune\.models\.qwen\w+\.\w+_tokenizer$")
+END_MASKED = (
+    "where a length is named, the last token of every row, which ends its last answer, is not "
+    "trained there: the model does not learn to end; here it is trained"
+)
 # mask_messages of torchtune's data/_messages.py
 SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
 # ModulesToSaveWrapper of peft, which copies a module with its weight
@@ -126,6 +133,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(conversion)
     _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
+    _report_masked_end(settings, conversion)
     _report_ends(settings, conversion)
 
 
@@ -163,6 +171,17 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
     if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
+
+
+def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that torchtune's tokenizers for Qwen leave the end of a row out."""
+    tokenizer = read_section(settings, "tokenizer")
+    longest = tokenizer.get("max_seq_len")
+    name = str(tokenizer.get("_component_"))
+    are_texts = "text_completion_dataset" in str(settings.get("dataset"))
+    rows = find_method_facts(conversion.recipe).rows
+    if longest and OF_QWEN.search(name) and rows in ("answers", "pairs") and not are_texts:
+        conversion.add_difference("tokenizer.max_seq_len", longest, END_MASKED)
 
 
 def _report_ends(settings: ToolFile, conversion: Conversion) -> None:

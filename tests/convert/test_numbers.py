@@ -25,6 +25,7 @@ from finetune.convert.numbers import (
     BOS_OF_BLOCKS,
     COPIES_WHERE_TIED,
     EMPTY_ANSWERS,
+    END_MASKED,
     ENDS_OF_ANSWERS,
     ENDS_OF_TEXTS,
     EOS_AT_CUT,
@@ -155,6 +156,24 @@ def test_how_a_text_ends_that_holds_its_end_or_nothing_is_said(
     text = convert(file, **keys)
     known = (ENDS_OF_TEXTS, ENDS_OF_ANSWERS, EMPTY_ANSWERS)
     assert [each for each in known if each in text] == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "max_seq_len", "dataset", "is_said"),
+    [
+        ("qwen2_5.qwen2_5_tokenizer", 512, "chat", True),
+        ("qwen3.qwen3_tokenizer", 512, "chat", True),
+        ("qwen3.qwen3_tokenizer", None, "chat", False),
+        ("qwen3.qwen3_tokenizer", 512, "text_completion", False),
+        ("llama3.llama3_tokenizer", 512, "chat", False),
+    ],
+)
+def test_the_end_that_torchtunes_tokenizers_for_qwen_do_not_train_is_said(
+    convert: Convert, name: str, max_seq_len: int | None, dataset: str, is_said: bool
+) -> None:
+    tokenizer = {"_component_": f"torchtune.models.{name}", "max_seq_len": max_seq_len}
+    rows = {"_component_": f"torchtune.datasets.{dataset}_dataset", "source": "a/rows"}
+    assert (END_MASKED in convert(TUNE, tokenizer=tokenizer, dataset=rows)) == is_said
 
 
 @pytest.mark.parametrize(("max_seq_len", "is_said"), [(512, True), (None, False)])

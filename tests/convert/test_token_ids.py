@@ -75,6 +75,8 @@ NAMES = {
     "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "qwen3_5_nothink", "qwen3_5", "qwen3_6", "gemma", "gemma2", "gemma3",
                       "gemma3n", "gemma4", "falcon_h1", "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
 }  # fmt: skip
+# of torchtune: with a max_seq_len that no conversation reaches
+LIMITED = [f"{name}+999" for name in ("qwen2_tokenizer", "llama3_tokenizer")]
 AXOLOTL = ("axolotl==0.21.0", "addict==2.4.0")
 AXOLOTLS = ["aya", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
             "gemma4_unified", "llama3", "llama4", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken",
@@ -201,6 +203,7 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         installed = subprocess.run(command, capture_output=True, text=True)
         if installed.returncode:
             pytest.skip(f"pip cannot install {', '.join(PACKAGES)}: {installed.stderr[-300:]}")
+    asked = {**NAMES, "torchtune": [*NAMES["torchtune"], *LIMITED]}
     cases = [
         {
             "tool": tool,
@@ -211,7 +214,7 @@ def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
                 *(OF_ITS_TOOLS if tool == "LLaMA-Factory" else []),
             ],
         }
-        for tool, names in NAMES.items()
+        for tool, names in asked.items()
         for name in names
     ]
     cases += [
@@ -319,6 +322,19 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
     assert says_break == (more == {"\n"})
     assert says_header or says_break or not more
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_length_takes_the_end_of_an_answer_from_what_torchtune_trains_of_qwens_alone(
+    theirs: Rendered, name: str
+) -> None:
+    whole = theirs["torchtune"][name.partition("+")[0]]
+    for (ids, trained), (limited_ids, limited) in zip(
+        whole, theirs["torchtune"][name], strict=True
+    ):
+        is_qwens = name.startswith("qwen")
+        assert limited_ids == ids
+        assert limited == [*trained[:-1], trained[-1] and not is_qwens]
 
 
 @pytest.mark.parametrize("answers_alone", [True, False])

@@ -125,13 +125,17 @@ def make_torchtune(name: str, tokenizer: Any, folder: Path) -> Any:
 def by_torchtune(
     name: str, tokenizer: Any, conversation: Sequence[dict[str, str]], folder: Path
 ) -> Any:
+    """A conversation by the tokenizer of that name; one that ends in +999 has that max_seq_len."""
     from torchtune.data import Message
 
     turns = [
         Message(role=t["role"], content=t["content"], masked=t["role"] != "assistant")
         for t in conversation
     ]
-    row = make_torchtune(name, tokenizer, folder)({"messages": turns})
+    kind, _, longest = name.partition("+")
+    made = make_torchtune(kind, tokenizer, folder)
+    made.max_seq_len = int(longest) if longest else None
+    row = made({"messages": turns})
     return row["tokens"], [not hidden for hidden in row["mask"]]
 
 
