@@ -159,6 +159,8 @@ def _read_torchtune_entry(
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")
         entry.take("transform._component_")
+    if component == "text_completion" and "max_length" in conversion.recipe:
+        conversion.recipe["overlength"] = "truncate"  # what is behind the cut is left out
     _report_torchtune_packing(entry, component, conversion)
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]

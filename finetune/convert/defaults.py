@@ -29,6 +29,7 @@ COMPONENTS = {
     "warmup_steps": 0,
     "save_total_limit": None,
 }
+SPLITTING = ("bfd_split", "wrapped")  # ways to pack of TRL's that lose no token of a long row
 UNLIMITED = {"max_length": 8192, "overlength": "error"}
 UNLIMITED_NOTE = (
     "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for "
@@ -153,6 +154,11 @@ def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, An
     method = find_method_facts(recipe)
     if conversion.tool == "LLaMA-Factory" and settings.get("stage") == "pt":
         defaults["packing"] = True
+    if conversion.tool == "TRL" and method.rows == "answers" and not conversion.images:
+        # pack_dataset of its data_utils.py, and _prepare_dataset of its SFTTrainer; of plain text
+        # too, which is split here
+        splits = settings.get("packing") and settings.get("packing_strategy") in SPLITTING
+        defaults.setdefault("overlength", "split" if splits else "truncate")
     if method.rows != "answers":
         defaults.pop("assistant_only_loss", None)  # only the answers are compared
     if method.samples:

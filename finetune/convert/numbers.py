@@ -32,6 +32,11 @@ EOS_AT_CUT = (
     "max_length: the EOS token stands in place of the last token of a row that is cut there, and "
     "is not trained; here that token stays, and has the next one of the row as its label"
 )
+# _prepare_sample of torchtune's TextCompletionDataset
+TEXT_CUT = (
+    "max_length: a text is cut to one token less there, and its last token has no label; here that "
+    "of a text that is cut has the next one of the text"
+)
 # tokenize_messages of torchtune's Qwen2Tokenizer and Qwen2_5Tokenizer, in 0.6.1 and 0.7, which
 # masks the last token whether a row is cut or not
 OF_QWEN = re.compile(r"^torchtune\.models\.qwen\w+\.\w+_tokenizer$")
@@ -124,8 +129,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         and not (conversion.tool == "LLaMA-Factory" and is_of_mcore(settings))
     )
     if is_cut and rows in ("answers", "pairs", "ratings"):
-        is_tunes = conversion.tool == "torchtune"
-        conversion.remarks.append(EOS_AT_CUT if is_tunes else LABEL_BEHIND_CUT)
+        conversion.remarks.append(_describe_cut(settings, conversion))
     if settings.get("use_muon"):
         conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
     _report_clipping(settings, conversion)
@@ -135,6 +139,18 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_prompts(settings, conversion)
     _report_masked_end(settings, conversion)
     _report_ends(settings, conversion)
+
+
+def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
+    """Says how the end of a row that is cut differs."""
+    if conversion.tool != "torchtune":
+        return LABEL_BEHIND_CUT
+    return TEXT_CUT if _holds_texts(settings) else EOS_AT_CUT
+
+
+def _holds_texts(settings: ToolFile) -> bool:
+    """Whether a file of torchtune's names rows of plain text."""
+    return "text_completion_dataset" in str([settings.get(key) for key in ("dataset", "datasets")])
 
 
 def _starts_at_zero(settings: ToolFile) -> bool:
@@ -178,9 +194,13 @@ def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
     tokenizer = read_section(settings, "tokenizer")
     longest = tokenizer.get("max_seq_len")
     name = str(tokenizer.get("_component_"))
-    are_texts = "text_completion_dataset" in str(settings.get("dataset"))
     rows = find_method_facts(conversion.recipe).rows
-    if longest and OF_QWEN.search(name) and rows in ("answers", "pairs") and not are_texts:
+    if (
+        longest
+        and OF_QWEN.search(name)
+        and rows in ("answers", "pairs")
+        and not _holds_texts(settings)
+    ):
         conversion.add_difference("tokenizer.max_seq_len", longest, END_MASKED)
 
 

@@ -35,6 +35,7 @@ from finetune.convert.numbers import (
     OTHER_ATTENTION,
     ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
+    TEXT_CUT,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
 )
@@ -182,6 +183,39 @@ def test_the_end_of_a_row_that_torchtune_cuts_is_said(
 ) -> None:
     text = convert(TUNE, tokenizer=TUNE["tokenizer"] | {"max_seq_len": max_seq_len})
     assert (EOS_AT_CUT in text) == is_said and LABEL_BEHIND_CUT not in text
+
+
+@pytest.mark.parametrize(("max_seq_len", "overlength"), [(512, "truncate"), (None, "error")])
+def test_a_text_that_torchtune_cuts_loses_its_rest(
+    tmp_path: Path, max_seq_len: int | None, overlength: str
+) -> None:
+    """Source: _prepare_sample of its TextCompletionDataset."""
+    rows = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "a/rows"}
+    tokenizer = TUNE["tokenizer"] | {"max_seq_len": max_seq_len}
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(TUNE | {"tokenizer": tokenizer, "dataset": rows}))
+    made = convert_file(path)
+    assert made.recipe["overlength"] == overlength
+    assert (TEXT_CUT in made.remarks) == bool(max_seq_len) and EOS_AT_CUT not in made.remarks
+
+
+@pytest.mark.parametrize(
+    ("keys", "overlength"),
+    [
+        ({}, "truncate"),
+        ({"packing": True}, "truncate"),
+        ({"packing": True, "packing_strategy": "bfd_split"}, "split"),
+        ({"packing_strategy": "bfd_split"}, "truncate"),
+        ({"max_length": None}, "error"),
+    ],
+)
+def test_a_text_that_trl_cuts_loses_its_rest_unless_it_is_split(
+    tmp_path: Path, keys: dict[str, Any], overlength: str
+) -> None:
+    """Source: _prepare_dataset of TRL's SFTTrainer, and pack_dataset of its data_utils.py."""
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(TRL | {"dataset_name": "a/texts"} | keys))
+    assert convert_file(path).recipe["overlength"] == overlength
 
 
 @pytest.mark.parametrize("trains", [True, False])
