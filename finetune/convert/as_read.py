@@ -92,6 +92,12 @@ UNREAD = (
     ),
     # null is stage: pt to its hparams/parser.py, as no key is
     Unread(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
+    # of its train/dpo/trainer.py and train/kto/trainer.py alone
+    Unread(
+        ("LLaMA-Factory",),
+        ("pref_ftx",),
+        lambda file: file.get("stage", "sft") not in ("dpo", "kto"),
+    ),
     # of its train/sft/trainer.py alone
     Unread(
         ("LLaMA-Factory",),

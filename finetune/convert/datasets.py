@@ -104,6 +104,14 @@ TORCHTUNE_SOURCES = {
 }
 # split_across_pack of its text_completion_dataset, which is true by default
 SPLIT_BY_PACKING = "a text that does not fit is split over two packed rows there; none is here"
+# OpenAIToMessages and validate_messages of its data/_messages.py, in 0.6.1 and 0.7
+OF_CHATS = "a message's train or weight is not read there; it is here"
+OF_OPENAI = (
+    "of a row with tools, their description and the calls are left out there, an answer without "
+    "words trains the text of the message before it once more, and a tool's result stops the run; "
+    "here all of it is trained that the chat template writes",
+    "the text parts of a content are tokenized apart there, as one text here",
+)
 R1_PROMPT = (
     "a question stands in a text there that asks for reasoning and an answer in tags, and opens "
     "<think>, without a chat template; here it is a user's turn"
@@ -161,6 +169,9 @@ def _read_torchtune_entry(
         entry.take("transform._component_")
     if component == "text_completion" and "max_length" in conversion.recipe:
         conversion.recipe["overlength"] = "truncate"  # what is behind the cut is left out
+    if component == "chat":
+        notes = OF_OPENAI if entry.unread.get("conversation_style") == "openai" else ()
+        conversion.remarks += [f"{entry.where}: {note}" for note in (OF_CHATS, *notes)]
     _report_torchtune_packing(entry, component, conversion)
     keys = _take_torchtune_columns(entry, component)
     paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.take_paths("source")]

@@ -34,7 +34,7 @@ from finetune.convert.by_tool import (
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS
-from finetune.convert.datasets import STARTS_TWICE
+from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
 from finetune.convert.factory import FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
 from finetune.convert.model_names import (
     AUXILIARY,
@@ -968,3 +968,26 @@ def test_the_tokens_around_the_turns_of_phi3_are_said(family: str, convert: Conv
     tokenizer = {"_component_": f"torchtune.models.{names[family]}"}
     text = said(convert(TUNE, tokenizer=tokenizer))
     assert [note in text for note in OF_PHI3] == [family == "phi3"] * len(OF_PHI3)
+
+
+@pytest.mark.parametrize("style", ["openai", "sharegpt"])
+def test_what_torchtune_reads_otherwise_of_messages_is_said(style: str, convert: Convert) -> None:
+    """Source: OpenAIToMessages and validate_messages of its data/_messages.py."""
+    rows = {
+        "_component_": "torchtune.datasets.chat_dataset",
+        "source": "a/rows",
+        "conversation_column": "messages",
+        "conversation_style": style,
+    }
+    text = said(convert(TUNE, dataset=rows))
+    assert [note in text for note in (OF_CHATS, *OF_OPENAI)] == [True, *[style == "openai"] * 2]
+    assert OF_CHATS not in said(convert(TUNE))
+
+
+@pytest.mark.parametrize(("stage", "is_read"), [("rm", False), ("sft", False), ("dpo", True)])
+def test_pref_ftx_is_no_key_of_a_stage_that_does_not_read_it(
+    stage: str, is_read: bool, convert: Convert
+) -> None:
+    """Source: PairwiseTrainer and CustomSeq2SeqTrainer of LLaMA-Factory."""
+    keys = {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen", "stage": stage}
+    assert ("pref_ftx" in said(convert(FACTORY, pref_ftx=0.1, **keys))) == is_read
