@@ -19,6 +19,12 @@ JOINED = (
 )
 # PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
 LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
+# PretrainDatasetProcessor, and fix_special_tokens of its data/template.py
+ENDS_BY_TEMPLATE = (
+    "stage: pt   (a text ends with the template's end of a turn there where that replaces the EOS "
+    "token, as <|im_end|> of qwen and <end_of_turn> of gemma, and with <|end_of_text|> under "
+    "llama3; here with the tokenizer's EOS token)"
+)
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
@@ -51,6 +57,8 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
     recipe = conversion.recipe
     stage = settings.get("stage")
     _report_loaded_dtype(settings, conversion)
+    if stage == "pt" and "template" in conversion.ignored:
+        conversion.remarks.append(ENDS_BY_TEMPLATE)
     if stage == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
         conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
