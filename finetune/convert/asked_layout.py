@@ -127,7 +127,7 @@ def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     else:
         layout = _read_trainer(tool, settings, text)
     layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
-    if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
+    if layout.tensors * layout.sequences * layout.experts > 1 and layout.sharding == "none":
         layout = replace(layout, sharding="full", for_groups=True)
     return layout
 

@@ -89,7 +89,6 @@ from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
     REDUCED_IN_16_BITS,
-    SUMMED_IN_16_BITS,
     convert_file,
 )
 from finetune.convert.datasets import (
@@ -145,7 +144,7 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, WHOLE_STEPS
+from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
 from finetune.convert.torchtune import METAS_FILES
 from finetune.convert.value_conversion import Conversion
 from finetune.data.messages import parse_messages
