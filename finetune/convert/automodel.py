@@ -270,7 +270,6 @@ STEPS_UNCLAMPED = (
 OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
-    (BIASES_ROUNDED, ROUNDED_BIASES),
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
@@ -331,17 +330,31 @@ TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForCon
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which dtype weights are trained in that are all in bfloat16 here."""
     recipe = conversion.recipe
+    name = name_model(settings)
+    _report_biases(name, settings, conversion)
     if recipe.get("use_peft") or recipe.get("dtype") != "bfloat16":
         return
     model = read_section(settings, "model")
     asked = model.get("torch_dtype", "auto")
-    name = name_model(settings)
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
     elif model.get("force_hf") or not is_own:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
+
+
+def _report_biases(name: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the biases of routers that a run rounds to 16 bits: of parameters what a layer
+    computes with, of buffers what is loaded so.
+    """
+    family = guess_family(name) or ""
+    recipe = conversion.recipe
+    is_in_16_bits = recipe.get("use_peft") or recipe.get("dtype") == "bfloat16"
+    is_parameter = "e_score_correction_bias = nn.Parameter" in read_family_source(family)
+    is_kept_there = family in BIASES_ROUNDED and not is_of_transformers(settings)
+    if is_kept_there and (is_in_16_bits or is_parameter):
+        conversion.add_difference("model", name, ROUNDED_BIASES)
 
 
 def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:

@@ -425,6 +425,19 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
 
 
 @pytest.mark.parametrize(
+    ("name", "is_said"), [("MiniMaxAI/MiniMax-M2.5", False), ("poolside/Laguna-S-2.1", True)]
+)
+def test_biases_of_routers_that_are_buffers_are_not_rounded_in_float32(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """FSDP casts what a layer has of parameters, and leaves its buffers."""
+    optimizer = {"_target_": "flashoptim.FlashAdamW", "lr": 1e-5}
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}, optimizer=optimizer)
+    assert "dtype" not in made.recipe
+    assert (ROUNDED_BIASES in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
     ("name", "peft", "is_said"),
     [
         ("google/gemma-4-26B-A4B-it", {"match_all_linear": True}, True),
