@@ -116,7 +116,11 @@ UNREAD = (
         lambda file: is_of_mcore(file) or is_of_bridge(file),
     ),
     # run_sft of its train/mca/workflow.py, which trains all weights
-    Unread(("LLaMA-Factory",), ("finetuning_type", "lora_alpha", "lora_rank"), is_of_mcore),
+    Unread(
+        ("LLaMA-Factory",),
+        ("finetuning_type", "lora_alpha", "lora_rank"),
+        lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
+    ),
     # config_builder.py and dataset_export.py of its train/megatron_bridge
     Unread(
         ("LLaMA-Factory",),
