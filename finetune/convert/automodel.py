@@ -245,6 +245,7 @@ WITH_BIAS = (
     "the experts, and the weights are without them"
 )
 # e_score_correction_bias of its Gate; transformers' classes of these have it in the model's dtype
+KEEPS_BIASES = re.compile(r"_keep_in_fp32_modules_strict = \[[^\]]*e_score_correction_bias")
 BIASES_ROUNDED = ("kimi_linear", "laguna", "minimax_m2")
 ROUNDED_BIASES = (
     "the biases by which routers choose experts are in float32 there, in the run's 16 bits here, "
@@ -351,9 +352,11 @@ def _report_biases(name: str, settings: ToolFile, conversion: Conversion) -> Non
     family = guess_family(name) or ""
     recipe = conversion.recipe
     is_in_16_bits = recipe.get("use_peft") or recipe.get("dtype") == "bfloat16"
-    is_parameter = "e_score_correction_bias = nn.Parameter" in read_family_source(family)
+    source = read_family_source(family)
+    is_parameter = "e_score_correction_bias = nn.Parameter" in source
     is_kept_there = family in BIASES_ROUNDED and not is_of_transformers(settings)
-    if is_kept_there and (is_in_16_bits or is_parameter):
+    is_kept_here = KEEPS_BIASES.search(source)  # Kimi Linear's since transformers 5.24
+    if is_kept_there and not is_kept_here and (is_in_16_bits or is_parameter):
         conversion.add_difference("model", name, ROUNDED_BIASES)
 
 

@@ -37,6 +37,7 @@ from finetune.convert.automodel import (
     IN_16_BITS,
     IN_32_BITS,
     IN_OWN_DTYPE,
+    KEEPS_BIASES,
     LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
@@ -390,7 +391,6 @@ def test_automodels_ranks_have_as_many_rows_each(
     [
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
-        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
@@ -435,6 +435,14 @@ def test_biases_of_routers_that_are_buffers_are_not_rounded_in_float32(
     made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}, optimizer=optimizer)
     assert "dtype" not in made.recipe
     assert (ROUNDED_BIASES in said(made)) == is_said
+
+
+def test_biases_that_transformers_keeps_in_float32_are_not_said_to_be_rounded(
+    convert: Convert,
+) -> None:
+    model = {"pretrained_model_name_or_path": "moonshotai/Kimi-Linear-48B-A3B-Instruct"}
+    is_kept = KEEPS_BIASES.search(read_family_source("kimi_linear")) is not None
+    assert (ROUNDED_BIASES in said(convert(AUTOMODEL, model=model))) != is_kept
 
 
 @pytest.mark.parametrize(
@@ -515,10 +523,9 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
     for family in BIASES_ROUNDED:
         source = read_family_source(family)
-        assert re.search(
-            r"e_score_correction_bias = nn\.\w+\(torch\.zeros\([^)]*(num|n)_\w*experts\)", source
-        )
-        assert not re.search(r"_keep_in_fp32_modules\w* = \[[^\]]*e_score", source)
+        bias = re.search(r"e_score_correction_bias = nn\.\w+\(torch\.zeros\(([^)]*)\)", source)
+        assert bias
+        assert ("float32" in bias.group(1)) == (KEEPS_BIASES.search(source) is not None)
     clamped = "self.time_step_limit = (config.time_step_min,"
     assert clamped in read_family_source("nemotron_h")
     assert "self.sinks = nn.Parameter" in read_family_source("mimo_v2_flash")
