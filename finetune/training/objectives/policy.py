@@ -332,7 +332,7 @@ class PolicyObjective(Objective):
             # of the weights to the server
             metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
-            # how often new weights cut a completion, and the tokens that are lost with it
+            # how often new weights, or the end of a run, cut a completion, and the tokens lost so
             metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
             metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
@@ -409,7 +409,7 @@ class HeldOutRewards(Objective):
                 step=0,
                 generations=1,
                 greedy=True,
-                first_place=first,
+                prompts_before=first,
             )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
