@@ -672,7 +672,7 @@ class Session:
                 self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
                 loaded.objectives.training.resume(start, self.progress.step)
-        self._kept_step = self.progress.step
+            self._kept_step = self.progress.step
         return self.progress
 
     def export(self) -> Path:

@@ -126,7 +126,7 @@ class AmountScores(Objective):
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
         numbers = read_numbers(find_labels(micro_batch, self.sequence_group))
-        return Measured(share_of(((scores - numbers) ** 2).sum().float(), self.sequence_group))
+        return make_measured(((scores - numbers) ** 2).sum(), {}, self.sequence_group)
 
 
 """,
@@ -161,6 +161,12 @@ def add_one_of_each(copy: Path) -> None:
 
 def test_the_page_names_the_files_that_one_of_each_kind_touches(tmp_path: Path) -> None:
     add_one_of_each(tmp_path / "project")
+
+
+def test_one_of_each_kind_uses_names_that_its_files_know(tmp_path: Path) -> None:
+    add_one_of_each(tmp_path)
+    looked = run_command(["ruff", "check", "--isolated", "--select", "F821", str(tmp_path)])
+    assert looked.returncode == 0, looked.stdout
 
 
 @pytest.mark.slow

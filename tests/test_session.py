@@ -515,6 +515,9 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
             finetune.UserError, match=r"after step 1 is not saved; call session.save"
         ):
             session.export()
+        assert session.load().step == 1  # there is no checkpoint
+        with pytest.raises(finetune.UserError, match="after step 1 is not saved"):
+            session.export()
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
     keys = {

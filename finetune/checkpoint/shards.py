@@ -435,16 +435,20 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
 
     shards: All of this rank's shards, first copies or not.
     """
-    group_size = ranks.world.shard_group_size
-    tensors = ranks.world.stage_size // ranks.world.tensor_group_count
-    stage = ranks.world.stage_size
-    if stage > group_size:  # several replicas
-        _refuse_different(
-            shards, step, ranks, lambda rank: rank - rank % stage + rank % stage % group_size
-        )
-    if tensors > 1:
+    stage_size = ranks.world.stage_size
+    shard_group_size = ranks.world.shard_group_size
+    tensor_group_size = stage_size // ranks.world.tensor_group_count
+
+    def find_first_copy(rank: int) -> int:
+        """Finds the rank of the first replica in the same stage that has the same shards."""
+        rank_in_stage = rank % stage_size
+        return rank - rank_in_stage + rank_in_stage % shard_group_size
+
+    if stage_size > shard_group_size:  # several replicas
+        _refuse_different(shards, step, ranks, find_first_copy)
+    if tensor_group_size > 1:
         replicated = [shard for shard in shards if not shard.is_divided]
-        _refuse_different(replicated, step, ranks, lambda rank: rank - rank % tensors)
+        _refuse_different(replicated, step, ranks, lambda rank: rank - rank % tensor_group_size)
 
 
 def _refuse_different(
@@ -459,13 +463,16 @@ def _refuse_different(
     different = [rank for rank, digest in enumerate(digests) if digest != digests[first_of(rank)]]
     if not different:
         return
-    by_rank = ranks.on_all(lambda: sums)
+    sums_of_ranks = ranks.on_all(lambda: sums)
     rank = different[0]
     first = first_of(rank)
-    unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
+    names = dict.fromkeys([*sums_of_ranks[first], *sums_of_ranks[rank]])
+    unequal = [
+        name for name in names if sums_of_ranks[first].get(name) != sums_of_ranks[rank].get(name)
+    ]
     raise UserError(
         f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but "
-        f"{len(unequal)} of {len(by_rank[rank])} tensors are not equal, {unequal[0]} the first; "
+        f"{len(unequal)} of {len(names)} tensors are not equal, {unequal[0]} the first; "
         "start the run again to resume from an earlier checkpoint, and if it happens again, test "
         "the memory of these ranks, or report a bug"
     )

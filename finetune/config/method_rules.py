@@ -96,8 +96,10 @@ def _baseline(case: Case) -> str:
     return loss.baseline if loss else "group"
 
 
-def _averages_sums(case: Case) -> bool:
-    return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].average == "sums"
+def _has_one_ratio(case: Case) -> bool:
+    """Whether a completion has a single ratio."""
+    loss = POLICY_LOSSES.get(case["loss_type"])
+    return loss is not None and loss.average == "whole_sequences"
 
 
 def _is_paid(case: Case) -> bool:
@@ -129,7 +131,7 @@ def _say_correction(name: str) -> str:
 def _follows_every_ratio(case: Case) -> bool:
     """Whether no ratio of training to sampling is beyond a bound."""
     correction = CORRECTIONS.get(case["importance_sampling_correction"])
-    return correction is None or correction.beyond == "ratio"
+    return correction is None or correction.weight_beyond == "ratio"
 
 
 def _list_wrong_addresses(case: Case) -> list[str]:
@@ -413,7 +415,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="beta of sums",
         keys=("beta", "loss_type"),
-        when=lambda c: _has_reference(c) and _averages_sums(c),
+        when=lambda c: _has_reference(c) and _has_one_ratio(c),
         message=(
             "beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a "
             "completion"
@@ -495,7 +497,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a correction of tokens in sums",
         keys=("importance_sampling_correction", "loss_type"),
-        when=lambda c: samples(c) and _corrects_tokens(c) and _averages_sums(c),
+        when=lambda c: samples(c) and _corrects_tokens(c) and _has_one_ratio(c),
         message=(
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
             "combined with loss_type: {loss_type}, which has one ratio for a completion"
@@ -566,11 +568,11 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and is_set("importance_sampling_level")(c)
-            and (_averages_sums(c) or _has_bound(c, "difference"))
+            and (_has_one_ratio(c) or _has_bound(c, "difference"))
         ),
         message=lambda c: (
             f"importance_sampling_level has no effect with loss_type: {c['loss_type']}, whose "
-            f"ratio is {'the sequence' if _averages_sums(c) else 'each token'}'s"
+            f"ratio is {'the sequence' if _has_one_ratio(c) else 'each token'}'s"
         ),
         advice="remove it",
     ),

@@ -25,9 +25,8 @@ class PolicyLoss:
 
     paper: str
     # What the loss is averaged over: sequences, each the mean of its tokens; all tokens of the
-    # step; sequences times max_completion_length; or sequences, each with one ratio for the sum of
-    # its tokens.
-    average: Literal["sequences", "tokens", "budget", "sums"]
+    # step; sequences times max_completion_length; or sequences, each with a single ratio.
+    average: Literal["sequences", "tokens", "budget", "whole_sequences"]
     # What a reward is compared with: the mean of its group; that of the others in its group; or of
     # the whole step.
     baseline: Literal["group", "others", "step"] = "group"
@@ -44,7 +43,9 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
         paper="MiniMax 2025, arXiv:2506.13585, eq. 4 and 5", average="tokens", bound="weight"
     ),
     "rloo": PolicyLoss(
-        paper="Ahmadian et al. 2024, arXiv:2402.14740, sec. 3.4", average="sums", baseline="others"
+        paper="Ahmadian et al. 2024, arXiv:2402.14740, sec. 3.4",
+        average="whole_sequences",
+        baseline="others",
     ),
     "reinforce++": PolicyLoss(
         paper="Hu et al. 2025, arXiv:2501.03262", average="tokens", baseline="step"
@@ -67,7 +68,7 @@ class Correction:
     # mean.
     level: Literal["token", "sequence", "mean"]
     # What the weight of a loss is beyond the bounds: the bound, 0, or the ratio all the same.
-    beyond: Literal["bound", "zero", "ratio"]
+    weight_beyond: Literal["bound", "zero", "ratio"]
     is_weighted: bool = True  # whether the weight within the bounds is the ratio; else it is 1
 
 
@@ -77,18 +78,20 @@ CORRECTIONS: Mapping[str, Correction] = {
         paper="Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL "
         "Training",
         level="token",
-        beyond="bound",
+        weight_beyond="bound",
     ),
     "token_mask": Correction(  # IcePop
-        paper="Ling Team 2025, arXiv:2510.18855", level="token", beyond="zero"
+        paper="Ling Team 2025, arXiv:2510.18855", level="token", weight_beyond="zero"
     ),
-    "sequence_truncate": Correction(paper=SPEED_KILLS, level="sequence", beyond="bound"),
-    "sequence_mask": Correction(paper=SPEED_KILLS, level="sequence", beyond="zero"),
-    "geometric_mask": Correction(paper=SPEED_KILLS, level="mean", beyond="zero", is_weighted=False),
+    "sequence_truncate": Correction(paper=SPEED_KILLS, level="sequence", weight_beyond="bound"),
+    "sequence_mask": Correction(paper=SPEED_KILLS, level="sequence", weight_beyond="zero"),
+    "geometric_mask": Correction(
+        paper=SPEED_KILLS, level="mean", weight_beyond="zero", is_weighted=False
+    ),
     "decoupled": Correction(
         paper="Hilton et al. 2021, arXiv:2110.00641; Fu et al. 2025, arXiv:2505.24298, eq. 5",
         level="token",
-        beyond="ratio",
+        weight_beyond="ratio",
     ),
 }
 NO_CORRECTION = "none"
@@ -595,7 +598,9 @@ METHODS: Mapping[str, MethodFacts] = {
         ),
         needs_teacher=True,
         defaults={"loss_type": DEFAULT_POLICY_LOSS, "num_generations": 1},
-        losses=tuple(name for name, loss in POLICY_LOSSES.items() if loss.average != "sums"),
+        losses=tuple(
+            name for name, loss in POLICY_LOSSES.items() if loss.average != "whole_sequences"
+        ),
     ),
     "reward": MethodFacts(
         says="learns to score answers from pairs: a reward model",

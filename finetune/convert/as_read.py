@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import Tool, ToolFile
+from finetune.convert.factory import is_of_bridge, is_of_mcore
 from finetune.convert.value_conversion import read_section
 
 TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")  # with transformers' arguments
@@ -112,6 +113,33 @@ UNREAD = (
         ("label_smoothing_factor",),
         lambda file: any(map(file.get, ("use_dft_loss", "use_eaft_loss", "use_asft_loss"))),
     ),
+    # create_optimizer and the losses of mcore_adapter's trainer, and config_builder.py of
+    # LLaMA-Factory's train/megatron_bridge
+    Unread(
+        ("LLaMA-Factory",),
+        (
+            *("optim", "use_muon", "use_adam_mini", "use_apollo", "use_badam", "use_galore"),
+            *("label_smoothing_factor", "use_dft_loss", "use_eaft_loss", "use_asft_loss"),
+            *("additional_target", "loraplus_lr_ratio", "pissa_init", "use_dora", "use_rslora"),
+            *("lora_dropout", "lora_target"),
+        ),
+        lambda file: is_of_mcore(file) or is_of_bridge(file),
+    ),
+    # run_sft of its train/mca/workflow.py, which trains all weights
+    Unread(
+        ("LLaMA-Factory",),
+        ("finetuning_type", "lora_alpha", "lora_rank"),
+        lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
+    ),
+    # config_builder.py and dataset_export.py of its train/megatron_bridge
+    Unread(
+        ("LLaMA-Factory",),
+        (
+            *("lr_scheduler_kwargs", "neftune_noise_alpha", "rope_scaling"),
+            *("mask_history", "neat_packing", "packing", "train_on_prompt"),
+        ),
+        is_of_bridge,
+    ),
 )
 
 
@@ -131,6 +159,8 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         for key in row.keys
         if _take(file, key)
     ]
+    if tool == "LLaMA-Factory" and is_of_mcore(settings):
+        file["finetuning_type"] = "full"
     if tool == "Axolotl":
         _fill_axolotl(file)
     elif not file.get("eval_steps"):

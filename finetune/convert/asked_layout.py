@@ -9,8 +9,10 @@ import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 from finetune.config.layout import GROUP_KEYS
+from finetune.constants import ceil_div
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.value_conversion import read_section
+from finetune.units import counted
 
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
@@ -25,11 +27,8 @@ FILES: Mapping[AskedSharding, str] = {
     "hybrid": "fsdp_hybrid_shard",
 }
 
-
-ONE_GROUP = (
-    "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it "
-    "to the number of groups"
-)
+SHARD_SIZE = "parallelism_config_dp_shard_size"
+GROUPS = f"{SHARD_SIZE}: {{}} in the Accelerate file is for {{}} of ranks; set it to their number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class AskedLayout:
     keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
     tensors: int = 1  # ranks that shard a layer's matrices
     sequences: int = 1  # ranks that shard a row's tokens
+    experts: int = 1  # ranks that hold a layer's experts between them
     for_groups: bool = False  # sharded here alone, since groups of ranks are FSDP2's
     fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
 
@@ -56,6 +56,11 @@ class AskedLayout:
         if self.precision == "no":
             return None
         return "ddp_checkpointing" if self.checkpointing else "ddp"
+
+    @property
+    def groups(self) -> int:
+        """The fewest groups that share a layer's matrices and a row which hold all experts."""
+        return ceil_div(self.experts, self.tensors * self.sequences)
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class AskedLayout:
         sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
         mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
         if mesh:
-            changes["parallelism_config"] = {"parallelism_config_dp_shard_size": 1} | mesh
+            changes["parallelism_config"] = {SHARD_SIZE: self.groups} | mesh
         return changes
 
     def remarks(self) -> Iterator[str]:
@@ -86,7 +91,7 @@ class AskedLayout:
                 "yours"
             )
         elif "parallelism_config" in self.changes:
-            yield ONE_GROUP
+            yield GROUPS.format(self.groups, counted(self.groups, "group"))
 
 
 def write_accelerate(layout: AskedLayout) -> str | None:
@@ -122,7 +127,7 @@ def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     else:
         layout = _read_trainer(tool, settings, text)
     layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
-    if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
+    if layout.tensors * layout.sequences * layout.experts > 1 and layout.sharding == "none":
         layout = replace(layout, sharding="full", for_groups=True)
     return layout
 
@@ -160,6 +165,7 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
     is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
     tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
+    experts = (settings.get("expert_parallel_size"), settings.get("expert_model_parallel_size"))
     return AskedLayout(
         sharding,
         precision,
@@ -168,6 +174,7 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
         keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
         tensors=max(map(_read_size, tensors)),
         sequences=count_sharing_ranks(settings),
+        experts=max(map(_read_size, experts)),
     )
 
 
@@ -313,6 +320,7 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
         keeps_fp32=not is_pure,
         tensors=_read_size(distributed.get("tp_size")),
         sequences=_read_size(distributed.get("cp_size")),
+        experts=_read_size(distributed.get("ep_size")),
     )
 
 

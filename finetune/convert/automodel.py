@@ -245,6 +245,7 @@ WITH_BIAS = (
     "the experts, and the weights are without them"
 )
 # e_score_correction_bias of its Gate; transformers' classes of these have it in the model's dtype
+KEEPS_BIASES = re.compile(r"_keep_in_fp32_modules_strict = \[[^\]]*e_score_correction_bias")
 BIASES_ROUNDED = ("kimi_linear", "laguna", "minimax_m2")
 ROUNDED_BIASES = (
     "the biases by which routers choose experts are in float32 there, in the run's 16 bits here, "
@@ -270,7 +271,6 @@ STEPS_UNCLAMPED = (
 OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
-    (BIASES_ROUNDED, ROUNDED_BIASES),
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
@@ -331,17 +331,33 @@ TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForCon
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which dtype weights are trained in that are all in bfloat16 here."""
     recipe = conversion.recipe
+    name = name_model(settings)
+    _report_biases(name, settings, conversion)
     if recipe.get("use_peft") or recipe.get("dtype") != "bfloat16":
         return
     model = read_section(settings, "model")
     asked = model.get("torch_dtype", "auto")
-    name = name_model(settings)
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
     elif model.get("force_hf") or not is_own:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
+
+
+def _report_biases(name: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the biases of routers that a run rounds to 16 bits: of parameters what a layer
+    computes with, of buffers what is loaded so.
+    """
+    family = guess_family(name) or ""
+    recipe = conversion.recipe
+    is_in_16_bits = recipe.get("use_peft") or recipe.get("dtype") == "bfloat16"
+    source = read_family_source(family)
+    is_parameter = "e_score_correction_bias = nn.Parameter" in source
+    is_kept_there = family in BIASES_ROUNDED and not is_of_transformers(settings)
+    is_kept_here = KEEPS_BIASES.search(source)  # Kimi Linear's since transformers 5.24
+    if is_kept_there and not is_kept_here and (is_in_16_bits or is_parameter):
+        conversion.add_difference("model", name, ROUNDED_BIASES)
 
 
 def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
@@ -437,6 +453,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
     _report_rows_of_images(settings, conversion)
+    _report_masks(settings, conversion)
     _report_reduction(settings, conversion)
     _report_own_class(settings, conversion)
     _report_head_bits(settings, conversion)
@@ -602,6 +619,45 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
         conversion.add_difference("model", name, FOUND_BY_WORDS)
+
+
+# _indexed_mask_to_4d_block_causal of its components/datasets/utils.py, whose masks are of booleans,
+# which transformers' eager_attention_forward adds to the scores
+UNMASKED = (
+    "in a packed row of several documents this attention hides nothing there: a token sees all "
+    "others, later ones and those of other documents too; here those before it in its own"
+)
+# the same masks, to which transformers' create_causal_mask adds neither windows nor images
+WITHOUT_WINDOWS = (
+    "in packed rows no layer has a window there, and an image's tokens see those before them "
+    "alone; here as in rows that are not packed"
+)
+# _shift_sample of its neat_packing_vlm.py, which keeps no token_type_ids
+IMAGES_IN_ORDER = (
+    "in packed rows an image's tokens see those before them alone there; here each other too"
+)
+# whose own classes compute attention by transformers' functions
+BY_ITS_FUNCTIONS = ("gemma3_text", "gemma3n_text", "gemma4_text", "llama", "qwen2")
+
+
+def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what the masks of packed rows hide, or show, otherwise."""
+    packed = read_section(settings, "packed_sequence")
+    is_for_images = bool(packed.get("pack_size")) and packed.get("packing_format") != "thd"
+    ranks = read_section(settings, "distributed").get("cp_size")
+    if ranks not in (None, 1) or not (is_for_images or packed.get("packing_strategy") == "neat"):
+        return
+    name = name_model(settings)
+    family = guess_family(name) or ""
+    attention = read_section(settings, "model").get("attn_implementation")
+    is_own = is_mixture(name) and not is_of_transformers(settings)
+    is_computed_there = is_for_images and not is_own
+    if attention == "eager" and (is_computed_there or family in BY_ITS_FUNCTIONS):
+        conversion.add_difference("model.attn_implementation", attention, UNMASKED)
+    elif is_computed_there and attention == "sdpa" and family.startswith("gemma"):
+        conversion.add_difference("model.attn_implementation", attention, WITHOUT_WINDOWS)
+    elif conversion.images == "gemma3":
+        conversion.add_difference("model.attn_implementation", attention, IMAGES_IN_ORDER)
 
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32

@@ -290,13 +290,6 @@ IN_ALL_THERE = (
     "with a window"
 )
 
-# _build_packed_gemma4_causal_mask_mapping of the same, whose masks are of booleans, which
-# transformers' eager_attention_forward adds to the scores
-UNMASKED = (
-    "in a packed row of several documents this attention hides nothing there: a token sees all "
-    "others, later ones and those of other documents too; here those before it in its own"
-)
-
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
@@ -316,9 +309,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None:
-    """Reports which tokens see each other in Gemma 4's large models: those of an image, and all
-    of a packed row.
-    """
+    """Reports in which layers of Gemma 4's large models the tokens of an image see each other."""
     is_own = (
         conversion.tool == "Automodel" and is_mixture(name) and not is_of_transformers(settings)
     )
@@ -326,12 +317,8 @@ def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None
     is_packed = read_section(settings, "packed_sequence").get("pack_size")
     if not is_own:
         conversion.add_remark("model", name, IN_ALL_LAYERS)
-    elif ranks not in (None, 1):
-        return
-    elif not is_packed:
+    elif not is_packed and ranks in (None, 1):
         conversion.add_difference("model", name, IN_ALL_THERE)
-    elif read_section(settings, "model").get("attn_implementation") == "eager":
-        conversion.add_difference("model.attn_implementation", "eager", UNMASKED)
 
 
 # sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets

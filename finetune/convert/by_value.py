@@ -93,6 +93,14 @@ ADDED_BY_MODEL = (
     "gradient_accumulation_steps times as much as router_aux_loss_coef adds here; their mean in "
     "0.19"
 )
+MODELS_OWN = "the model's own config is kept here"
+BALANCED_BY_CONFIG = (
+    "the routers' auxiliary loss is added there by the coefficient of the model's config; write "
+    "it as router_aux_loss_coef here"
+)
+# router_aux_loss_coef of this model's published config, which is another than its class's default
+MIXTRAL = re.compile("mixtral-8x7b")
+OF_MIXTRAL = 0.02
 # configure_moe of LLaMA-Factory's model/model_utils/moe.py, by whose other models it is not read
 FACTORYS_BALANCED = (
     "ernie4_5_moe",
@@ -248,9 +256,7 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
         if asked or (asked is None and is_default):
             conversion.add_remark("router_aux_loss_coef", asked, OF_MICRO_BATCHES)
     elif conversion.tool == "Axolotl":
-        overrides = read_section(settings, "model_config")
-        if overrides.get("output_router_logits"):
-            conversion.add_remark("model_config", overrides, ADDED_BY_MODEL)
+        _adapt_model_config(dict(read_section(settings, "model_config")), settings, conversion)
     elif asked and conversion.tool == "LLaMA-Factory":
         if family and family not in FACTORYS_BALANCED:
             del conversion.recipe["router_aux_loss_coef"]
@@ -259,6 +265,25 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("moe_aux_loss_coef", asked, ADDED_EACH_TIME)
     elif asked and conversion.tool == "ms-swift":
         conversion.add_remark("router_aux_loss_coef", asked, OF_EACH_PART)
+
+
+def _adapt_model_config(
+    overrides: dict[str, Any], settings: ToolFile, conversion: Conversion
+) -> None:
+    """Takes the routers' auxiliary loss over from what a file overrides of the model's config."""
+    is_balanced = overrides.pop("output_router_logits", False)
+    coefficient = overrides.pop("router_aux_loss_coef", None)
+    if overrides:
+        conversion.add_difference("model_config", overrides, MODELS_OWN)
+    if not is_balanced:
+        return
+    if coefficient is None and MIXTRAL.search(name_model(settings).lower()):
+        coefficient = OF_MIXTRAL
+    if coefficient is None:
+        conversion.add_difference("model_config.output_router_logits", True, BALANCED_BY_CONFIG)
+    else:
+        conversion.recipe["router_aux_loss_coef"] = float(coefficient)
+    conversion.add_remark("model_config.output_router_logits", True, ADDED_BY_MODEL)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

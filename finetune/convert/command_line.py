@@ -18,6 +18,7 @@ SCRIPTS = (".sh", ".bash", ".cmd", ".txt")
 PROGRAMS: Mapping[str, Tool] = {
     "trl": "TRL",
     "swift": "ms-swift",
+    "megatron": "ms-swift",
     "llamafactory-cli": "LLaMA-Factory",
     "lmf": "LLaMA-Factory",
     "axolotl": "Axolotl",
@@ -137,7 +138,8 @@ def _find_program(words: Sequence[str]) -> tuple[Tool, str, Sequence[str]] | Non
             and i + 1 < len(words)
             and not words[i + 1].startswith("-")
         ):
-            return tool, words[i + 1], words[i + 2 :]
+            asked = words[i + 1]
+            return tool, f"megatron {asked}" if word == "megatron" else asked, words[i + 2 :]
         script = SWIFT_SCRIPT.search(word)
         if script is not None:
             return "ms-swift", script[1], words[i + 1 :]

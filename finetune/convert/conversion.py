@@ -59,6 +59,7 @@ from finetune.convert.numbers import report_numbers
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import LoadedFile, load_settings, refuse_other_methods
 from finetune.convert.runnable import make_runnable
+from finetune.convert.shared import SUMMED_IN_16_BITS
 from finetune.convert.value_conversion import (
     LEAVE,
     Conversion,
@@ -223,11 +224,6 @@ ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
     "over a step's micro-batches too; in float32 here"
-)
-# of torchtune, whose parameters are in 16 bits and shards without another reduce_dtype
-SUMMED_IN_16_BITS = (
-    "gradients: added over the ranks, and over a step's micro-batches, in 16 bits there; in "
-    "float32 here"
 )
 MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "

@@ -9,6 +9,7 @@ from finetune.convert.shared import (
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
     PACKED_AT_A_TIME,
+    SUMMED_IN_16_BITS,
     WHOLE_STEPS,
 )
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -99,15 +100,24 @@ FUSED_ADAPTERS = (
 )
 
 
+# _compute_train_schedule of the same
+FEWER_ROWS = "a step has the rows of {} times fewer ranks there, of all here"
+
+
 def is_of_mcore(settings: ToolFile) -> bool:
     """Whether mcore_adapter trains what a file of LLaMA-Factory's v0 says."""
-    is_bridge = any(key in settings for key in BRIDGE_KEYS)
-    return not is_bridge and any(key in settings for key in MEGATRON_KEYS)
+    return not is_of_bridge(settings) and any(key in settings for key in MEGATRON_KEYS)
+
+
+def is_of_bridge(settings: ToolFile) -> bool:
+    """Whether Megatron Bridge trains what a file of LLaMA-Factory's v0 says."""
+    is_of_megatron = any(key in settings for key in MEGATRON_KEYS)
+    return is_of_megatron and any(key in settings for key in BRIDGE_KEYS)
 
 
 def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what Megatron's trainers do otherwise than LLaMA-Factory's own."""
-    is_bridge = not is_of_mcore(settings)
+    is_bridge = is_of_bridge(settings)
     shares_rows = is_bridge and (settings.get("context_parallel_size") or 1) > 1
     if not (settings.get("calculate_per_token_loss") or shares_rows):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
@@ -118,8 +128,17 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     if is_bridge and settings.get("finetuning_type", "lora") == "lora":
         conversion.add_difference("finetuning_type", "lora", FUSED_ADAPTERS)
         conversion.recipe["lora_dropout"] = 0.0
+    warmup = [key for key in ("warmup_steps", "warmup_ratio") if settings.get(key)]
+    if warmup and settings.get("lr_scheduler_type") == "constant":  # warmed up by Megatron
+        conversion.recipe[warmup[0]] = settings[warmup[0]]
+    experts = settings.get("expert_model_parallel_size") or 1
+    if is_bridge and experts > 1:
+        note = FEWER_ROWS.format(experts)
+        conversion.add_difference("expert_model_parallel_size", experts, note)
     if is_bridge:
         return
+    if settings.get("bf16") and not settings.get("accumulate_allreduce_grads_in_fp32"):
+        conversion.remarks.append(SUMMED_IN_16_BITS)
     conversion.remarks.append(WHOLE_STEPS)
     conversion.add_difference("dataset", settings.get("dataset"), IN_ORDER)
     if not settings.get("save_hf_model"):

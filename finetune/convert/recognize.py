@@ -365,7 +365,9 @@ def _trl(settings: ToolFile) -> Iterator[Unsupported]:
 def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields what is not read of ms-swift: supervised fine-tuning of text models is."""
     command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
-    if command == "rlhf":
+    if command.startswith("megatron "):
+        yield command, "Megatron-SWIFT", not command.endswith(("export", "infer"))
+    elif command == "rlhf":
         kind = str(settings.get("rlhf_type", "dpo"))
         cause = FACTORY_STAGES.get(
             kind, f"{SWIFT_KINDS.get(kind, kind.upper())} by ms-swift, whose rows are its own"

@@ -27,7 +27,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
-from finetune.convert.asked_layout import ONE_GROUP, read_shipped
+from finetune.convert.asked_layout import SHARD_SIZE, read_shipped
 from finetune.convert.model_names import WITH_PEFT, guess_family, has_tower, is_mixture
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
@@ -213,8 +213,8 @@ def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
         return []  # the reader says what is wrong
     layout = _lay_out(layout, conversion.accelerate_file)
     ranks = max(layout.smallest_world, 1 if layout.layout == "single" else 2)
-    if layout.ranks_per_row > 1:  # by the Accelerate file, which has one group of them
-        ranks = layout.ranks_per_batch
+    if layout.ranks_per_row > 1:  # by the Accelerate file, which has so many groups of them
+        ranks = layout.ranks_per_batch * (layout.shard_size or 1)
     problems = find_problems(read, layout, facts, ranks, images=conversion.images)
     return [problem for problem in problems if not problem.is_note]
 
@@ -244,7 +244,7 @@ def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
         # whose sizes are an example
         strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,
         replicate_size=None,
-        shard_size=None,
+        shard_size=mesh.get(SHARD_SIZE),
         **sizes,
     )
 
@@ -287,9 +287,10 @@ def _change_file(key: str, value: Any, conversion: Conversion) -> None:
         if size > 1 and not conversion.recipe.get("global_batch_size"):
             conversion.remarks.append(MORE_ROWS.format(size, size, size))
         mesh[f"parallelism_config_{key}"] = value
-    if mesh and set(mesh.values()) == {1}:
+    if mesh and {size for name, size in mesh.items() if name != SHARD_SIZE} == {1}:
         del file["parallelism_config"]
-        conversion.remarks = [line for line in conversion.remarks if line != ONE_GROUP]
+        lines = conversion.remarks
+        conversion.remarks = [line for line in lines if not line.startswith(SHARD_SIZE)]
     name = conversion.recipe.get("accelerate_config")
     if name and file == read_shipped(str(name)):
         conversion.accelerate_file = None

@@ -34,4 +34,10 @@ PACKED_AT_A_TIME = (
 )
 # drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
+# of torchtune, whose parameters are in 16 bits and shards without another reduce_dtype, and
+# grad_reduce_in_fp32 of mcore_adapter's trainer.py
+SUMMED_IN_16_BITS = (
+    "gradients: added over the ranks, and over a step's micro-batches, in 16 bits there; in "
+    "float32 here"
+)
 NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"

@@ -15,9 +15,59 @@ SWIFT_TURNS = (
 )
 
 
+# of its model/models: the starts of names on ModelScope's hub, and what they are on Hugging Face's
+MODELS_ON_HUGGING_FACE = {
+    r"01ai/": "01-ai/",
+    r"AI-ModelScope/(?=aya-|c4ai-)": "CohereForAI/",
+    r"AI-ModelScope/(?=chinese-llama-)": "hfl/",
+    r"AI-ModelScope/(?=dbrx-)": "databricks/",
+    r"AI-ModelScope/(?=Llama-3.1-Nemotron-)": "nvidia/",
+    r"AI-ModelScope/(?=mamba-)": "state-spaces/",
+    r"AI-ModelScope/(?=Mistral-7B-v0.2-hf|WizardLM-2-8x)": "alpindale/",
+    r"AI-ModelScope/(?=Mixtral-8x22B-|pixtral-)": "mistral-community/",
+    r"AI-ModelScope/(?=Mixtral-8x7b-AQLM|Llama-2-7b-AQLM)": "ISTA-DASLab/",
+    r"(AI-ModelScope|LLM-Research)/(?=(Mistral|Ministral|Mixtral)-)": "mistralai/",
+    r"(AI-ModelScope|LLM-Research)/(?=gemma-)": "google/",
+    r"(AI-ModelScope|LLM-Research)/(?=[Pp]hi-)": "microsoft/",
+    r"LLM-Research/(?=Meta-Llama.*-(INT4|NF4)$)": "hugging-quants/",
+    r"LLM-Research/(?=Meta-Llama.*-bnb-4bit$)": "unsloth/",
+    r"LLM-Research/(?=(Meta-)?Llama-)": "meta-llama/",
+    r"MiniMax/": "MiniMaxAI/",
+    r"modelscope/(Llama-2-.*)-ms$": r"meta-llama/\1-hf",
+    r"modelscope/(?=zephyr-)": "HuggingFaceH4/",
+    r"nv-community/": "nvidia/",
+    r"openai-mirror/": "openai/",
+    r"PaddlePaddle/(?=ERNIE-)": "baidu/",
+    r"Shanghai_AI_Laboratory/": "internlm/",
+    r"swift/(?=Codestral-)": "mistralai/",
+    r"swift/(?=Meta-Llama-3-)": "study-hjt/",
+    r"swift/(?=Qwen3-)": "cognitivecomputations/",
+    r"Tencent-Hunyuan/": "tencent/",
+    r"ZhipuAI/": "zai-org/",
+}
+MIRRORS = re.compile(r"(AI-ModelScope|LLM-Research|iic|swift)/")
+ON_MODELSCOPE = "a name of ModelScope's hub: write the model's own on Hugging Face's"
+
+
+def _rename_model(settings: ToolFile, conversion: Conversion) -> None:
+    """Names a model of ModelScope's hub as Hugging Face's does."""
+    asked = str(conversion.recipe.get("model_name_or_path"))
+    if settings.get("use_hf"):
+        return
+    for start, there in MODELS_ON_HUGGING_FACE.items():
+        named, count = re.subn(f"^{start}", there, asked)
+        if count:
+            conversion.recipe["model_name_or_path"] = named
+            conversion.add_remark("model", asked, THERE_AS.format(named))
+            return
+    if MIRRORS.match(asked):
+        conversion.to_do.append(f"model: {asked}: {ON_MODELSCOPE}")
+
+
 def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what several keys of an ms-swift file ask for together."""
     recipe = conversion.recipe
+    _rename_model(settings, conversion)
     scale = str(settings.get("loss_scale") or "default")
     parts = scale.split("+")
     if "all" in parts:

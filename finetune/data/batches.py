@@ -178,6 +178,7 @@ class StepBatch:
     # of the step over all ranks: the squares of its documents' lengths, which attention costs
     squared_tokens: int = 0
     # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
+    # (each completion of a prompt is one)
     groups: int = 0
     # whether a script gave the rows: their ids are then not those of the run's examples
     has_own_rows: bool = False

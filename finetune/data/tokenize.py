@@ -4,7 +4,7 @@ pieces are encoded.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -27,7 +27,7 @@ WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
 Stretch = tuple[bool, list[int]]
-"""Ids that follow one another, and whether all of them are trained on or none."""
+"""Whether ids that follow one another are trained on, all of them or none; and the ids."""
 
 
 def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
@@ -50,6 +50,7 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     for document, start, end in zip(documents, starts, ends, strict=True):
         own = slice(start, end)
         _relabel(document, labels[own], input_ids[own], is_trained[own], encoder.pad_id)
+    # [tokens + 1]: how many labels come before each position
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     return Tokens(
         input_ids=input_ids,
@@ -68,8 +69,8 @@ def _join(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int32], NDArray[np.b
     lengths = np.array([len(ids) for _, ids in stretches], np.int64)
     ids = chain.from_iterable(ids for _, ids in stretches)
     input_ids = np.fromiter(ids, np.int32, int(lengths.sum()))
-    trained = np.array([trained for trained, _ in stretches], np.bool_)
-    return input_ids, np.repeat(trained, lengths)
+    is_trained = np.array([is_trained for is_trained, _ in stretches], np.bool_)
+    return input_ids, np.repeat(is_trained, lengths)
 
 
 def _encode_documents(
@@ -78,14 +79,14 @@ def _encode_documents(
     """Yields each document's stretches: the tokenizer's BOS before plain text, its pieces, and the
     ids of a row that comes as ids.
     """
-    pieces = [_cut_document(document, encoder) for document in documents]
-    encoded = _encode(list(chain.from_iterable(pieces)), encoder)  # of all, one after another
+    pieces = [list(_cut_document(document, encoder)) for document in documents]
+    encoded = _encode(chain.from_iterable(pieces), encoder)  # of all, one after another
     for document, own_pieces in zip(documents, pieces, strict=True):
         if document.is_plain:
             stretches: list[Stretch] = [(False, encoder.bos_ids)]
         else:
             stretches = []
-        stretches += [(piece.trained, next(encoded)) for piece in own_pieces]
+        stretches += [(piece.is_trained, next(encoded)) for piece in own_pieces]
         stretches += document.tokens.stretches() if document.tokens else ()
         yield stretches
 
@@ -97,13 +98,15 @@ def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) 
     rejects it.
     """
     messages = tuple(row["prompt"])
-    asked = Conversation(
+    conversation = Conversation(
         messages,
         trained=(False,) * len(messages),
         tools=tuple(row.get("tools") or ()),
         variables=row.get("variables") or {},
     )
-    text = render(Question(asked, json.dumps(row, default=str)), renderer)
+    # rendering reads the row as JSON: it chooses the environment, whose tools the template writes
+    question = Question(conversation, row=json.dumps(row, default=str))
+    text = render(question, renderer)
     [stretches] = _encode_documents([text], encoder)
     return [token for _, ids in stretches for token in ids]
 
@@ -117,7 +120,7 @@ def _make_labels(
     Args:
         input_ids: [tokens], of all documents.
         is_trained: [tokens].
-        ends: [documents], behind the last token of each.
+        ends: [documents that have tokens], behind the last token of each.
     """
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
     labels[:-1] = np.where(is_trained[1:], input_ids[1:], IGNORE_INDEX)
@@ -150,9 +153,9 @@ def _label_last(
     text, one token before the end.
     """
     labels[:] = IGNORE_INDEX
-    scored = np.flatnonzero(input_ids != pad_id)
-    if len(scored):
-        labels[scored[-1]] = label
+    not_padding = np.flatnonzero(input_ids != pad_id)
+    if len(not_padding):
+        labels[not_padding[-1]] = label
 
 
 def _label_steps(
@@ -180,7 +183,9 @@ def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
 
 
 def _store_facts(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
-    """The fields of `Tokens` that hold what each document has beside its text."""
+    """The fields of `Tokens` that hold what each document has beside its text; "kept" is its row,
+    which rewards read.
+    """
     rows = [document.row.encode() for document in documents]
     return {
         "hashes": np.array([_hash(document) for document in documents], np.uint64),
@@ -205,7 +210,9 @@ def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 
 def _hash(document: RenderedText) -> int:
-    """The hash by which duplicates are found: of the document's text, or its group's."""
+    """The hash by which duplicates are found: of the document's text, or `group_hash` where more
+    than the text makes a duplicate (ids, images, another document of its group).
+    """
     if document.group_hash is None:
         return xxhash.xxh3_64_intdigest(document.text.encode())
     return document.group_hash
@@ -214,60 +221,59 @@ def _hash(document: RenderedText) -> int:
 @dataclass(frozen=True, slots=True)
 class _Piece:
     text: str
-    trained: bool
+    is_trained: bool
     # Encoded together with the text and removed again: a SentencePiece tokenizer puts a space
     # before a text unless something stands there. It is "" at the start of a document and at a
     # fresh start; the added token that the piece follows, since tokenizers differ in whether a
     # space follows such a token; else "\n".
-    before: str
+    prefix: str
 
 
-def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """The text of a document, cut at the borders of its trained spans and at `fresh_starts`; each
-    piece with what it is encoded behind.
+def _cut_document(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
+    """The pieces of a document's text, each short enough to be encoded at once."""
+    for piece in _cut_at_borders(document, encoder.added_tokens):
+        yield from _cut_long_piece(piece, encoder)
+
+
+def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
+    """Cuts a document's text where its trained spans begin and end, and at `fresh_starts`, where
+    the text is encoded as if nothing stood before it.
     """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}
-    trained_ends = dict(document.spans)
+    span_ends = dict(document.spans)  # start -> end; of two with one start the last is the longer
     trained_until = 0
     for start, end in pairwise(sorted(borders)):
-        trained_until = max(trained_until, trained_ends.get(start, 0))
-        before = ""
-        if start > 0 and start not in document.fresh_starts:
-            follows_token = text.endswith(added_tokens, 0, start)
-            if follows_token:
-                # of several that end here, the longest
-                before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
-            else:
-                before = "\n"
-        yield _Piece(text[start:end], start < trained_until, before)
+        trained_until = max(trained_until, span_ends.get(start, 0))
+        if start == 0 or start in document.fresh_starts:
+            prefix = ""
+        elif text.endswith(added_tokens, 0, start):
+            # of several that end here, the longest
+            prefix = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
+        else:
+            prefix = "\n"
+        yield _Piece(text[start:end], start < trained_until, prefix)
 
 
-def _cut_document(document: RenderedText, encoder: Encoder) -> list[_Piece]:
-    """The pieces of a document's text, each short enough to be encoded at once."""
-    pieces = _split(document, encoder.added_tokens)
-    return list(chain.from_iterable(_cut(piece, encoder) for piece in pieces))
-
-
-def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
+def _cut_long_piece(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
     """Cuts a long piece into parts of about LONG_TEXT characters, where a cut changes no token.
 
     The tokenizer needs memory of 150 times the text that it encodes at once.
     """
     text = piece.text
     start = 0  # of the part that is not yielded yet
+    prefix = piece.prefix
     search_from = LONG_TEXT
     while search_from < len(text):
         border = _find_border(text, search_from, encoder)
-        if border is not None:
-            before = "\n" if start else piece.before
-            yield replace(piece, text=text[start:border], before=before)
-            start = border
-        search_from = (border or search_from) + LONG_TEXT
-    if start == 0:
-        yield piece
-    else:
-        yield replace(piece, text=text[start:], before="\n")
+        if border is None:  # this part becomes longer
+            search_from += LONG_TEXT
+            continue
+        yield replace(piece, text=text[start:border], prefix=prefix)
+        start = border
+        prefix = "\n"
+        search_from = border + LONG_TEXT
+    yield replace(piece, text=text[start:], prefix=prefix)
 
 
 def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
@@ -283,46 +289,50 @@ def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
     return None
 
 
-def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
-    """Yields the ids of each piece, without those of its `before`. Encodes as many pieces at a time
-    as have LONG_TEXT characters.
+def _encode(pieces: Iterable[_Piece], encoder: Encoder) -> Iterator[list[int]]:
+    """Yields the ids of each piece. Encodes as many pieces at a time as have LONG_TEXT
+    characters.
     """
     batch: list[_Piece] = []
-    size = 0
+    size = 0  # characters of the batch
     for piece in pieces:
         if batch and size + len(piece.text) > LONG_TEXT:
-            yield from _encode_batch(batch, encoder)
+            yield from _encode_at_once(batch, encoder)
             batch = []
             size = 0
         batch.append(piece)
         size += len(piece.text)
-    yield from _encode_batch(batch, encoder)
+    yield from _encode_at_once(batch, encoder)
 
 
-def encode_after(text: str, before: str, encoder: Encoder) -> list[int]:
-    """The ids of a text that follows the special token `before`, as within the whole text."""
-    return _encode_batch([_Piece(text, trained=False, before=before)], encoder)[0]
+def encode_after(text: str, special_token: str, encoder: Encoder) -> list[int]:
+    """The ids of a text that follows a special token, as within the whole text."""
+    return _encode_at_once([_Piece(text, is_trained=False, prefix=special_token)], encoder)[0]
 
 
-def _encode_batch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
-    """Encodes each piece behind its `before`, and removes the ids of that again."""
-    contexts = {piece.before for piece in pieces} - {"", "\n"}
-    context_ids = {
-        text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts
+def _encode_at_once(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
+    """Encodes each piece behind its prefix, and removes the prefix's ids again.
+
+    A newline is put before no piece where `newline_ids` is empty: that tokenizer puts no space
+    before a text.
+    """
+    added_tokens = {piece.prefix for piece in pieces} - {"", "\n"}
+    prefix_ids = {
+        token: encoder.backend.encode(token, add_special_tokens=False).ids for token in added_tokens
     }
-    # newline_ids is empty where the tokenizer puts no space before a text: no context is encoded
-    context_ids |= {"": [], "\n": encoder.newline_ids}
-    texts = [
-        piece.before + piece.text if context_ids[piece.before] else piece.text for piece in pieces
-    ]
+    prefix_ids |= {"": [], "\n": encoder.newline_ids}
+    texts = []
+    for piece in pieces:
+        has_prefix = bool(prefix_ids[piece.prefix])
+        texts.append(piece.prefix + piece.text if has_prefix else piece.text)
     encodings = encoder.backend.encode_batch_fast(texts, add_special_tokens=False)
     ids_of_pieces = []
     for piece, encoding in zip(pieces, encodings, strict=True):
-        before = context_ids[piece.before]
+        own_prefix_ids = prefix_ids[piece.prefix]
         ids = encoding.ids
-        if ids[: len(before)] == before:
-            ids_of_pieces.append(ids[len(before) :])
-        else:  # the two were merged into one token
+        if ids[: len(own_prefix_ids)] == own_prefix_ids:
+            ids_of_pieces.append(ids[len(own_prefix_ids) :])
+        else:  # prefix and text were merged into one token
             alone = encoder.backend.encode(piece.text, add_special_tokens=False)
             ids_of_pieces.append(alone.ids)
     return ids_of_pieces

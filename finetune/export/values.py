@@ -149,7 +149,7 @@ def _find_update(
         return {weight: _embedding_update(adapter, module, where)}
     is_second = name in target.tied and not _repeats(adapter, name, target.tied[name])
     if name in target.shapes or is_second:
-        return {name: _replacement(adapter.tensors[name], name)}
+        return {name: _replacement(adapter.tensors[name])}
     return {}
 
 
@@ -319,7 +319,7 @@ def _bias_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     )
 
 
-def _replacement(tensor: StoredTensor, name: str) -> WeightUpdate:
+def _replacement(tensor: StoredTensor) -> WeightUpdate:
     """A tensor that was trained whole (modules_to_save, or a bias)."""
     return WeightUpdate(
         lambda _, slices: as_floating(read_slice(tensor, slices)),

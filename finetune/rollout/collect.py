@@ -2,8 +2,9 @@
 of a step.
 
 A group is the completions of one prompt, of which there are `generations`; it is flat if their
-rewards are all equal. `generations.py` says what is sampled together. An episode is a completion
-within an environment, which may change its prompt and reward it.
+rewards are all equal. `generations.py` says what is sampled together, and on the prompts of which
+step, the `prompts_step`, a step trains. An episode is a completion within an environment, which may
+change its prompt and reward it.
 
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
 ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
@@ -41,7 +42,7 @@ from finetune.rollout.completion_rows import (
 )
 from finetune.rollout.critic import describe_advantages
 from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
-from finetune.rollout.episodes import Episodes, list_own_rewards
+from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
@@ -78,7 +79,7 @@ class RequestBatch:
         """The prompt ids of each completion."""
         return [list(request.prompt_ids) for request in self.requests]
 
-    def take_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+    def replace_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         """Replaces the prompt ids: environments have added to the prompts when they began."""
         self.requests = [
             request._replace(prompt_ids=tuple(ids))
@@ -104,13 +105,13 @@ class Sampler:
     def reward_names(self) -> list[str]:
         """The metrics' names of the recipe's rewards, then of those that environments give."""
         named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
-        return named + self.own_rewards
+        return named + self.environment_rewards
 
     @property
-    def own_rewards(self) -> list[str]:
+    def environment_rewards(self) -> list[str]:
         """The metrics' names of the rewards that environments give themselves."""
         # load_tokenizer sets them where the recipe has some
-        return list_own_rewards(getattr(self.tokenizer, "environments", {}))
+        return list_environment_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
         self,
@@ -120,7 +121,7 @@ class Sampler:
         generations: int,
         *,
         greedy: bool = False,
-        first_place: int = 0,
+        prompts_before: int = 0,
     ) -> Rollout:
         """Samples and rewards completions of the prompts `example_ids`. All ranks call it; each
         samples a share, and every rank returns all.
@@ -131,12 +132,13 @@ class Sampler:
             step: Part of the completions' seeds.
             generations: Completions of each prompt.
             greedy: Whether the likeliest tokens are taken.
-            first_place: Prompts that were sampled for the step before these; part of the seeds.
+            prompts_before: How many prompts were sampled for the step before these; part of the
+                seeds.
 
         Raises:
             UserError: On all ranks, for what a reward function does wrong.
         """
-        batch = self.make_requests(examples, example_ids, step, generations, first_place)
+        batch = self.make_requests(examples, example_ids, step, generations, prompts_before)
         sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
         sampled = self._sample_turns(batch, sample, RankGroup(self.world).on_main)
         return self.reward(batch, sampled, step)
@@ -164,9 +166,9 @@ class Sampler:
             failures=failures,
             generations=batch.generations,
             sampled_groups=len(sampled) // batch.generations,
-            flat_groups=0,
+            flat_groups=0,  # known once the rollout has its rewards
         )
-        return replace(rollout, flat_groups=int((rollout.deviations() == 0).sum()))
+        return replace(rollout, flat_groups=_count_flat_groups(rollout))
 
     def _sample_turns(
         self,
@@ -183,18 +185,16 @@ class Sampler:
         """
         episodes = batch.episodes
         if episodes is not None:
-            batch.take_prompts(on_main(partial(episodes.begin, batch.requests)))
+            batch.replace_prompts(on_main(partial(episodes.begin, batch.requests)))
         if self.tools is None:
             return sample(batch.requests)
-        most_tokens = self.recipe.rollout.max_completion_length
-        first_environment = 0 if episodes is None else episodes.first_place
         conversations = Conversations(
             self.tools,
             self.rewards,
-            most_tokens,
+            self.recipe.rollout.max_completion_length,
             batch.rows,
             messages=batch.messages,
-            first_place=first_environment,
+            first_place=0 if episodes is None else episodes.first_place,
         )
         most_turns = self.recipe.rollout.max_tool_calling_iterations
         return take_turns(batch.requests, sample, conversations, most_turns, on_main)
@@ -206,13 +206,13 @@ class Sampler:
 
         Returns:
             (the scores in the order of `reward_names`, fp64[completions, rewards]; the number of
-            completions with a score that failed and became 0), on every rank.
+            completions of which one score or more failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
             lambda: asdict(self.score(batch.rows, sampled, batch.messages, step, batch.episodes))
         )
-        names = self.rewards.names + self.own_rewards  # of functions, then of environments
-        by_name = dict(zip(names, scored["by_function"], strict=True))
+        names = self.rewards.names + self.environment_rewards  # of functions, then of environments
+        by_name = dict(zip(names, scored["by_reward"], strict=True))
         failed = set(scored["failed"])
         for model in self.reward_models:
             by_name[model.name], not_finite = self._score_by_model(
@@ -227,8 +227,9 @@ class Sampler:
         nan where no function has scored it.
         """
         keys = self.recipe.rollout
-        given = keys.reward_weights or (1.0,) * len(keys.rewards)
-        weights = np.array([*given, *(1.0 for _ in self.own_rewards)])
+        of_recipe = keys.reward_weights or (1.0,) * len(keys.rewards)
+        of_environments = (1.0,) * len(self.environment_rewards)
+        weights = np.array([*of_recipe, *of_environments])
         return np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))
 
     def choose_sampling(self, *, greedy: bool = False) -> Sampling:
@@ -245,15 +246,15 @@ class Sampler:
         example_ids: NDArray[np.int64],
         step: int,
         generations: int,
-        first_place: int = 0,
+        prompts_before: int = 0,
     ) -> RequestBatch:
         """Makes the requests for `generations` completions of each prompt.
 
-        A request's seed is made of the run's seed, the step, the place of its prompt (from
-        `first_place`) and the number of its completion.
+        A request's seed is made of the run's seed, the step, the place of its prompt (counted from
+        `prompts_before`) and the number of its completion.
         """
         requests = []
-        for place, example_id in enumerate(example_ids.tolist(), first_place):
+        for place, example_id in enumerate(example_ids.tolist(), prompts_before):
             prompt = tuple(examples[example_id].input_ids.tolist())
             images = tuple(examples.read_images(example_id))
             requests += [
@@ -264,17 +265,18 @@ class Sampler:
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            # Environments live in the rewards' process, which the main rank alone has (others have
-            # no rows), and are numbered over the whole run.
-            first_environment = self.rewards.reserve_places(len(rows))
-            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_environment, rows)
+            # Environments live in the rewards' process, in places that are numbered over the whole
+            # run. The main rank alone has it; the episodes of others have no rows.
+            first_place = self.rewards.reserve_places(len(rows))
+            episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
-        """The options by which this rank lays out completions of `prompts`."""
+        """The options by which this rank lays out its share of the completions of `prompts`."""
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
-        rank = self.world.data_parallel
-        return RowOptions(self.recipe, rank, pad_token_id, self.shares_prompts, prompts)
+        return RowOptions(
+            self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts, prompts
+        )
 
     def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
         """A completion of each request. Each tensor parallel group samples a share, which all of
@@ -287,11 +289,12 @@ class Sampler:
         end = len(requests) * (index + 1) // groups
         own = self.engine.sample(requests[first:end], sampling)
         by_rank = self.world.gather([completion.as_json() for completion in own])
-        # The ranks of the first pipeline stage come first, and those of a tensor parallel group,
-        # which have the same completions, are neighbors.
-        ranks = self.world.stage_size
-        one_of_each_group = by_rank[: ranks : ranks // groups]
-        return [Sampled.of_json(values) for values in chain.from_iterable(one_of_each_group)]
+        ranks_in_stage = self.world.stage_size
+        ranks_in_group = ranks_in_stage // groups
+        # The ranks of the first pipeline stage come first; every stage has the same completions.
+        # So have the ranks of a tensor parallel group, which are neighbors.
+        by_group = by_rank[:ranks_in_stage][::ranks_in_group]
+        return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
 
     def score(
         self,
@@ -301,14 +304,14 @@ class Sampler:
         step: int,
         episodes: Episodes | None = None,
     ) -> Scores:
-        """Scores each completion; the functions' scores come first, then the environments'.
+        """Scores each completion by the functions, then by the environments' own rewards.
 
         Environments end before the functions are called, which read their states.
 
         Args:
             rows: [completions]: the prompts' rows.
             sampled: [completions].
-            messages: [completions]: the turns of each; empty where no tool could be called.
+            messages: [completions]: the turns of each; an empty list where no tool could be called.
             step: 0-based.
             episodes: The completions' environments.
         """
@@ -325,7 +328,7 @@ class Sampler:
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
-        state = {
+        trainer_state = {
             "global_step": step,
             "max_steps": self.steps,
             "max_completion_length": self.recipe.rollout.max_completion_length,
@@ -335,8 +338,8 @@ class Sampler:
             columns["environments"] = ended.states
         token_ids = [s.token_ids for s in sampled]
         prompts = [row["prompt"] for row in rows]
-        scores = self.rewards.score(prompts, completions, token_ids, columns, state, lost)
-        return replace(scores, by_function=scores.by_function + rewards_of_environments)
+        scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state, lost)
+        return replace(scores, by_reward=scores.by_reward + rewards_of_environments)
 
     def read_completions(
         self,
@@ -349,11 +352,11 @@ class Sampler:
             [s.token_ids for s in sampled], skip_special_tokens=True
         )
         completions: list[Any] = []
-        for row, said, text in zip(rows, messages, texts, strict=True):
+        for row, turns, text in zip(rows, messages, texts, strict=True):
             if isinstance(row["prompt"], str):
                 completions.append(text)
             else:
-                completions.append(said or [{"role": "assistant", "content": text}])
+                completions.append(turns or [{"role": "assistant", "content": text}])
         return completions
 
     def _score_by_model(
@@ -404,8 +407,15 @@ class Sampler:
 
 def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
     """[completions]: the rows of the prompts `ids`."""
-    kept = {int(example_id): examples.read_row(int(example_id)) for example_id in np.unique(ids)}
-    return [kept[int(example_id)] for example_id in ids]
+    row_by_id = {
+        example_id: examples.read_row(example_id) for example_id in np.unique(ids).tolist()
+    }
+    return [row_by_id[example_id] for example_id in ids.tolist()]
+
+
+def _count_flat_groups(rollout: Rollout) -> int:
+    """Counts the flat groups of a rollout, without those that it has dropped."""
+    return int((rollout.deviations() == 0).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,11 +446,11 @@ class RolloutBatches:
         """This rank's share of the step, whose completions all ranks have sampled together."""
         if self.schedule.begins_at(step):
             self._sample_generation(step)
-        prompts_step, iteration = self.schedule.find_prompts_step(step)
+        prompts_step, times_trained = self.schedule.find_prompts_step(step)
         rollout = self._held[prompts_step]
-        if self.sampler.world.is_main and iteration == 0:
+        if self.sampler.world.is_main and times_trained == 0:
             record(list(self._describe_lines(rollout, step)))
-        if self._samples_ahead:  # the next hand-over comes after this step's update
+        if self._samples_ahead:  # the weights of the next hand-over have had this step's update
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
@@ -471,9 +481,11 @@ class RolloutBatches:
         older weights.
         """
         self._held.clear()
-        taken = self._take_and_submit_next(step) if self._samples_ahead else {}
-        for prompts_step, trained_at in self.schedule.list_shares(step):
-            rollout = self._sample_step(prompts_step, trained_at, taken.get(prompts_step))
+        taken: dict[int, list[Sampled]] = {}
+        if self._samples_ahead:
+            taken = self._take_and_submit_next(step)
+        for prompts_step, first_trained_at in self.schedule.list_shares(step):
+            rollout = self._sample_step(prompts_step, first_trained_at, taken.get(prompts_step))
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
                 # the seconds of the latest hand-over: this share's own where it is sampled now
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
@@ -484,7 +496,8 @@ class RolloutBatches:
         steps of their prompts, and has the server begin those of the next generations.
 
         Where nothing of this generation has begun, at the start of a run or after a resume, it is
-        submitted here too. The server answers from what a checkpoint has kept of it.
+        submitted here too. After a resume the engine answers its requests from the checkpoint's
+        lines (`resume`), as far as they go.
         """
         engine = self._engine
         engine.version = step
@@ -506,13 +519,13 @@ class RolloutBatches:
         A share may be passed several times, once by each earlier generation. All ranks call it.
         """
         sampler = self.sampler
-        for prompts_step, trained_at in shares:
+        for prompts_step, first_trained_at in shares:
             if not self._engine.is_in_flight(prompts_step):
                 example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
                 batch = sampler.make_requests(
                     self.prompts.examples,
                     example_ids,
-                    trained_at,
+                    first_trained_at,
                     sampler.recipe.rollout.num_generations,
                 )
                 self._requested[prompts_step] = batch
@@ -524,31 +537,32 @@ class RolloutBatches:
                     self._engine.converse(prompts_step, converse, sampling)
 
     def _sample_step(
-        self, prompts_step: int, trained_at: int, taken: list[Sampled] | None = None
+        self, prompts_step: int, first_trained_at: int, taken: list[Sampled] | None = None
     ) -> Rollout:
         """Samples and rewards completions of the prompts of a step, and measures their tokens where
         the loss asks for that.
 
         Args:
             prompts_step: The step whose prompts are drawn.
-            trained_at: The step that seeds the completions, the first that trains on them.
-            taken: The completions, where they have been sampled before the step.
+            first_trained_at: The step that seeds the completions, the first that trains on them.
+            taken: On every rank the completions, if they were sampled ahead; None: they are sampled
+                now.
         """
         example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
         if taken is not None:
             batch = self._requested.pop(prompts_step)
             if batch.episodes is not None:  # they have changed the prompts, on the main rank alone
-                batch.take_prompts(RankGroup(self.sampler.world).on_main(batch.list_prompts))
-            rollout = self.sampler.reward(batch, taken, trained_at)
+                batch.replace_prompts(RankGroup(self.sampler.world).on_main(batch.list_prompts))
+            rollout = self.sampler.reward(batch, taken, first_trained_at)
         else:
             rollout = self.sampler.roll_out(
                 self.prompts.examples,
                 example_ids,
-                trained_at,
+                first_trained_at,
                 self.sampler.recipe.rollout.num_generations,
             )
         if self.sampler.recipe.rollout.max_num_gen_batches > 1:
-            rollout = self._replace_flat_groups(rollout, example_ids, trained_at)
+            rollout = self._replace_flat_groups(rollout, example_ids, first_trained_at)
         if self.measure_tokens is None:
             return rollout
         return replace(rollout, **self._collect_tokens(self.measure_tokens, rollout))
@@ -556,47 +570,47 @@ class RolloutBatches:
     def _replace_flat_groups(
         self, rollout: Rollout, example_ids: NDArray[np.int64], step: int
     ) -> Rollout:
-        """Replaces flat groups by those of other prompts, which may be flat too, until none is left
-        or the step has sampled `max_num_gen_batches` times. Then drops the flat ones, unless all
-        are flat.
+        """Replaces flat groups by groups of other prompts, which may be flat too, until no group is
+        flat, no other prompt is left or the step has sampled `max_num_gen_batches` times. Then
+        drops the flat groups, unless all are flat.
         """
         keys = self.sampler.recipe.rollout
         examples = self.prompts.examples
         generator = make_generator(self.sampler.recipe.run.seed, "other prompts", step)
         drawn = generator.permutation(len(examples))
-        others = iter(drawn[~np.isin(drawn, example_ids)])
-        kept = rollout
+        other_ids = iter(drawn[~np.isin(drawn, example_ids)])
         for _ in range(1, keys.max_num_gen_batches):
-            flat_groups = int((kept.deviations() == 0).sum())
-            ids = np.fromiter(islice(others, flat_groups), np.int64)
+            ids = np.fromiter(islice(other_ids, _count_flat_groups(rollout)), np.int64)
             if not len(ids):
                 break
             more = self.sampler.roll_out(
-                examples, ids, step, keys.num_generations, first_place=kept.sampled_groups
+                examples, ids, step, keys.num_generations, prompts_before=rollout.sampled_groups
             )
-            joined = kept.join(more)
+            joined = rollout.join(more)
             flat_last = np.argsort(joined.deviations() == 0, kind="stable")
-            kept = joined.select(flat_last[: len(example_ids)])
-        with_signal = (kept.deviations() > 0).nonzero()[0]
-        return kept.select(with_signal) if len(with_signal) else kept
+            rollout = joined.select(flat_last[: len(example_ids)])
+        not_flat = np.flatnonzero(rollout.deviations())
+        return rollout.select(not_flat) if len(not_flat) else rollout
 
     def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
         """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
 
-        Each later step deals the completions to ranks again, and a resumed run may have others:
-        so a number is kept by its completion, not by its place in a micro-batch.
+        Each later step deals the completions to ranks again, and a resumed run may have other
+        ranks: so a number is kept by its completion, not by its place in a micro-batch.
         """
         batch = lay_out(rollout, self._row_options)
-        own: dict[str, dict[int, Any]] = {}
-        for micro_batch, of_tokens in zip(batch.micro_batches, measure(batch), strict=True):
-            for name, values in of_tokens.items():
-                own.setdefault(name, {}).update(collect_by_completion(micro_batch, values))
-        collected: dict[str, Any] = {}
-        for of_rank in self.sampler.world.gather({name: list(own[name].items()) for name in own}):
-            for name, items in of_rank.items():
-                collected.setdefault(name, {}).update(items)
-        completions = range(len(rollout.sampled))
-        return {name: [of[each] for each in completions] for name, of in collected.items()}
+        own: list[tuple[str, int, list[float]]] = []  # of this rank: name, completion, its numbers
+        for micro_batch, by_name in zip(batch.micro_batches, measure(batch), strict=True):
+            for name, values in by_name.items():
+                by_completion = collect_by_completion(micro_batch, values)
+                own += [(name, completion, each) for completion, each in by_completion.items()]
+        collected: dict[str, dict[int, list[float]]] = {}
+        for name, completion, numbers in chain.from_iterable(self.sampler.world.gather(own)):
+            collected.setdefault(name, {})[completion] = numbers
+        return {
+            name: [by_completion[i] for i in range(len(rollout.sampled))]
+            for name, by_completion in collected.items()
+        }
 
     def describe_files(self, step: int) -> dict[str, bytes]:
         """Returns the files of a checkpoint after `step` steps: the rollouts that later steps are
@@ -635,26 +649,27 @@ class RolloutBatches:
         self._held.update(
             {prompts_step: Rollout.of_lines(lines) for prompts_step, lines in by_step.items()}
         )
-        updates = self.schedule.updates
-        sampled_at = step // updates * updates
-        for trained_at in range(step, min(sampled_at + updates, self.prompts.steps)):
-            prompts_step, _ = self.schedule.find_prompts_step(trained_at)
+        updates = self.schedule.updates_per_generation
+        sampled_at = step - step % updates  # the first step of this generation
+        for later in range(step, min(sampled_at + updates, self.prompts.steps)):
+            prompts_step, _ = self.schedule.find_prompts_step(later)
             if prompts_step not in self._held:
                 raise UserError(
-                    f"{checkpoint}: holds no completions for step {trained_at + 1}, which trains "
+                    f"{checkpoint}: holds no completions for step {later + 1}, which trains "
                     f"on what step {sampled_at + 1} sampled; set num_iterations, "
                     "steps_per_generation and max_steps as they were"
                 )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
-        """A line of completions.jsonl for each completion of the first prompts; `step` is
-        0-based.
+        """A line of completions.jsonl for each completion of the first `log_completions` prompts;
+        `step` is 0-based.
         """
         keys = self.sampler.recipe.rollout
         tokenizer = self.sampler.tokenizer
         names = self.sampler.reward_names
         advantages = describe_advantages(rollout, self.sampler.recipe)
-        for i in range(min(keys.log_completions * rollout.generations, len(rollout.sampled))):
+        logged = min(keys.log_completions * rollout.generations, len(rollout.sampled))
+        for i in range(logged):
             each = rollout.sampled[i]
             scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])
             line = {
@@ -685,6 +700,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _split_by_speaker(completion: Sampled, tokenizer: Any) -> list[str]:
-    """Splits a completion into the model's words and the tools' answers, in turn."""
+    """Splits a completion into the model's words and the tools' answers (0 in `tool_mask`), in
+    turn.
+    """
     parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
     return [tokenizer.decode([token for _, token in each]) for _, each in parts]

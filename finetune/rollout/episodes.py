@@ -76,7 +76,7 @@ class Episodes:
         items = [{"place": self.first_place + place} for place in range(len(self.rows))]
         answers = self.rewards.ask_environments("finish", items)
         rewards: dict[str, list[float | None]] = {}
-        for name in list_own_rewards(self._facts):
+        for name in list_environment_rewards(self._facts):
             rewards[name] = [None] * len(answers)
         states = []
         lost = []
@@ -128,7 +128,7 @@ class Episodes:
         return False
 
 
-def list_own_rewards(environments: Environments) -> list[str]:
+def list_environment_rewards(environments: Environments) -> list[str]:
     """Lists the names that metrics give to the environments' own rewards, each once."""
     return list(dict.fromkeys(each.reward for each in environments.values() if each.reward))
 

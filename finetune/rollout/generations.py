@@ -15,7 +15,7 @@ class Share(NamedTuple):
     """The prompts of one step, and the step that first trains on their completions."""
 
     prompts_step: int
-    trained_at: int
+    first_trained_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,37 +35,37 @@ class Generations:
     num_iterations: int
 
     @property
-    def updates(self) -> int:
+    def updates_per_generation(self) -> int:
         """The optimizer steps of a generation."""
         return self.num_iterations * self.steps_per_generation
 
     def begins_at(self, step: int) -> bool:
         """Whether a generation is sampled before `step`."""
-        return step % self.updates == 0
+        return step % self.updates_per_generation == 0
 
     def find_prompts_step(self, step: int) -> tuple[int, int]:
         """Returns (the step of the prompts, how often they have been trained on before) of an
         optimizer step.
         """
-        generations_before, update = divmod(step, self.updates)
+        generations_before, update = divmod(step, self.updates_per_generation)
         updates_left = self.steps - (step - update)  # of this generation and later ones
         # the run may end within the generation
         shares = min(self.steps_per_generation, math.ceil(updates_left / self.num_iterations))
-        iteration, own = divmod(update, shares)
-        return generations_before * self.steps_per_generation + own, iteration
+        times_trained, own = divmod(update, shares)
+        return generations_before * self.steps_per_generation + own, times_trained
 
     def list_shares(self, sampled_at: int) -> Iterator[Share]:
         """Yields the shares of the generation that is sampled at the step `sampled_at`."""
-        end = min(sampled_at + self.updates, self.steps)
+        end = min(sampled_at + self.updates_per_generation, self.steps)
         for step in range(sampled_at, end):
-            prompts_step, iteration = self.find_prompts_step(step)
-            if iteration:  # the second pass over the same prompts begins
+            prompts_step, times_trained = self.find_prompts_step(step)
+            if times_trained:  # the second pass over the same prompts begins
                 return
-            yield Share(prompts_step, trained_at=step)
+            yield Share(prompts_step, first_trained_at=step)
 
     def list_later(self, step: int, count: int) -> Iterator[int]:
         """Yields the steps at which the next `count` generations after that of `step` are
         sampled.
         """
-        end = min(step + (count + 1) * self.updates, self.steps)
-        yield from range(step + self.updates, end, self.updates)
+        end = min(step + (count + 1) * self.updates_per_generation, self.steps)
+        yield from range(step + self.updates_per_generation, end, self.updates_per_generation)

@@ -34,10 +34,10 @@ STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The results of the reward functions."""
+    """The results of the reward functions, and behind them of the environments' own rewards."""
 
-    # [functions][completions]; None: the function gave no score
-    by_function: list[list[float | None]]
+    # [functions, environments' rewards][completions]; None: no score
+    by_reward: list[list[float | None]]
     failed: list[int]  # places of completions with a 0 because a function or environment failed
 
     @property
@@ -146,14 +146,14 @@ class Rewards:
             "state": state,
         }
         self._knows_step = False
-        by_function: list[list[float | None]] = []
+        by_reward: list[list[float | None]] = []
         failed = {place for place, is_lost in enumerate(lost) if is_lost}
         for number in range(len(self.names)):
             answer = self._score_by(number)
-            by_function.append(answer["scores"])
+            by_reward.append(answer["scores"])
             failures = enumerate(answer.get("failed", ()))
             failed.update(place for place, is_failed in failures if is_failed)
-        return Scores(by_function, sorted(failed))
+        return Scores(by_reward, sorted(failed))
 
     def reserve_places(self, completions: int) -> int:
         """Reserves a place for the environment of each completion; returns the first place."""

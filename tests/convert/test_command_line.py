@@ -231,6 +231,12 @@ def test_a_file_of_ms_swift_and_its_defaults_of_full_training(tmp_path: Path) ->
         convert_file(tmp_path / "theirs.yaml")
 
 
+def test_the_command_megatron_is_of_ms_swifts_other_trainer(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("megatron sft --model a/b --dataset rows.jsonl --lr 1e-4\n")
+    with pytest.raises(UserError, match="megatron sft: Megatron-SWIFT: not supported"):
+        convert_file(tmp_path / "run.sh")
+
+
 def test_the_command_takes_a_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

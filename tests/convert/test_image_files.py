@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3TextConfig
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.gemma4.modeling_gemma4 import eager_attention_forward
@@ -21,17 +22,14 @@ from finetune.config.schema import Model
 from finetune.convert.automodel import (
     BLANK_IMAGES,
     FOUND_BY_WORDS,
+    IMAGES_IN_ORDER,
     REDUCED,
     REDUCED_BY_MEGATRON,
     THOUGHT_ADDED,
-)
-from finetune.convert.by_tool import (
-    IN_ALL_LAYERS,
-    IN_ALL_THERE,
-    RESIZED,
-    RESIZED_IN_16_BITS,
     UNMASKED,
+    WITHOUT_WINDOWS,
 )
+from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZED_IN_16_BITS
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
 from finetune.convert.model_names import (
@@ -361,26 +359,40 @@ def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer(
     assert any(IN_ALL_THERE in line for line in made.differences) == is_said
 
 
-@pytest.mark.parametrize(
-    ("name", "attention", "is_said"),
-    [("26B-A4B-it", "eager", True), ("26B-A4B-it", "sdpa", False), ("31B-it", "eager", False)],
-)
-def test_automodels_packed_rows_of_gemma_4s_mixture_are_not_masked_under_eager_attention(
-    name: str, attention: str, is_said: bool, tmp_path: Path
-) -> None:
-    """Its mask of booleans is added to the scores: each of a row's tokens sees the last one."""
+def test_a_mask_of_booleans_hides_nothing_under_eager_attention_and_drops_windows() -> None:
+    """Of transformers' functions, which Automodel's masks of packed rows are handed to."""
     head = SimpleNamespace(num_key_value_groups=1, training=False)
-    query, key, value = torch.ones(3, 1, 1, 2, 4)
-    mask = torch.ones(2, 2, dtype=torch.bool).tril()
+    query, key, value = torch.ones(3, 1, 1, 4, 4)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
     seen = eager_attention_forward(head, query, key, value, mask, scaling=1.0)[1]
-    assert seen[0, 0, 0, 1] > 0
-    model = {
-        "pretrained_model_name_or_path": f"google/gemma-4-{name}",
-        "attn_implementation": attention,
-    }
+    assert (seen > 0).all()
+    config = Gemma3TextConfig(sliding_window=2)
+    assert create_sliding_window_causal_mask(config, torch.ones(1, 4, 8), mask, None) is mask
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "line"),
+    [
+        ("gemma-4-26B-A4B-it", "eager", UNMASKED),
+        ("gemma-4-26B-A4B-it", "sdpa", None),
+        ("gemma-4-31B-it", "eager", UNMASKED),
+        ("gemma-4-31B-it", "sdpa", WITHOUT_WINDOWS),
+        ("gemma-3-4b-it", "flash_attention_2", IMAGES_IN_ORDER),
+        ("Qwen2.5-VL-3B-Instruct", "eager", UNMASKED),
+        ("Qwen2.5-VL-3B-Instruct", "sdpa", None),
+        ("Qwen3-VL-30B-A3B-Instruct", "eager", None),
+    ],
+)
+def test_what_automodels_masks_of_packed_rows_hide_is_said(
+    name: str, attention: str, line: str | None, tmp_path: Path
+) -> None:
+    model = {"pretrained_model_name_or_path": f"org/{name}", "attn_implementation": attention}
     packed = {"pretokenize": True, "pack_size": 64}
     made = convert_automodels(tmp_path, "of no use", model=model, packed_sequence=packed)
-    assert any(UNMASKED in line for line in made.differences) == is_said
+    known = (UNMASKED, WITHOUT_WINDOWS, IMAGES_IN_ORDER)
+    assert [text for text in known if text in "".join(made.differences)] == [line] * bool(line)
+    apart = convert_automodels(tmp_path, "of no use", model=model)
+    assert not any(text in "".join(apart.differences) for text in known)
 
 
 VLM_DATA = "nemo_automodel.components.datasets.vlm"

@@ -24,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
 from finetune.constants import ALL_LINEAR
-from finetune.convert.asked_layout import ONE_GROUP
+from finetune.convert.asked_layout import GROUPS
 from finetune.convert.automodel import (
     AS_FILED,
     BIASES_ROUNDED,
@@ -37,6 +37,7 @@ from finetune.convert.automodel import (
     IN_16_BITS,
     IN_32_BITS,
     IN_OWN_DTYPE,
+    KEEPS_BIASES,
     LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
@@ -89,7 +90,6 @@ from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
     REDUCED_IN_16_BITS,
-    SUMMED_IN_16_BITS,
     convert_file,
 )
 from finetune.convert.datasets import (
@@ -145,7 +145,7 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, WHOLE_STEPS
+from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
 from finetune.convert.torchtune import METAS_FILES
 from finetune.convert.value_conversion import Conversion
 from finetune.data.messages import parse_messages
@@ -391,7 +391,6 @@ def test_automodels_ranks_have_as_many_rows_each(
     [
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
-        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", [ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
@@ -423,6 +422,27 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"), [("MiniMaxAI/MiniMax-M2.5", False), ("poolside/Laguna-S-2.1", True)]
+)
+def test_biases_of_routers_that_are_buffers_are_not_rounded_in_float32(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """FSDP casts what a layer has of parameters, and leaves its buffers."""
+    optimizer = {"_target_": "flashoptim.FlashAdamW", "lr": 1e-5}
+    made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}, optimizer=optimizer)
+    assert "dtype" not in made.recipe
+    assert (ROUNDED_BIASES in said(made)) == is_said
+
+
+def test_biases_that_transformers_keeps_in_float32_are_not_said_to_be_rounded(
+    convert: Convert,
+) -> None:
+    model = {"pretrained_model_name_or_path": "moonshotai/Kimi-Linear-48B-A3B-Instruct"}
+    is_kept = KEEPS_BIASES.search(read_family_source("kimi_linear")) is not None
+    assert (ROUNDED_BIASES in said(convert(AUTOMODEL, model=model))) != is_kept
 
 
 @pytest.mark.parametrize(
@@ -503,10 +523,9 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
     for family in BIASES_ROUNDED:
         source = read_family_source(family)
-        assert re.search(
-            r"e_score_correction_bias = nn\.\w+\(torch\.zeros\([^)]*(num|n)_\w*experts\)", source
-        )
-        assert not re.search(r"_keep_in_fp32_modules\w* = \[[^\]]*e_score", source)
+        bias = re.search(r"e_score_correction_bias = nn\.\w+\(torch\.zeros\(([^)]*)\)", source)
+        assert bias
+        assert ("float32" in bias.group(1)) == (KEEPS_BIASES.search(source) is not None)
     clamped = "self.time_step_limit = (config.time_step_min,"
     assert clamped in read_family_source("nemotron_h")
     assert "self.sinks = nn.Parameter" in read_family_source("mimo_v2_flash")
@@ -1875,8 +1894,21 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     """Layers that need the whole row on a rank: the shipped Accelerate file does it."""
     conversion = convert(AXOLOTL, base_model=name, context_parallel_size=2)
     assert (conversion.accelerate_file is not None) == is_divided
-    assert (ONE_GROUP in said(conversion)) == is_divided
+    assert (GROUPS.format(1, "1 group") in said(conversion)) == is_divided
     assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
+
+
+def test_automodels_experts_on_more_ranks_than_share_a_row_have_as_many_groups(
+    convert: Convert,
+) -> None:
+    """Its mesh of experts is laid over that of rows' parts, too: 8 ranks here, of 4 groups of 2."""
+    model = {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    layout = {"cp_size": 2, "ep_size": 8}
+    conversion = convert(AUTOMODEL, model=model, distributed=layout)
+    mesh = yaml.safe_load(str(conversion.accelerate_file))["parallelism_config"]
+    assert mesh == {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2}
+    assert conversion.recipe["expert_parallel_size"] == 8
+    assert GROUPS.format(4, "4 groups") in said(conversion)
 
 
 @pytest.mark.parametrize(

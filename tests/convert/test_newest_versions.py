@@ -35,7 +35,13 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.conversion import REDUCED_IN_16_BITS
 from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
-from finetune.convert.factory import ENDS_BY_TEMPLATE, FUSED_ADAPTERS, LEFT_OVER, MEGATRONS_FILES
+from finetune.convert.factory import (
+    ENDS_BY_TEMPLATE,
+    FEWER_ROWS,
+    FUSED_ADAPTERS,
+    LEFT_OVER,
+    MEGATRONS_FILES,
+)
 from finetune.convert.model_names import (
     AUXILIARY,
     BREAK_TRAINED,
@@ -70,6 +76,7 @@ from finetune.convert.shared import (
     NORMS_IN_FP32,
     PACKED_AT_A_TIME,
     PACKED_IN_ORDER,
+    SUMMED_IN_16_BITS,
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
@@ -815,6 +822,7 @@ def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None
         WHOLE_STEPS,
         IN_ORDER,
         MEGATRONS_FILES,
+        SUMMED_IN_16_BITS,
         AUXILIARY.format(BY_LAYER),
     )
     file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
@@ -834,6 +842,21 @@ def test_megatron_bridge_fuses_factorys_adapters(convert: Convert) -> None:
     bridge = convert(FACTORY | MEGATRON | keys, mixed_precision="bf16_mixed")
     assert FUSED_ADAPTERS in said(bridge) and MEGATRONS_FILES not in said(bridge)
     assert bridge.recipe["lora_dropout"] == 0.0
+
+
+def test_what_megatron_does_not_read_of_a_factory_file_is_not_converted(convert: Convert) -> None:
+    """mcore_adapter trains all weights by Adam, whatever finetuning_type and optim say."""
+    keys = {"optim": "sgd", "use_dft_loss": True, "use_rslora": True, "finetuning_type": "lora"}
+    shared = {"lr_scheduler_type": "constant", "warmup_steps": 5, "neftune_noise_alpha": 5}
+    file = FACTORY | MEGATRON | keys | shared | {"model_name_or_path": "Qwen/Qwen3-8B"}
+    mcore = convert(file).recipe
+    bridge = convert(file, use_packed_sequences=True, packing=False, expert_model_parallel_size=2)
+    for recipe in (mcore, bridge.recipe):
+        assert not {"optim", "token_loss", "use_rslora"} & recipe.keys()
+        assert recipe["warmup_steps"] == 5
+    assert "lora_r" not in mcore and not mcore.get("use_peft") and bridge.recipe["use_peft"]
+    assert mcore["neftune_noise_alpha"] == 5 and "neftune_noise_alpha" not in bridge.recipe
+    assert bridge.recipe["packing"] and FEWER_ROWS.format(2) in said(bridge)
 
 
 @pytest.mark.parametrize(

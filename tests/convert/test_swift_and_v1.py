@@ -27,6 +27,7 @@ from finetune.convert.swift import (
     LOSS_OF_MESSAGES,
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
+    ON_MODELSCOPE,
     PACKED_AT_ONCE,
     READ_TWICE,
     ROWS_UNTRAINED,
@@ -69,6 +70,36 @@ def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
     known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
     assert [line for line in known if line in text] == lines
     assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("LLM-Research/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B-Instruct"),
+        (
+            "LLM-Research/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+            "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4",
+        ),
+        ("LLM-Research/phi-4", "microsoft/phi-4"),
+        ("AI-ModelScope/Mistral-7B-v0.2-hf", "alpindale/Mistral-7B-v0.2-hf"),
+        ("AI-ModelScope/Mistral-7B-v0.1", "mistralai/Mistral-7B-v0.1"),
+        ("modelscope/Llama-2-7b-chat-ms", "meta-llama/Llama-2-7b-chat-hf"),
+        ("openai-mirror/gpt-oss-20b", "openai/gpt-oss-20b"),
+        ("ZhipuAI/GLM-4.5-Air", "zai-org/GLM-4.5-Air"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_a_model_of_modelscopes_hub_is_named_as_on_hugging_faces(
+    name: str, there: str, convert: Convert
+) -> None:
+    """Model(ms_model_id, hf_model_id) of its model/models."""
+    assert convert(SWIFT, model=name).recipe["model_name_or_path"] == there
+    assert convert(SWIFT, model=name, use_hf=True).recipe["model_name_or_path"] == name
+
+
+def test_a_name_of_modelscopes_hub_that_ms_swift_does_not_list_is_to_do(convert: Convert) -> None:
+    to_do = convert(SWIFT, model="AI-ModelScope/Nemotron-Mini-4B-Instruct").to_do
+    assert any(ON_MODELSCOPE in line for line in to_do)
 
 
 def test_the_suffix_of_ms_swifts_templates_is_trained_whole(convert: Convert) -> None:

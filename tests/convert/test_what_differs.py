@@ -39,8 +39,10 @@ from finetune.convert.by_tool import FEWER_STEPS, HELD_OUT_SMOOTHED, RESIZED, RE
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
     ADDED_EACH_TIME,
+    BALANCED_BY_CONFIG,
     BALANCED_BY_DEFAULT,
     HELD_OUT_SAMPLED,
+    MODELS_OWN,
     OF_EACH_PART,
     OF_MICRO_BATCHES,
     SUM_REFUSED,
@@ -606,6 +608,36 @@ def test_the_auxiliary_loss_of_axolotls_config_is_said(convert: Convert) -> None
     file = {"base_model": "mistralai/Mixtral-8x7B-v0.1", "datasets": [{"path": "a/rows"}]}
     assert ADDED_BY_MODEL in said(convert(file, model_config={"output_router_logits": True}))
     assert ADDED_BY_MODEL not in said(convert(file, model_config={"sliding_window": 64}))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "coefficient", "line"),
+    [
+        ("Mixtral-8x7B-v0.1", {"output_router_logits": True}, 0.02, None),
+        ("Mixtral-8x22B-v0.1", {"output_router_logits": True}, None, BALANCED_BY_CONFIG),
+        (
+            "Mixtral-8x22B-v0.1",
+            {"output_router_logits": True, "router_aux_loss_coef": 0.1},
+            0.1,
+            None,
+        ),
+        ("Mixtral-8x7B-v0.1", {"router_aux_loss_coef": 0.1}, None, None),
+        ("Mixtral-8x7B-v0.1", {"sliding_window": 64}, None, MODELS_OWN),
+    ],
+)
+def test_the_auxiliary_loss_of_axolotls_model_config_is_converted(
+    name: str,
+    overrides: dict[str, Any],
+    coefficient: float | None,
+    line: str | None,
+    convert: Convert,
+) -> None:
+    """Without output_router_logits transformers' models add none, whatever the coefficient is."""
+    file = {"base_model": f"mistralai/{name}", "datasets": [{"path": "a/rows"}]}
+    made = convert(file, model_config=overrides)
+    assert made.recipe.get("router_aux_loss_coef") == coefficient
+    known = (BALANCED_BY_CONFIG, MODELS_OWN)
+    assert [each for each in known if each in said(made)] == [line] * bool(line)
 
 
 SWIFT = {"model": "Qwen/Qwen3-30B-A3B", "dataset": "a/rows#500", "router_aux_loss_coef": 1e-3}

@@ -37,11 +37,11 @@ def make_rollouts(
         ids: Any,
         step: int,
         generations: int,
-        first_place: int = 0,
+        prompts_before: int = 0,
         greedy: bool = False,
         taken: Any = None,
     ) -> Rollout:
-        asked.append((step, ids.tolist(), first_place))
+        asked.append((step, ids.tolist(), prompts_before))
         rewards = np.array(
             [0.0 if flat(i) else float(j) for i in ids.tolist() for j in range(generations)]
         )

@@ -220,7 +220,7 @@ def test_reward_functions_read_environments(file: Path) -> None:
         call(rewards, (0, "increment", {"step": 2}))
         states = [each["state"] for each in finish(rewards, 2)]
         columns = {"environments": states}
-        scores = rewards.score(["?"] * 2, ["a"] * 2, [[1]] * 2, columns, {}).by_function
+        scores = rewards.score(["?"] * 2, ["a"] * 2, [[1]] * 2, columns, {}).by_reward
         target = random.Random("0").randint(1, 1_000_000) % 2
         assert scores == [[5 + target, 4 + target], [0, 0]], "a lock cannot go to another process"
         rewards.check_arguments(["environments"])

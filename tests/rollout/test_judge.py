@@ -113,7 +113,7 @@ def test_each_completion_is_asked_about_and_the_last_number_is_its_score(
 
 def test_a_group_of_the_regex_is_the_score_and_the_judge_has_a_name(server: Any) -> None:
     scores = ask(server.url, ["four"], {"regex": r"has (\d) parts", "name": "parts"})
-    assert scores.by_function == [[3.0]]
+    assert scores.by_reward == [[3.0]]
 
 
 @pytest.mark.parametrize("bound", [1, 3])

@@ -160,7 +160,7 @@ def ask(tmp_path: Path, *names: str, **keys: Any) -> Scores:
 
 def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) -> None:
     found = ask(tmp_path, "by_column", "without_columns", "awaited", "exact_answer", "length")
-    assert found.by_function == [
+    assert found.by_reward == [
         [11, 12, 19],
         [1, 1, 3],
         [0.5, None, 0.5],
@@ -199,7 +199,7 @@ def test_math_verify_compares_numbers_and_formulas(
         )
     finally:
         rewards.close()
-    assert found.by_function == [[1.0, 0.0, 1.0, None]]
+    assert found.by_reward == [[1.0, 0.0, 1.0, None]]
     with pytest.raises(
         UserError, match="hangs, a reward: TimeLimit: took more than reward_timeout_seconds"
     ):
@@ -267,7 +267,7 @@ def test_a_failure_ends_the_run_or_is_a_zero_that_is_counted(name: str, tmp_path
     assert "\n" not in str(error.value)
     found = ask(tmp_path, name, "without_columns", on_bad_reward="zero", reward_timeout_seconds=0.3)
     expected, failures = ([1.0, 0.0, 1.0], 1) if name in OF_ONE else ([0.0, 0.0, 0.0], 3)
-    assert found.by_function == [expected, [1, 1, 3]] and found.failures == failures
+    assert found.by_reward == [expected, [1, 1, 3]] and found.failures == failures
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_whatever_holds_a_number_for_each_completion_is_a_reward(
     name: str, expected: list[float], tmp_path: Path
 ) -> None:
     """A child of a function holds no end of the pipes."""
-    assert ask(tmp_path, name).by_function == [expected]
+    assert ask(tmp_path, name).by_reward == [expected]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
@@ -292,7 +292,7 @@ def test_rewards_that_were_interrupted_are_not_those_of_the_next_step(
     asked = {"columns": {}, "state": {"global_step": 0}}
 
     def score(text: str) -> list[list[float | None]]:
-        return rewards.score(["p"], [text], [[1]], **asked).by_function
+        return rewards.score(["p"], [text], [[1]], **asked).by_reward
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -394,7 +394,7 @@ def test_a_completion_that_fails_twice_is_counted_once() -> None:
         world=World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), accelerator),
         score=lambda *_: Scores([[1.0, 0.0, None]], [1]),
         rewards=SimpleNamespace(names=["function"]),
-        own_rewards=[],
+        environment_rewards=[],
         reward_models=[SimpleNamespace(name="model")],
         reward_names=["model", "function"],
         _score_by_model=lambda *_: ([0.5, 0.0, 0.0], [1, 2]),

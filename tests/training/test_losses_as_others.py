@@ -11,11 +11,11 @@ from finetune.config.reader import read_recipe
 from finetune.rollout.critic import find_targets
 from finetune.training.objectives.policy_losses import (
     Completions,
-    bound_sampling_ratios,
     compute_losses,
     compute_ratios,
     compute_sampling_ratios,
     compute_value_losses,
+    compute_weights,
     sum_losses,
 )
 
@@ -66,7 +66,7 @@ def test_verl_weighs_the_same_tokens_by_the_same_ratios(
     bounds += [f"importance_sampling_clip_min={LOW}"] if "mask" in kind else []
     recipe = make_recipe(f"importance_sampling_correction={kind}", *bounds)
     ratios = compute_sampling_ratios(trained - sampled, completions, recipe)
-    weights = bound_sampling_ratios(ratios, recipe)
+    weights = compute_weights(ratios, recipe)
     truth, _ = verl.compute_rollout_correction_weights(
         pad(trained - sampled, places), places.float(), level, threshold
     )
@@ -81,7 +81,7 @@ def test_verl_keeps_the_same_completions_by_their_mean_ratio() -> None:
     keys = [f"importance_sampling_clip_min={low}", f"importance_sampling_clip_max={high}"]
     recipe = make_recipe("importance_sampling_correction=geometric_mask", *keys)
     ratios = compute_sampling_ratios(trained - sampled, completions, recipe)
-    weights = bound_sampling_ratios(ratios, recipe)
+    weights = compute_weights(ratios, recipe)
     truth, _ = verl.compute_rollout_rejection_mask(
         pad(trained - sampled, places),
         places.float(),

@@ -150,8 +150,8 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(
     from finetune.config.reader import read_recipe
     from finetune.training.objectives.policy_losses import (
         Completions,
-        bound_sampling_ratios,
         compute_sampling_ratios,
+        compute_weights,
     )
 
     lines = [line for line in lines_of(runs / "dapo") if line["step"] == 1]
@@ -200,7 +200,7 @@ def test_trl_corrects_other_log_probabilities_of_a_sampler_by_the_same_ratio(
     ratios = compute_sampling_ratios(
         log_ratios, Completions(of, torch.ones_like(of, dtype=torch.bool), len(lines)), recipe
     )
-    ours = bound_sampling_ratios(ratios, recipe)
+    ours = compute_weights(ratios, recipe)
     theirs = found["importance_sampling_ratio"]
     theirs = theirs.expand(-1, max(lengths)) if theirs.shape[1] == 1 else theirs
     theirs = torch.cat([row[:n] for row, n in zip(theirs, lengths, strict=True)])

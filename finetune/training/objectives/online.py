@@ -27,7 +27,7 @@ from finetune.models.routing import Routing, find_routing
 from finetune.rollout.collect import MeasureTokens, RolloutBatches, Sampler, read_rows
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Engine, Request, Sampled
-from finetune.rollout.episodes import Episodes, list_own_rewards
+from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.reward_models import load_reward_models
 from finetune.rollout.rewards import Rewards
 from finetune.rollout.vllm import VllmEngine, check_servers
@@ -191,7 +191,7 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
     rewards = Rewards(recipe.rollout)
-    has_rewards = recipe.rollout.rewards or list_own_rewards(data.tokenizer.environments)
+    has_rewards = recipe.rollout.rewards or list_environment_rewards(data.tokenizer.environments)
     if not has_rewards and not recipe.method_facts.needs_teacher:
         raise UserError(
             "environment: says nothing of what a completion is worth; give it a method get_reward, "

@@ -5,10 +5,9 @@ A rank that has no row left in a step gets a filler, a micro-batch without compl
 0, with a graph: the ranks' collectives meet in its forward and backward.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,19 @@ from finetune.rollout.collect import RolloutBatches, Sampler
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.objectives.policy_losses import (
     Completions,
-    Level,
-    bound_sampling_ratios,
+    Shape,
     compute_losses,
     compute_ratios,
     compute_sampling_ratios,
     compute_value_losses,
+    compute_weights,
     estimate_kl,
     find_clipped,
     find_completions,
-    find_corrected,
-    find_outside,
-    loss_level,
-    policy_loss,
+    find_drifted,
+    find_replaced,
+    loss_facts,
+    loss_shape,
     sum_losses,
 )
 from finetune.training.objectives.policy_metrics import (
@@ -52,8 +51,8 @@ from finetune.training.objectives.policy_metrics import (
 )
 from finetune.training.objectives.preference import sum_and_count
 
-SAMPLING_RATIO = "importance_sampling/ratio"  # the mean ratio of training to sampling
-# the share of these ratios that are outside the bounds
+SAMPLING_RATIO = "importance_sampling/ratio"  # the mean sampling ratio
+# the share of these ratios that the correction replaces by the bound or 0
 SAMPLING_CORRECTED = "importance_sampling/corrected"
 
 
@@ -87,7 +86,7 @@ class PolicyObjective(Objective):
         """Under pipeline parallelism, runs the other model on all micro-batches now.
 
         `measure` runs within the schedule of the stages, where no whole forward is possible; it
-        takes the results in the order of the micro-batches.
+        takes each result once, in the order of the micro-batches.
         """
         if self.other_model is None or world.stages == 1:
             return self
@@ -100,8 +99,8 @@ class PolicyObjective(Objective):
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
         times `max_completion_length` (Dr. GRPO), or its completions.
         """
-        completions = batch.groups  # which counts completions here, not prompts
-        average = policy_loss(self.recipe).average
+        completions = batch.groups  # in a batch each completion is a group of its own
+        average = loss_facts(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
         if average == "budget":
@@ -114,14 +113,14 @@ class PolicyObjective(Objective):
         """Computes the loss, summed over the micro-batch's completions, and metrics of rewards and
         ratios.
 
-        Arguments and result are those of `Objective.measure`. A filler has no completions: its
-        ranks take part in the collectives, and its loss is 0.
+        Arguments and result are those of `Objective.measure`. The loss of a filler, which has no
+        completions, is 0.
         """
         rollout = micro_batch.columns
         assert rollout is not None, "completions come with what was sampled"
         completions = find_completions(micro_batch)
         other_log_probabilities = None
-        if self.other_model is not None:  # for a filler too: its ranks gather weights
+        if self.other_model is not None:  # for a filler too: all ranks gather weights together
             other_log_probabilities = self.other_model(model, micro_batch)
         # [positions], or [2, positions] with a critic
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
@@ -138,7 +137,7 @@ class PolicyObjective(Objective):
                 value_losses, value_metrics = self._compute_value_losses(
                     values, completions, rollout
                 )
-                losses = losses + value_losses
+                losses = losses + value_losses  # [positions] both: RLOO has no critic
                 metrics |= value_metrics
             loss = sum_losses(losses, completions, self.recipe)
         else:  # a filler
@@ -148,7 +147,7 @@ class PolicyObjective(Objective):
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the loss is weighted by the ratio of training to sampling probabilities."""
+        """Whether the loss is weighted by the sampling ratio, of old to sampled probabilities."""
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -178,30 +177,32 @@ class PolicyObjective(Objective):
             rollout: The columns of the micro-batch.
 
         Returns:
-            (losses at `loss_level`, metric's name -> [2], a sum and its divisor).
+            (losses of `loss_shape`, metric's name -> [2], a sum and its divisor).
         """
         recipe = self.recipe
-        level = loss_level(recipe)
-        sampled = rollout["sampled"].double()
-        old = self._choose_old_log_probabilities(log_probabilities, sampled, rollout)
+        shape = loss_shape(recipe)
+        sampled = rollout["sampled"].double()  # the sampler's log-probabilities
+        old_log_probabilities = self._choose_old_log_probabilities(
+            log_probabilities, sampled, rollout
+        )
         kl = self._estimate_divergence(log_probabilities, other_log_probabilities, sampled)
         advantages = self._choose_advantages(completions, rollout, kl)
-        ratios = compute_ratios(log_probabilities - old, completions, recipe)
+        ratios = compute_ratios(log_probabilities - old_log_probabilities, completions, recipe)
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
         is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
-        metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), level)}
+        metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), shape)}
         if self.corrects_sampling:
-            sampling_ratios = compute_sampling_ratios(old - sampled, completions, recipe)
-            weights = bound_sampling_ratios(sampling_ratios, recipe)
-            losses = losses * weights
-            metrics[SAMPLING_RATIO] = completions.make_mean(sampling_ratios, level)
-            metrics[SAMPLING_CORRECTED] = completions.make_mean(
-                find_corrected(sampling_ratios, recipe).double(), level
+            sampling_ratios = compute_sampling_ratios(
+                old_log_probabilities - sampled, completions, recipe
             )
+            losses = losses * compute_weights(sampling_ratios, recipe)
+            is_replaced = find_replaced(sampling_ratios, recipe)
+            metrics[SAMPLING_RATIO] = completions.make_mean(sampling_ratios, shape)
+            metrics[SAMPLING_CORRECTED] = completions.make_mean(is_replaced.double(), shape)
         if kl is not None:
-            metrics["kl"] = completions.make_mean(kl.detach(), Level.TOKEN)
-            # A teacher's is part of the advantages. The losses are [positions] here, GSPO's
-            # included: only RLOO's are [completions], and rules refuse beta with it.
+            metrics["kl"] = completions.make_mean(kl.detach(), Shape.POSITIONS)
+            # A teacher's is part of the advantages. The losses are [positions] here: rules refuse
+            # beta with RLOO.
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return losses, metrics
@@ -223,15 +224,15 @@ class PolicyObjective(Objective):
     def _choose_advantages(
         self, completions: Completions, rollout: Mapping[str, Tensor], kl: Tensor | None
     ) -> Tensor:
-        """Returns the advantages, [completions] or [positions] as `loss_level` says.
+        """Returns the advantages, of `loss_shape`.
 
-        Under a teacher a token's advantage is its completion's minus its own `kl` (Agarwal et al.
-        2023, arXiv:2306.13649, sec. 3.2).
+        Under a teacher a token's advantage is that of its completion, less the token's `kl`
+        (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
         """
         if self.recipe.method_facts.has_critic:
             return rollout["token_advantages"].double()
         of_completions = rollout["advantages"].double()
-        if loss_level(self.recipe) is Level.SEQUENCE:
+        if loss_shape(self.recipe) is Shape.COMPLETIONS:
             return of_completions
         of_positions = completions.repeat(of_completions)
         if kl is None or not self.recipe.method_facts.needs_teacher:
@@ -241,19 +242,22 @@ class PolicyObjective(Objective):
     def _compute_value_losses(
         self, values: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The critic's losses with their weight, [positions], and metrics as `_compute_losses`."""
-        old = rollout["values"].double()
+        """The critic's losses with their weight, [positions], and metrics as `_compute_losses`.
+
+        "value/mean" is of the values before the first update on these completions.
+        """
+        old_values = rollout["values"].double()
         returns = rollout["returns"].double()
-        losses, is_clipped = compute_value_losses(values, old, returns, self.recipe)
+        losses, is_clipped = compute_value_losses(values, old_values, returns, self.recipe)
         metrics = {
-            "value/loss": completions.make_mean(losses.detach(), Level.TOKEN),
-            "value/clip_ratio": completions.make_mean(is_clipped.double(), Level.TOKEN),
-            "value/mean": completions.make_mean(old, Level.TOKEN),
-            "value/return": completions.make_mean(returns, Level.TOKEN),
+            "value/loss": completions.make_mean(losses.detach(), Shape.POSITIONS),
+            "value/clip_ratio": completions.make_mean(is_clipped.double(), Shape.POSITIONS),
+            "value/mean": completions.make_mean(old_values, Shape.POSITIONS),
+            "value/return": completions.make_mean(returns, Shape.POSITIONS),
         }
-        if "reference" in rollout:
+        if "reference" in rollout:  # with "old"; the divergence is a part of the rewards
             log_ratios = rollout["old"].double() - rollout["reference"].double()
-            metrics["kl"] = completions.make_mean(log_ratios, Level.TOKEN)
+            metrics["kl"] = completions.make_mean(log_ratios, Shape.POSITIONS)
         return self.recipe.method.vf_coef * losses, metrics
 
     def _choose_old_log_probabilities(
@@ -262,9 +266,9 @@ class PolicyObjective(Objective):
         """Chooses the log-probabilities that the ratios divide by, fp64[positions].
 
         With a critic, or if sampling is corrected, they are those under the weights before the
-        first update on these completions. Training has measured them ("old"), or computes them now
-        if there is only one update. Else they are those of the sampler, however many updates there
-        are.
+        first update on these completions: "old", which training has measured, or the present ones
+        if a correction has no "old", since there is one update only. Else they are the sampler's,
+        however many updates there are.
         """
         if "old" in rollout:
             return rollout["old"].double()
@@ -282,27 +286,19 @@ class PolicyObjective(Objective):
         """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
         sampled = rollout["sampled"].double()
         log_drifts = log_probabilities - sampled
-        is_outside = find_outside(log_probabilities, sampled, self.recipe)
+        is_drifted = find_drifted(log_probabilities, sampled, self.recipe)
         metrics = {
             **describe_completions(rollout, has_groups=not self.recipe.method_facts.has_critic),
             **describe_ratios(log_drifts, completions),
-            "ratio/outside": sum_and_count(is_outside.double(), completions.is_trained),
+            "ratio/outside": sum_and_count(is_drifted.double(), completions.is_trained),
             **self._make_empty_metrics(log_drifts.new_zeros(2)),
             **self._describe_rollout(rollout),
         }
-        distances = torch.where(completions.is_trained, log_drifts, 0.0).abs()
-        if len(distances):
-            largest = distances.max()
-        else:
-            largest = distances.new_zeros(())
-        maxima = {"log_ratio/max": largest.float()}
+        maxima = {"log_ratio/max": completions.find_largest(log_drifts.abs())}
         if self.recipe.rollout.max_staleness:
             staleness = step - rollout["versions"].double()
-            metrics_of_age, oldest = describe_staleness(
-                log_drifts, staleness, completions, self.recipe
-            )
-            metrics |= metrics_of_age
-            maxima["staleness/max"] = oldest
+            metrics |= describe_staleness(log_drifts, staleness, completions, self.recipe)
+            maxima["staleness/max"] = completions.find_largest(staleness)
         return metrics, maxima
 
     def _make_empty_metrics(self, zero: Tensor) -> dict[str, Tensor]:
@@ -327,15 +323,16 @@ class PolicyObjective(Objective):
         """
         keys = self.recipe.rollout
         metrics = {}
-        if "explained_variance" in rollout:
+        if self.recipe.method_facts.has_critic:
             explained = rollout["explained_variance"]
             metrics["value/explained_variance"] = sum_and_count(
                 explained.nan_to_num(), ~explained.isnan()
             )
         if keys.vllm_server_base_url is not None:
+            # of the weights to the server
             metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
-            # how often new weights cut a completion, and the tokens that are lost with it
+            # how often new weights, or the end of a run, cut a completion, and the tokens lost so
             metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
             metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
@@ -357,11 +354,11 @@ class PolicyObjective(Objective):
         """
         for name in [name for name in means if name.endswith(SQUARE)]:
             mean_square = means.pop(name)
-            ratio = name.removesuffix("/square")  # "ratio", or "ratio" of one age
+            prefix = name.removesuffix("/square")  # "ratio", or such as "staleness/2/ratio"
             if mean_square:
-                share = means[f"{ratio}/mean"] ** 2 / mean_square
+                share = means[f"{prefix}/mean"] ** 2 / mean_square
                 # sums in fp32 may round above 1
-                means[f"{ratio}/effective_sample_size"] = min(1.0, share)
+                means[f"{prefix}/effective_sample_size"] = min(1.0, share)
         return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
@@ -377,7 +374,8 @@ class PolicyObjective(Objective):
 class HeldOutRewards(Objective):
     """The rewards of greedy answers to held-out prompts.
 
-    The loss is their mean, negative, so that less is better.
+    The loss is their mean, negative, so that less is better; an answer without a reward counts as
+    0 there.
     """
 
     sampler: Sampler
@@ -395,14 +393,23 @@ class HeldOutRewards(Objective):
         at_once = (
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
-        # Only the asking matters: it raises where a signal ends the evaluation. The micro-batches
-        # themselves are not used, and begin again where they are fewer than the parts.
-        checks_for_signal = chain.from_iterable(micro_batches() for _ in count())
+
+        def repeat_micro_batches() -> Iterator[MicroBatch]:
+            while True:
+                yield from micro_batches()
+
+        # No micro-batch is used: asking for one raises where a signal ends the evaluation.
+        checks_for_signal = repeat_micro_batches()
         for first in range(0, len(ids), at_once):
             next(checks_for_signal)
             part = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
-                self.prompts.examples, part, step=0, generations=1, greedy=True, first_place=first
+                self.prompts.examples,
+                part,
+                step=0,
+                generations=1,
+                greedy=True,
+                prompts_before=first,
             )
             for i, example_id in enumerate(rollout.example_ids.tolist()):
                 tokens = len(rollout.sampled[i].log_probabilities)
@@ -414,7 +421,7 @@ class HeldOutRewards(Objective):
         return replace(self, results=results)
 
     def count(self, batch: StepBatch) -> int:
-        """Counts the prompts."""
+        """Counts the prompts, each of which has one answer."""
         return batch.groups
 
     def measure(
