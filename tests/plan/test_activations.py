@@ -25,7 +25,7 @@ from finetune.models.experts import (
 )
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.lora import add_adapters
-from finetune.plan.activations import Computation, kept_bytes, mask_bytes
+from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.temporary_memory import expert_factor_bytes
@@ -296,3 +296,31 @@ def test_the_loss_allocates_what_is_planned(
     else:
         measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_an_adapter_has_the_largest_rank_of_any_layer() -> None:
+    """Also where the first layer is dense, so that the widest one is another."""
+    config = {
+        "model_type": "deepseek_v3",
+        **CONFIG,
+        **EXPERTS,
+        **LATENT,
+        "first_k_dense_replace": 1,
+    }
+    architecture = read_architecture(config, "config.json")
+    assert architecture.widest_layer == 1
+    adapters = {
+        layer: layer_bytes(
+            architecture,
+            Computation(
+                itemsize=2,
+                lora=Lora(
+                    use_peft=True,
+                    lora_target_modules=("o_proj",),
+                    rank_pattern={f"layers.{layer}.self_attn.o_proj": 64},
+                ),
+            ),
+        )["adapters"]
+        for layer in range(4)
+    }
+    assert adapters == dict.fromkeys(range(4), 2 * 64)
