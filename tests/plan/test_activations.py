@@ -28,6 +28,7 @@ from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.temporary_memory import expert_factor_bytes
 from tests.conftest import slow_but
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
@@ -324,3 +325,13 @@ def test_an_adapter_has_the_largest_rank_of_any_layer() -> None:
         for layer in range(4)
     }
     assert adapters == dict.fromkeys(range(4), 2 * 64)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_evaluation_holds_a_cast_copy_of_each_layer(recomputes: bool) -> None:
+    """Autocast keeps the copies until the forward ends, with activation checkpointing too."""
+    sharding = Sharding(layout="ddp", mixed_precision="bf16", activation_checkpointing=recomputes)
+    spec = make_spec({"model_type": "llama", **CONFIG}, ranks=2, sharding=sharding)
+    peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
+    numbers = sum(linear.numel for layer in range(4) for linear in spec.architecture.linears(layer))
+    assert peaks["evaluation"].gathered == 2 * numbers
