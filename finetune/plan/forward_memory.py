@@ -97,8 +97,8 @@ def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its
-    document.
+    """The keys and values, which may differ in size, of `tokens` tokens in all layers, as if each
+    attended to all of its document.
     """
     architecture = spec.computed
     return int(

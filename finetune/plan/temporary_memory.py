@@ -14,7 +14,7 @@ from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
 from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.plan.activations import Computation, expert_adapter_rank
-from finetune.plan.architecture import Architecture
+from finetune.plan.architecture import Architecture, TensorShape
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
 
@@ -68,10 +68,8 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
-    """The bytes of each linear layer of the last decoder layer that multiplies in FP8: in the first
-    one not all do.
-    """
-    for linear in spec.architecture.linears(spec.architecture.layers - 1):
+    """The bytes of a linear layer of each size that multiplies in FP8."""
+    for linear in _list_linears(spec.architecture):
         if linear.name not in spec.fp8_weights:
             continue
         width_out, width_in = linear.shape
@@ -89,6 +87,14 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
             # one tensor after another is cast; a gathered weight is in 8 bits already
             cast_weight = 0 if linear.name in spec.fp8_gathered else weight
             yield copies + CAST_BYTES * max(inputs, outputs, cast_weight)
+
+
+def _list_linears(architecture: Architecture) -> list[TensorShape]:
+    """Lists linear layers of each size: those of a decoder layer with experts, of one without, and
+    of the last, because in the first one not all multiply in FP8.
+    """
+    layers = {architecture.widest_layer, architecture.dense_layer, architecture.layers - 1}
+    return [linear for layer in sorted(layers) for linear in architecture.linears(layer)]
 
 
 # tensors in the backward of rounding to whole numbers: scaled, rounded, clamped, a mask, and back
@@ -123,7 +129,7 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         per_weight = itemsize * weight_tensors
         per_input = 0 if scheme.input_bits is None else itemsize * ROUNDING_TENSORS
     sizes = []
-    for linear in spec.architecture.linears():
+    for linear in _list_linears(spec.architecture):
         of_weight = per_weight * linear.numel
         of_input = per_input * tokens * linear.shape[1]
         if scheme.block:  # one is rounded after the other

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from finetune.config.families import FAMILIES, PLANNED
-from finetune.config.layout import MixedPrecision, Sharding
-from finetune.config.schema import Lora
+from finetune.config.layout import Fp8, MixedPrecision, Sharding
+from finetune.config.schema import Lora, QuantizationAware
 from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
@@ -29,7 +29,7 @@ from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import plan_phases
-from finetune.plan.temporary_memory import expert_factor_bytes
+from finetune.plan.temporary_memory import expert_factor_bytes, fp8_bytes, rounded_bytes
 from tests.conftest import slow_but
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
@@ -335,3 +335,18 @@ def test_evaluation_holds_a_cast_copy_of_each_layer(recomputes: bool) -> None:
     peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
     numbers = sum(linear.numel for layer in range(4) for linear in spec.architecture.linears(layer))
     assert peaks["evaluation"].gathered == 2 * numbers
+
+
+def test_what_a_dense_layer_holds_is_planned_beside_layers_of_experts() -> None:
+    """Its MLP is wider than the shared expert: in FP8, and while it is rounded."""
+    config = {"model_type": "deepseek_v3", **CONFIG, **EXPERTS, **LATENT, "intermediate_size": 4096}
+    sharding = Sharding(layout="fsdp2", mixed_precision="bf16", fp8=Fp8())
+    aware = QuantizationAware(quantization_aware_training="int4")
+    planned = {}
+    for dense_layers in (1, 4):
+        spec = make_spec(
+            config | {"first_k_dense_replace": dense_layers}, ranks=1, sharding=sharding
+        )
+        rounded = replace(spec, recipe=replace(spec.recipe, quantization_aware=aware))
+        planned[dense_layers] = fp8_bytes(spec, 64), rounded_bytes(rounded, 64)
+    assert planned[1] == planned[4]
