@@ -62,7 +62,7 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
     On a GPU before Ampere torch computes grouped products one by one.
 
     Args:
-        sharding: Says which dtype mixed precision casts to.
+        sharding: Says which dtype mixed precision casts to, bf16 beside FP8.
         dtype: The dtype of the experts' parameters.
         device_type: Such as cuda.
 
@@ -247,6 +247,7 @@ def compute_in_groups(
     outputs = multiply("down_proj", activated)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
+    # back from the order of experts to that of tokens
     by_token = move_rows(outputs, inverse, order).view(tokens, k, -1)
     summed: Tensor = (by_token * weights).sum(1)
     return summed.to(hidden.dtype)

@@ -178,7 +178,7 @@ def pipeline_bytes(spec: RunSpec) -> int:
         return 0
     message = spec.tokens * spec.computed.hidden * spec.computation.itemsize
     chunks = spec.sharding.pipeline_chunks // spec.stages  # groups of layers on this rank
-    in_flight = spec.micro_batches_in_flight
+    in_flight = spec.micro_batches_in_flight  # of several chunks a fraction
     receiving = chunks - (spec.stage == 0)  # chunks with a predecessor on another rank
     sending = chunks - spec.is_last_stage
     if spec.pipeline_order == "1f1b":

@@ -314,7 +314,7 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
 def _plan_units(spec: RunSpec) -> LayoutMemory:
     """Plans the memory of each unit of FSDP."""
     units = split_into_units(
-        spec.part, _list_gathered(spec), spec.sharding, spec.fp8_gathered, spec.shards
+        spec.part, _list_gathered(spec), spec.sharding, fp8=spec.fp8_gathered, shards=spec.shards
     )
     tail_has_embedding = spec.part.tied or spec.sharding.layout == "fsdp1"
     if units.wraps_layers:
