@@ -328,8 +328,9 @@ def _unsharded_layer(
 def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, at its two highest points: with all that its
-    MLP needs but no weight's gradient, and at the update before that, its first, of down_proj.
+    """The backward of the layer after `done` others, at its two highest points: when it has the
+    gradients of gate's and up's outputs, but of no weight; and, earlier, at its first update, that
+    of down_proj.
     """
     if spec.computed.trace(spec.computation) is None:
         # at the update the gradients of gate's and up's outputs are not there yet

@@ -123,8 +123,7 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         copies = 1 if itemsize == FP32 else 2
         per_weight = copies * FP32 + merging
         per_input = copies * FP32
-    else:  # at the highest point, in the backward, nothing is merged any more
-        # under LoRA one more tensor: the gradient of base and adapter together
+    else:  # in the backward; under LoRA with the gradient of base and adapter together
         weight_tensors = ROUNDING_TENSORS + 1 if has_adapters else ROUNDING_TENSORS
         per_weight = itemsize * weight_tensors
         per_input = 0 if scheme.input_bits is None else itemsize * ROUNDING_TENSORS
