@@ -69,6 +69,10 @@ DIVISIONS: Mapping[str, tuple[str, str]] = {
 }
 UNDIVIDED: Mapping[str, Any] = {name: 1 for name, _ in DIVISIONS.values()}
 CHUNKS_PER_RANK: Mapping[PipelineSchedule, int] = {"1f1b": 1, "interleaved_1f1b": 2}
+UNTRAINED_STAGE = (
+    "pipeline_parallel_size: {}: a rank would hold no parameter that is trained; choose a smaller "
+    "size, or train more layers"
+)
 GROUP_KEYS = ("tp_size", "cp_size", "sp_size")
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 PLAIN_LAUNCH = "a plain launch (no Accelerate file)"

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from finetune.config.layout import choose_order, split_layers
+from finetune.config.layout import UNTRAINED_STAGE, choose_order, split_layers
 from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.model_parts import head_of, local_part, trunk_of
 from finetune.distributed.world import PIPELINE, World, gather_json
@@ -63,10 +63,7 @@ def keep_own_layers(model: Any, layers: Sequence[nn.Module], world: World) -> No
         return
     setattr(model, ATTRIBUTE, Pipeline(model, layers, world))
     if world.any(not any(parameter.requires_grad for parameter in model.parameters())):
-        raise UserError(
-            f"pipeline_parallel_size: {world.stages}: a rank would hold no parameter that is "
-            "trained; choose a smaller size, or train more layers"
-        )
+        raise UserError(UNTRAINED_STAGE.format(world.stages))
 
 
 class Pipeline:

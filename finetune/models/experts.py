@@ -4,8 +4,8 @@ of a group.
 `compute_in_groups` does what transformers' grouped_mm does, with two differences. It moves rows by
 permutations, whose gradients are permutations too; the gradient of indexing is a sum by atomic
 operations, which is slow and never twice the same. And it multiplies with an adapter's factors one
-after the other, x W + s (x A) B for a weight W [in, out] (Hu et al. 2021, eq. 3); peft adds s A B
-to W, and needs a gradient as large as all experts for it.
+after the other, x W + s (x A^T) B^T for a weight W [in, out] (Hu et al. 2021, eq. 3); peft adds
+s A^T B^T to W, and needs a gradient as large as all experts for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,8 @@ ALIGNMENT_BYTES = 16  # torch's grouped products take rows of a multiple of thes
 GROUPED = "grouped"  # among transformers' names for how experts are computed
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
-"""Parameter's name -> (left, right, scale): scale x left @ right is added to each expert's matrix.
+"""Parameter's name -> (left, right, scale) of the adapter on it: to each expert's matrix [rows,
+columns], as the parameter has it, belongs scale x left @ right.
 
 left: [experts, rows, rank]. right: [experts, rank, columns].
 """
@@ -61,15 +62,15 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
     On a GPU before Ampere torch computes grouped products one by one.
 
     Args:
-        sharding: Says which dtype mixed precision casts to.
+        sharding: Says which dtype mixed precision casts to, bf16 beside FP8.
         dtype: The dtype of the experts' parameters.
         device_type: Such as cuda.
 
     Returns:
         A name for `set_experts_implementation`.
     """
-    of_precision = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
-    compute_dtype = of_precision[sharding.mixed_precision]
+    compute_dtypes = {"no": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
+    compute_dtype = compute_dtypes[sharding.mixed_precision]
     if device_type == "cuda" and compute_dtype == torch.bfloat16:
         return GROUPED
     return "eager"
@@ -93,13 +94,13 @@ def set_experts_implementation(model: Any, name: str) -> None:
         language_model.set_experts_implementation(name)
 
 
-def bypass_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
-    """Stops peft from adding its adapters to the parameters of `experts`; the caller computes with
+def bypass_adapters(model: nn.Module, module: nn.Module) -> list[Any]:
+    """Stops peft from adding its adapters to the parameters of `module`; the caller computes with
     the factors that `find_factors` reads from them.
 
     Args:
         model: The model with the adapters.
-        experts: One of its layers of experts.
+        module: One of its layers of experts.
 
     Returns:
         peft's modules with the adapters, one for each parameter, from the outermost.
@@ -108,44 +109,44 @@ def bypass_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
     wrappers: Iterator[Any] = (
         module for module in model.modules() if hasattr(module, "parameter_name")
     )
-    adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
+    adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is module]
     for adapter in adapters:
         adapter.forward = adapter.base_layer.__call__
     return adapters
 
 
 def multiply_by_factors(model: nn.Module) -> None:
-    """Makes adapted layers of experts multiply by their adapters' factors A and B, in place of
-    adding A B to the weights.
+    """Makes adapted layers of experts multiply by their adapters' factors, in place of adding
+    the factors' product to the weights.
 
     A layer whose forward is replaced, since it is quantized or divided, does so itself.
     """
-    for experts in expert_modules(model):
-        if "forward" in vars(experts):
+    for module in expert_modules(model):
+        if "forward" in vars(module):
             continue
-        adapters = bypass_adapters(model, experts)
+        adapters = bypass_adapters(model, module)
         if adapters:
-            experts.forward = partial(_compute_adapted, experts, adapters)
+            module.forward = partial(_compute_adapted, module, adapters)
 
 
-def _compute_adapted(experts: nn.Module, adapters: Sequence[Any], *inputs: Tensor) -> Tensor:
-    return compute_in_groups(experts, inputs, factors=find_factors(adapters))
+def _compute_adapted(module: nn.Module, adapters: Sequence[Any], *inputs: Tensor) -> Tensor:
+    return compute_in_groups(module, inputs, factors=find_factors(adapters))
 
 
-def find_factors(adapters: Iterable[Any], experts: slice = slice(None)) -> Factors:
-    """The factors of those of peft's `adapters` that are on, for some `experts`."""
+def find_factors(adapters: Iterable[Any], own_experts: slice = slice(None)) -> Factors:
+    """The factors of those of peft's `adapters` that are on, for the experts in the slice."""
     factors = {}
     for adapter in adapters:
         if not adapter.disable_adapters:
             left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
-            factors[adapter.parameter_name] = left[experts], right[experts], scale
+            factors[adapter.parameter_name] = left[own_experts], right[own_experts], scale
     return factors
 
 
 def compute_experts(
     module: nn.Module,
     parameters: Mapping[str, Tensor],
-    experts: int,
+    num_experts: int,
     *inputs: Any,
     factors: Factors | None = None,
 ) -> Any:
@@ -154,25 +155,27 @@ def compute_experts(
     Args:
         module: The layer.
         parameters: The weights, [experts, ...] each, by the names of the module's own.
-        experts: How many experts the weights hold.
+        num_experts: How many experts the weights hold.
         inputs: Those of the module's forward; see `compute_in_groups`.
-        factors: The LoRA factors to add; None without adapters.
+        factors: Of adapters; empty or None without.
 
     Returns:
         What the module's forward returns: [tokens, width].
     """
     if factors:
         return compute_in_groups(module, inputs, parameters=parameters, factors=factors)
-    return type(module).forward(_StandIn(module, parameters, experts), *inputs)
+    return type(module).forward(_StandIn(module, parameters, num_experts), *inputs)
 
 
 class _StandIn:
     """Passes for a module of experts in the module's own forward, with other parameters."""
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], num_experts: int
+    ) -> None:
         self.__dict__ |= parameters
         self._module = module
-        self.num_experts = experts
+        self.num_experts = num_experts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -204,7 +207,7 @@ def compute_in_groups(
             of each token, weights [tokens, k] of their outputs). A chosen number beyond the last
             expert stands for no expert (Zaya).
         parameters: Replace the module's own parameters, [experts, ...] each; None: its own.
-        factors: The factors of adapters on these parameters; see `Factors`.
+        factors: Of adapters on these parameters.
 
     Returns:
         [tokens, width], in the dtype of hidden.
@@ -215,12 +218,12 @@ def compute_in_groups(
     def get(name: str) -> Tensor:
         return getattr(module, name) if parameters is None else parameters[name]
 
-    experts = get("down_proj").shape[0]
-    weights = weights.reshape(tokens, k, 1).masked_fill(chosen[..., None] >= experts, 0)
-    expert_of_row, order = chosen.flatten().clamp(max=experts - 1).sort(stable=True)
+    num_experts = get("down_proj").shape[0]
+    weights = weights.reshape(tokens, k, 1).masked_fill(chosen[..., None] >= num_experts, 0)
+    expert_of_row, order = chosen.flatten().clamp(max=num_experts - 1).sort(stable=True)
     inverse = order.argsort()
-    numbers = torch.arange(experts, device=chosen.device)
-    ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
+    expert_ids = torch.arange(num_experts, device=chosen.device)
+    ends = torch.searchsorted(expert_of_row, expert_ids, right=True, out_int32=True)
 
     def multiply(name: str, rows: Tensor) -> Tensor:
         """Multiplies rows [n, in] by their expert's matrix of parameter `name`: [n, out]."""
@@ -244,6 +247,7 @@ def compute_in_groups(
     outputs = multiply("down_proj", activated)
     if getattr(module, "has_post_expert_norm", False):
         outputs = module.post_expert_norm(outputs)
+    # back from the order of experts to that of tokens
     by_token = move_rows(outputs, inverse, order).view(tokens, k, -1)
     summed: Tensor = (by_token * weights).sum(1)
     return summed.to(hidden.dtype)
@@ -256,7 +260,7 @@ def _add_adapter(
     is_transposed: bool,
     ends: Tensor,
 ) -> Tensor:
-    """Adds scale x (x A) B to the product of the rows x with the frozen weights.
+    """Adds scale x (x A^T) B^T to the product of the rows x with the frozen weights.
 
     Args:
         product: [n, out].
@@ -268,7 +272,7 @@ def _add_adapter(
     Returns:
         [n, out].
     """
-    # left @ right has the weight's shape: [out, in], so B @ A; transposed [in, out], so A.T @ B.T
+    # left @ right has the weight's shape: [out, in], so B A; transposed [in, out], so A^T B^T
     left, right, scale = factors
     a = left.mT if is_transposed else right  # [experts, rank, in]
     b = right.mT if is_transposed else left  # [experts, out, rank]
@@ -379,7 +383,7 @@ def count_active(model: Any) -> dict[nn.Parameter, int]:
 
 
 def _without_adapters(module: Any) -> nn.Module:
-    """The module inside of peft's wrappers of parameters."""
+    """The module inside of peft's wrappers of parameters; any other module as it is."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
 
 
@@ -389,8 +393,9 @@ def quantize_experts(
     """Replaces the frozen weights of the experts by quantized ones, which are empty until they are
     loaded.
 
-    The layers' forward changes too: it dequantizes the weights and adds peft's adapters to them,
-    which peft no longer does. Call it after adapters and activation checkpointing are in.
+    The layers' forward changes too: it dequantizes the weights, and multiplies by the factors of
+    peft's adapters, which peft no longer adds. Call it after adapters and activation checkpointing
+    are in.
 
     Args:
         model: On meta.
@@ -402,54 +407,53 @@ def quantize_experts(
     """
     added = set()
     recomputed = recomputed_modules(model)
-    for path, experts in expert_layers(model):
+    for path, module in expert_layers(model):
         frozen = {
-            name: weight for name, weight in weights_of(experts).items() if not weight.requires_grad
+            name: weight for name, weight in weights_of(module).items() if not weight.requires_grad
         }
         for name, parameter in frozen.items():
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
             # the recomputed forward keeps it for the backward that follows at once
-            weight.keeps_dequantized = experts in recomputed
-            delattr(experts, name)  # torch refuses a module under the name of a parameter
-            setattr(experts, name, weight)
+            weight.keeps_dequantized = module in recomputed
+            delattr(module, name)  # torch refuses a module under the name of a parameter
+            setattr(module, name, weight)
             added |= {f"{path}.{name}.{CODES}", f"{path}.{name}.{SCALES}"}
         if frozen:
-            adapters = bypass_adapters(model, experts)
-            experts.forward = _QuantizedExperts(experts, adapters).forward
+            adapters = bypass_adapters(model, module)
+            module.forward = _QuantizedExperts(module, adapters).forward
     return frozenset(added)
 
 
-def quantized_children(experts: nn.Module) -> dict[str, QuantizedWeight]:
+def quantized_children(module: nn.Module) -> dict[str, QuantizedWeight]:
     """The quantized weights of a layer of experts, by name."""
     return {
-        name: child
-        for name, child in experts.named_children()
-        if isinstance(child, QuantizedWeight)
+        name: child for name, child in module.named_children() if isinstance(child, QuantizedWeight)
     }
 
 
-def expert_weights(experts: nn.Module) -> dict[str, Tensor]:
-    """The weights of a layer's experts, by name: of this rank's own where experts are divided over
-    ranks.
+def expert_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a layer's experts, by name; where ranks divide the experts, those of this
+    rank's own.
 
     Quantized ones, which `DividedExperts` has cut already, are dequantized to the compute dtype.
     """
     weights = {
-        name: local_part(parameter) for name, parameter in experts.named_parameters(recurse=False)
+        name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)
     }
-    quantized = quantized_children(experts)
+    quantized = quantized_children(module)
     return weights | {name: weight.dequantize(weight.dtype) for name, weight in quantized.items()}
 
 
-def recompute_dequantized(experts: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Runs `compute(*inputs)`, and has the backward dequantize the weights of `experts` again, so
-    that none is kept.
+def recompute_dequantized(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
+    """Runs `compute(*inputs)`, and has the backward run it again, which dequantizes the weights of
+    `module` again, so that none is kept.
 
     Where nothing needs to be made again, it calls `compute` as it is: without gradients, without
     quantized weights, or under activation checkpointing, which makes all of the layer again.
     """
-    weights = quantized_children(experts).values()
-    if not torch.is_grad_enabled() or all(weight.keeps_dequantized for weight in weights):
+    weights = quantized_children(module).values()
+    frees_weights = any(not weight.keeps_dequantized for weight in weights)
+    if not frees_weights or not torch.is_grad_enabled():
         return compute(*inputs)
     # experts have no dropout, which would need the random state of the forward
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -470,18 +474,18 @@ class _QuantizedExperts:
 
     def compute(self, *inputs: Any) -> Any:
         weights = expert_weights(self.module)
-        experts: int = self.module.num_experts  # type: ignore[assignment]
+        num_experts: int = self.module.num_experts  # type: ignore[assignment]
         return compute_experts(
-            self.module, weights, experts, *inputs, factors=find_factors(self.adapters)
+            self.module, weights, num_experts, *inputs, factors=find_factors(self.adapters)
         )
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
     """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
 
-    A rank's gradients of its experts are sums over the tokens of its expert-parallel group
-    (dimension EXPERT), which FSDP averages over the ranks with the same experts. All other
-    gradients are averages over all ranks: so these are divided by `expert_parallel_size`.
+    All other gradients are averages over all ranks. A rank's gradients of its experts are sums over
+    the tokens of its expert-parallel group (dimension EXPERT), which FSDP averages over the ranks
+    with the same experts alone. So the experts' are divided by `expert_parallel_size`.
 
     Args:
         model: On meta, not sharded yet.
@@ -509,7 +513,7 @@ def divide_experts(model: nn.Module, world: World) -> None:
             offload_policy=plugin.cpu_offload,
             shard_placement_fn=_choose_sharded_dim(module, size, mesh[EXPERT_SHARD].size()),
         )
-        # of the reduced gradients, after the replicas' all-reduce where there is one
+        # FSDP calls it with the reduced gradients, also where no replicas need an all-reduce
         sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
 
 
@@ -556,15 +560,15 @@ class DividedExperts:
         self.group = mesh.get_group()
         self.size = mesh.size()
         self.adapters = adapters
-        self.experts: int = module.num_experts  # type: ignore[assignment]
-        self.local_experts = self.experts // self.size
-        first = mesh.get_local_rank() * self.local_experts
-        self.own_experts = slice(first, first + self.local_experts)
+        self.num_experts: int = module.num_experts  # type: ignore[assignment]
+        self.experts_per_rank = self.num_experts // self.size
+        first = mesh.get_local_rank() * self.experts_per_rank
+        self.own_experts = slice(first, first + self.experts_per_rank)
         for name, parameter in dict(module.named_parameters(recurse=False)).items():
-            assert parameter.shape[0] == self.experts, (
-                f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
+            assert parameter.shape[0] == self.num_experts, (
+                f"{name}: {tuple(parameter.shape)}, but {self.num_experts} experts"
             )
-            local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
+            local = parameter.new_empty((self.experts_per_rank, *parameter.shape[1:]))
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         # their parameters are no DTensors, and no checkpoint holds them
@@ -583,35 +587,38 @@ class DividedExperts:
         Returns:
             [tokens, width], in the dtype of hidden.
         """
-        tokens, per_token = chosen.shape
+        tokens, k = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
-        back = order.argsort()
-        # Not torch.bincount, which on a GPU makes the host wait for the largest expert.
-        counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
-        arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
-        dist.all_to_all_single(arriving, counts, group=self.group)
-        by_rank = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1)
+        inverse = order.argsort()
+        # Rows for each expert: to all ranks' experts, rank after rank; and from each rank in turn
+        # to this rank's experts. Not torch.bincount, which on a GPU makes the host wait for the
+        # largest expert.
+        sent_counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        received_counts = torch.empty_like(sent_counts)
+        dist.all_to_all_single(received_counts, sent_counts, group=self.group)
+        counts = torch.stack([sent_counts, received_counts])
+        by_rank = counts.view(2, self.size, self.experts_per_rank).sum(-1)
         sent, received = by_rank.tolist()  # rows to each rank of the group, and from it
-        leaving = move_rows(hidden, order, back, per_token)
-        rows = all_to_all(leaving, self.group, sent, received)
-        expert_numbers = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
-        expert_of_row = expert_numbers.repeat_interleave(arriving, output_size=sum(received))
+        sent_rows = move_rows(hidden, order, inverse, copies=k)
+        rows = all_to_all(sent_rows, self.group, sent, received)
+        expert_ids = torch.arange(self.experts_per_rank, device=flat.device).repeat(self.size)
+        expert_of_row = expert_ids.repeat_interleave(received_counts, output_size=sum(received))
         outputs = recompute_dequantized(self.module, self.compute, rows, expert_of_row)
         returned = all_to_all(outputs, self.group, received, sent)
-        states = move_rows(returned, back, order).view(tokens, per_token, -1)
+        states = move_rows(returned, inverse, order).view(tokens, k, -1)
         weighted: Tensor = (states * weights[..., None]).sum(1)
         return weighted.to(hidden.dtype)
 
-    def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, expert_of_row: Tensor) -> Tensor:
         """Runs this rank's experts.
 
         Args:
-            rows: [rows, width].
-            experts: int64[rows], the expert of each, counted from this rank's first.
+            rows: [n, width].
+            expert_of_row: int64[n], counted from this rank's first.
 
         Returns:
-            [rows, width].
+            [n, width].
         """
         parameters = expert_weights(self.module)
         factors = find_factors(self.adapters, self.own_experts)
@@ -622,9 +629,10 @@ class DividedExperts:
             for left, right, _ in factors.values():
                 trained += [left, right]
             return rows + sum(tensor[:0].sum() for tensor in trained)
-        inputs = rows, experts[:, None], torch.ones_like(rows[:, :1])
+        # each row is a token of one expert, with weight 1
+        inputs = rows, expert_of_row[:, None], torch.ones_like(rows[:, :1])
         outputs: Tensor = compute_experts(
-            self.module, parameters, self.local_experts, *inputs, factors=factors
+            self.module, parameters, self.experts_per_rank, *inputs, factors=factors
         )
         return outputs
 
@@ -644,8 +652,8 @@ def _choose_sharded_dim(
     for weight in quantized_children(module).values():  # codes and scales, one-dimensional
         by_dim |= {id(parameter): Shard(0) for parameter in weight.parameters()}
     for name, parameter in module.named_parameters(recurse=False):
-        held = shard_experts(tuple(parameter.shape), size, shards)
-        assert held is not None, f"{name}: refused by the rule `experts over shards`"
-        holds_whole_experts = held[1:] == tuple(parameter.shape[1:])
+        shard_shape = shard_experts(tuple(parameter.shape), size, shards)
+        assert shard_shape is not None, f"{name}: refused by the rule `experts over shards`"
+        holds_whole_experts = shard_shape[1:] == tuple(parameter.shape[1:])
         by_dim[id(parameter)] = Shard(0 if holds_whole_experts else 1)
     return lambda parameter: by_dim[id(parameter)]

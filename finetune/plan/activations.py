@@ -29,8 +29,8 @@ KINDS = 2  # of layers that need masks: with a sliding window, and without
 
 
 def attends_by_document(computation: "Computation") -> bool:
-    """Whether each document is attended to by itself, and their outputs are concatenated: no kernel
-    has dropout.
+    """Whether attention runs over one document after the other, and their outputs are concatenated:
+    a GPU's kernel takes all documents at once, but has no dropout.
     """
     return computation.cpu or computation.drops_attention
 
@@ -101,8 +101,7 @@ class Computation:
     drops_attention: bool = False  # attention_dropout is not 0
     masks_images: bool = False  # the tokens of an image see each other, by a mask of each document
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
-    # that divide a layer's experts between them, which get their inputs from other ranks
-    expert_ranks: int = 1
+    expert_ranks: int = 1  # that divide a layer's experts, and exchange their inputs
 
     @property
     def drops_inputs(self) -> bool:
@@ -170,30 +169,31 @@ def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str
     backward, by part.
     """
     every = computation.checkpoint_every
-    kept = [index for index in range(architecture.layers) if every is None or index % every]
+    # the layers that are not recomputed
+    saving = [index for index in range(architecture.layers) if every is None or index % every]
+    checkpoints = _checkpoints(architecture, computation, architecture.layers - len(saving))
     if (trace := architecture.trace(computation)) is not None:
-        saved = [
-            trace.layer_bytes("saved", computation.document_length)[index]
-            for index in kept
-            if trace.failure is None
-        ]
-        rest = round(trace.rest.per_token(computation.document_length))
-        checkpoints = _checkpoints(architecture, computation, architecture.layers - len(kept))
+        if trace.failure is None:
+            by_layer = trace.layer_bytes("saved", computation.document_length)
+            layers = sum(by_layer[index] for index in saving)
+        else:
+            layers = 0  # which the plan says (`RunSpec.uncounted`)
         return {
-            "layers": sum(saved),
+            "layers": layers,
             "checkpoints": checkpoints,
-            "ids and rotary": rest,
+            "ids and rotary": round(trace.rest.per_token(computation.document_length)),
             "final norm": 0,
         }
-    dense = sum(
-        architecture.mixture is not None and not architecture.has_experts(index) for index in kept
-    )
-    layers = (len(kept) - dense) * sum(layer_bytes(architecture, computation).values())
+    if architecture.mixture is None:
+        dense = 0
+    else:
+        dense = len([index for index in saving if not architecture.has_experts(index)])
+    layers = (len(saving) - dense) * sum(layer_bytes(architecture, computation).values())
     layers += dense * sum(layer_bytes(architecture, computation, is_dense=True).values())
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     return {
         "layers": layers,
-        "checkpoints": _checkpoints(architecture, computation, architecture.layers - len(kept)),
+        "checkpoints": checkpoints,
         "ids and rotary": TOKEN_ID + rotary,
         "final norm": final_norm_bytes(architecture, computation),
     }
@@ -206,11 +206,14 @@ def final_norm_bytes(architecture: Architecture, computation: Computation) -> in
 
 
 def _checkpoints(architecture: Architecture, computation: Computation, layers: int) -> int:
+    """Bytes per token on the device that `layers` checkpointed layers keep: under offload, those of
+    one layer.
+    """
     tensors = checkpointed_tensors(architecture, computation)
     if not computation.offloads:
         return layers * sum(tensors)
-    # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its
-    # graph keeps.
+    # Under LoRA the graph keeps the first layer's input: transformers makes it a leaf that gets a
+    # gradient.
     return sum(tensors) + (tensors[0] if computation.lora is not None else 0)
 
 
@@ -225,24 +228,28 @@ def checkpointed_tensors(architecture: Architecture, computation: Computation) -
 
 
 def _selected_tensors(architecture: Architecture, computation: Computation) -> list[int]:
-    """Lists the bytes per token of each tensor that selective checkpointing keeps in a layer."""
+    """Lists the bytes per token of each tensor that selective checkpointing keeps in a layer.
+
+    With attention and projections, these are the outputs of attention and of the linear layers that
+    read and write no more than the widest of hidden state and query: so not of the MLP's.
+    """
     if computation.keeps == "nothing":
         return []
-    # written out, or in what torch.compile makes of flex_attention
+    # attention is written out, or is in what torch.compile makes of flex_attention
     has_no_operator = (
         materializes_scores(architecture, computation)
         or attends_in_blocks(architecture, computation)
         or (architecture.latent is not None and computation.cpu)
     )
     if has_no_operator:
-        attended = []
+        attention = []
     else:
-        attended = [  # the output of attention, and its log-sum-exp
+        attention = [  # its output, and its log-sum-exp
             _kernel_itemsize(computation) * architecture.query_width,
             FP32 * architecture.heads,
         ]
     if computation.keeps == "attention":
-        return attended
+        return attention
     width = max(architecture.hidden, architecture.query_width)
     features = []
     for linear in architecture.linears():
@@ -252,9 +259,9 @@ def _selected_tensors(architecture: Architecture, computation: Computation) -> l
         if computation.lora is not None and is_adapted(linear, computation.lora):
             if width_in <= width:  # the product of A
                 features.append(_largest_rank(linear.name, architecture, computation.lora))
-            if width_out <= width:  # that of B
+            if width_out <= width:  # the product of B
                 features.append(width_out)
-    return attended + [computation.itemsize * each for each in features]
+    return attention + [computation.itemsize * each for each in features]
 
 
 def prefetched_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -337,10 +344,13 @@ def _norm(
 ) -> int:
     """Bytes per token that an RMSNorm of `width` features saves. It works in fp32.
 
-    It saves the reciprocal root and its input, both in fp32. Where the weight is trained, it saves
-    the normalized input too: in fp32 if the weight is multiplied in fp32, as in Gemma.
+    It saves the reciprocal root (`heads` of them where it normalizes each head by itself) and its
+    input, both in fp32. Where the weight is trained, not under LoRA, it saves the normalized input
+    too: in fp32 if the weight is multiplied in fp32, as in Gemma.
+
+    `itemsize`: bytes of a number of its input; None: those of the residual stream.
     """
-    if computation.remakes:  # its input as it came
+    if computation.remakes:  # all but the roots, of the input as it came
         return (itemsize or computation.residual_itemsize) * width + FP32 * heads
     if architecture.family.norm_keeps_fp32:
         normalized = FP32
@@ -350,19 +360,9 @@ def _norm(
 
 
 def _norms(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
-    # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual
-    # stream. Autocast casts an fp32 input separately for each layer that reads it.
-    inputs = 0 if computation.drops_inputs else 2
-    if computation.remakes:
-        inputs = 2 if architecture.family.norm_after else 0
-    elif computation.fuses_adapters:
-        inputs = 2 * computation.residual_itemsize // computation.itemsize
-    elif computation.autocast and not architecture.family.fused and not computation.drops_inputs:
-        inputs = (3 if architecture.latent is None else 2) + _count_readers(mixture)
-    total = (
-        len(architecture.family.norms) * _norm(architecture.hidden, architecture, computation)
-        + inputs * architecture.hidden * computation.itemsize
-    )
+    """Bytes per token that the norms of a layer save, and the inputs of its attention and MLP."""
+    total = len(architecture.family.norms) * _norm(architecture.hidden, architecture, computation)
+    total += _inputs(architecture, mixture, computation)
     if (
         mixture is not None
         and mixture.keys.routes_in_fp32
@@ -373,15 +373,33 @@ def _norms(architecture: Architecture, mixture: Mixture | None, computation: Com
     return total
 
 
+def _inputs(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
+    """Bytes per token of the saved inputs of attention and MLP: the norms' outputs or, where norms
+    come after, the residual stream.
+    """
+    computed = architecture.hidden * computation.itemsize  # one input in the compute dtype
+    if computation.remakes:  # a norm's output is made again, the residual stream is not
+        return 2 * computed if architecture.family.norm_after else 0
+    if computation.drops_inputs:
+        return 0
+    if computation.fuses_adapters:
+        return 2 * architecture.hidden * computation.residual_itemsize
+    if computation.autocast and not architecture.family.fused:
+        # each layer that reads an fp32 input saves a cast copy of its own
+        attention_readers = 3 if architecture.latent is None else 2
+        return (attention_readers + _count_readers(mixture)) * computed
+    return 2 * computed
+
+
 def _count_readers(mixture: Mixture | None) -> int:
-    """Layers that read the MLP's input: gate and up; in a mixture also the router and the shared
-    expert's.
+    """Linear layers that read the MLP's input: gate and up; in a mixture the router, and a shared
+    expert's gate, up and, in some families, the layer that weighs its output.
     """
     if mixture is None:
         return 2
     if not mixture.shared:
         return 1
-    return 3 if mixture.keys.shared is None else 4
+    return 3 if mixture.keys.shared is None else 4  # `shared_linears` names the fourth
 
 
 def _attention(architecture: Architecture, computation: Computation) -> int:
@@ -402,7 +420,8 @@ def _attention(architecture: Architecture, computation: Computation) -> int:
     if architecture.query_key_norm:
         total += _query_key_norms(architecture, computation)
     if architecture.family.fused and _kernel_itemsize(computation) == computation.itemsize:
-        # Value is a view of the whole fused output, which no cast frees.
+        # Value is a view of the whole fused output, which no cast frees: query and key before their
+        # rotation remain.
         total += computation.itemsize * (architecture.query_width + architecture.key_value_width)
     return total
 
@@ -412,20 +431,20 @@ def _attention_kernel(architecture: Architecture, computation: Computation) -> i
     kernel the scores.
     """
     itemsize = _kernel_itemsize(computation)
-    output = architecture.query_width
+    output_width = architecture.query_width
     if architecture.latent is not None and computation.cpu:
-        output = architecture.heads * architecture.latent.value
+        output_width = architecture.heads * architecture.latent.value
     total = itemsize * (
         architecture.query_width + _keys_and_values_width(architecture, computation)
     )
     # torch's kernel for a CPU wants one head size.
-    if materializes_scores(architecture, computation) or output != architecture.query_width:
+    if materializes_scores(architecture, computation) or output_width != architecture.query_width:
         total += (
             architecture.heads * computation.document_length * _score_bytes(architecture, itemsize)
         )
     else:
-        total += itemsize * output + FP32 * architecture.heads
-    # their part of the sum, and the output that is left
+        total += itemsize * output_width + FP32 * architecture.heads
+    # the sinks' part of the softmax's sum, and the output that is left without them
     if architecture.family.sinks and attends_in_blocks(architecture, computation):
         total += FP32 * architecture.heads + computation.itemsize * architecture.query_width
     if computation.masks_images:  # which the kernel adds to the scores
@@ -439,28 +458,31 @@ def _kernel_itemsize(computation: Computation) -> int:
 
 
 def _keys_and_values_width(architecture: Architecture, computation: Computation) -> int:
-    """Features of a token's keys and values together, as the kernel reads them on one rank."""
-    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not
-    # what the projections made.
-    heads = math.lcm(architecture.key_value_heads, computation.sequence_ranks)
-    width = 2 * architecture.query_width
-    # a key for each head, and narrower values, which the GPU's kernel takes padded
-    if architecture.latent is not None:
-        heads = architecture.key_value_heads
-        width = architecture.query_width + (
-            architecture.heads * architecture.latent.value
-            if computation.cpu
-            else architecture.query_width
-        )
-    elif (
+    """Features of keys and values together that the kernel reads on one rank, for each token that
+    the rank has of a row.
+    """
+    is_grouped = (
         computation.grouped_attention or attends_in_blocks(architecture, computation)
-    ) and not materializes_scores(architecture, computation):
-        width = 2 * (architecture.key_value_width // architecture.key_value_heads * heads)
-    if divides_heads(architecture.heads, computation.sequence_ranks):
-        return width
-    return (
-        width // (heads // architecture.key_value_heads) * computation.sequence_ranks
-    )  # those of the whole row
+    ) and not materializes_scores(architecture, computation)
+    ranks = computation.sequence_ranks
+    key_value_heads = architecture.key_value_heads
+    repeats = 1
+    if architecture.latent is not None:
+        # a key for each head, and narrower values, which the GPU's kernel takes padded
+        if computation.cpu:
+            values = architecture.heads * architecture.latent.value
+        else:
+            values = architecture.query_width
+        width = architecture.query_width + values
+    elif is_grouped:
+        width = 2 * architecture.key_value_width
+        # ranks that trade tokens for heads repeat key-value heads until each rank has as many
+        repeats = math.lcm(key_value_heads, ranks) // key_value_heads
+    else:  # a key and a value for each head of the query
+        width = 2 * architecture.query_width
+    if divides_heads(architecture.heads, ranks):
+        return width * repeats
+    return width * ranks  # not traded: each rank gathers those of the whole row
 
 
 def _query_key_norms(architecture: Architecture, computation: Computation) -> int:
@@ -481,24 +503,26 @@ def _query_key_norms(architecture: Architecture, computation: Computation) -> in
     )
 
 
-def _score_bytes(architecture: Architecture, inside: int) -> int:
-    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its
-    cast.
+def _score_bytes(architecture: Architecture, itemsize: int) -> int:
+    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its cast
+    to the `itemsize` of attention.
     """
-    return (
-        (inside if architecture.family.caps_scores else 0) + FP32 + (inside if inside < FP32 else 0)
-    )
+    tanh = itemsize if architecture.family.caps_scores else 0
+    cast = itemsize if itemsize < FP32 else 0
+    return tanh + FP32 + cast
 
 
 def _latents(architecture: Architecture, latent: LatentAttention, computation: Computation) -> int:
-    """The norms of the latents, and what reads these."""
-    ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
-    read = 0 if computation.drops_inputs else computation.itemsize * sum(ranks)
-    total = read + sum(
-        _norm(rank, architecture, computation, itemsize=computation.itemsize) for rank in ranks
+    """Bytes per token that the norms of the latents save, and their outputs, which linear layers
+    read.
+    """
+    widths = [width for width in (latent.query_rank, latent.key_value_rank) if width is not None]
+    outputs = 0 if computation.drops_inputs else computation.itemsize * sum(widths)
+    total = outputs + sum(
+        _norm(width, architecture, computation, itemsize=computation.itemsize) for width in widths
     )
     if computation.cpu and computation.itemsize == FP32:
-        # value is a view of the keys' and values' common product
+        # value is a view of its common product with the keys, whose plain part remains
         total += FP32 * architecture.heads * latent.plain
     return total
 
@@ -586,11 +610,12 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
 
 def _largest_rank(linear: str, architecture: Architecture, lora: Lora) -> int:
     """The largest rank that `rank_pattern` gives a linear layer in any decoder layer; `linear` is
-    its name in layer 0.
+    its name in one of them.
     """
-    name = linear.removesuffix(".weight")
+    trunk, _, place = linear.removesuffix(".weight").partition(".layers.")
+    in_layer = place.partition(".")[2]
     names = (
-        name.replace(".layers.0.", f".layers.{layer}.")
+        f"{trunk}.layers.{layer}.{in_layer}"
         for layer in range(architecture.layers if lora.rank_pattern else 1)
     )
     return max(find_value(name, lora.rank_pattern, lora.lora_r) for name in names)

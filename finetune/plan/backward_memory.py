@@ -34,8 +34,8 @@ from finetune.plan.temporary_memory import (
 
 
 def kept_for_backward(spec: RunSpec) -> int:
-    """Bytes of activations when the backward of a micro-batch begins: those that its forward left,
-    and of embeddings the gradients of the whole step.
+    """Bytes of activations when the backward of a micro-batch begins: those that its forward left
+    and, where the method embeds, the gradients of the vectors of the whole step.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -45,7 +45,7 @@ def kept_for_backward(spec: RunSpec) -> int:
         factors = 0  # the backward makes them again, see `recompute_dequantized`
     else:
         factors = expert_factor_bytes(architecture, computation).kept
-    # to the vectors of all documents of the step, from `ContrastiveObjective.prepare`
+    # from `ContrastiveObjective.prepare`
     vector_gradients = vector_bytes(spec, spec.rows_per_step)
     return spec.tokens * sum(kept.values()) + factors + masks + vector_gradients
 
@@ -78,6 +78,14 @@ class ShardedBackward:
     reducing_before: int = 0  # input of the previous unit's reduce-scatter, not freed yet
     # the tail's, whole, until the embedding's backward (`tail_has_embedding`)
     waiting_gradient: int = 0
+
+    def update_temporaries(self, part: str) -> int:
+        """Temporaries of the update of "head", "layer" or "embedding" once it is reduced; 0 where
+        no update is in the backward.
+        """
+        if not self.spec.recipe.optimization.optim_in_backward:
+            return 0
+        return plan_updates_in_backward(self.spec)[part].temporaries
 
     @property
     def keeps_shards(self) -> bool:
@@ -116,11 +124,11 @@ def sharded_points(
     else:
         yield from _reduction_points(
             backward,
-            part="head",
-            name="the head",
-            unit=memory.tail,
-            activations=kept_for_backward(spec),
+            "the head",
+            memory.tail,
+            activations=kept_for_backward(spec),  # at most: the final norm's are freed
             gathered=memory.layer.arriving,
+            update_temporaries=backward.update_temporaries("head"),
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
@@ -135,10 +143,10 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
     """The backward of the layer `name`, after `done` others, and then its reduction."""
     spec = backward.spec
     memory = backward.memory
-    is_last = done + 1 == memory.layers
-    next_unit = memory.embedding if is_last else memory.layer
+    is_first_layer = done + 1 == memory.layers
+    next_unit = memory.embedding if is_first_layer else memory.layer
     # what is gathered beside this layer; the next unit arrives meanwhile
-    others = next_unit.arriving + (memory.layers - done - 1) * memory.layer_staying
+    others = next_unit.arriving + (memory.layers - done - 1) * memory.staying_until_backward
     if memory.tail_has_embedding:
         others += memory.tail.gathered
     point = replace(
@@ -152,15 +160,15 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
         unreduced = spec.computation.itemsize * moment.gradient_elements
         communication = backward.reducing_before + backward.waiting_gradient + unreduced
         yield replace(point, communication=communication, activations=moment.activations)
-    # where all layers are one unit, that one has ended all of them
-    passed = spec.part.layers if is_last else done + 1
+    # where all layers are one unit, the backward of all of them has ended with it
+    layers_done = spec.part.layers if is_first_layer else done + 1
     yield from _reduction_points(
         backward,
-        part="layer",
-        name=name,
-        unit=memory.layer,
-        activations=_activations_after_layers(spec, passed),
+        name,
+        memory.layer,
+        activations=_activations_after_layers(spec, layers_done),
         gathered=others,
+        update_temporaries=backward.update_temporaries("layer"),
     )
 
 
@@ -173,6 +181,7 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
     memory = backward.memory
     unit = memory.tail if memory.tail_has_embedding else memory.embedding
     activations = _activations_after_layers(spec, spec.part.layers)
+    backward.waiting_gradient = 0  # from here on it is in `unit.unreduced`
     yield replace(
         backward.before,
         name="backward of the embedding",
@@ -181,36 +190,37 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
         gathered=unit.gathered,
         communication=backward.reducing_before + unit.unreduced,
     )
-    backward.waiting_gradient = 0  # it is in `unit.unreduced`
     yield from _reduction_points(
         backward,
-        part="embedding",
-        name="the embedding",
-        unit=unit,
+        "the embedding",
+        unit,
         activations=activations,
         gathered=0,
+        update_temporaries=backward.update_temporaries("embedding"),
     )
 
 
 def _reduction_points(
     backward: ShardedBackward,
-    *,
-    part: str,
     name: str,
     unit: UnitMemory,
+    *,
     activations: int,
     gathered: int,
+    update_temporaries: int,
 ) -> Iterator[Snapshot]:
     """Two points of a unit's reduce-scatter: its whole gradients beside the input that is made of
     them, and that input beside the shard that comes out.
 
+    That shard takes memory for a moment even where `keeps_shards` is false.
+
     Args:
         backward: How far it is.
-        part: The unit's key in `plan_updates_in_backward`.
-        name: What the points are called after.
-        unit: Bytes of the unit.
+        name: Of the unit.
+        unit: Its memory.
         activations: Bytes.
         gathered: Bytes of the weights that are gathered meanwhile.
+        update_temporaries: Bytes, while the shard updates its parameters.
     """
     waiting = backward.waiting_gradient
     point = replace(
@@ -221,19 +231,20 @@ def _reduction_points(
         gathered=gathered,
     )
     yield replace(point, communication=waiting + unit.unreduced + unit.reducing)
-    temporaries = 0
-    if backward.spec.recipe.optimization.optim_in_backward:
-        temporaries = plan_updates_in_backward(backward.spec)[part].temporaries
     yield replace(
         point,
         gradients=backward.gradients + unit.shard,
-        temporaries=temporaries,
+        temporaries=update_temporaries,
         communication=waiting + unit.reducing,
     )
 
 
 def unsharded_points(
-    spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, layer_temporaries: int
+    spec: RunSpec,
+    memory: LayoutMemory,
+    before: Snapshot,
+    all_gradients: int,
+    layer_temporaries: int,
 ) -> Iterator[Snapshot]:
     """The points of a backward on one rank or under DDP, where gradients are not sharded.
 
@@ -244,7 +255,7 @@ def unsharded_points(
         spec: The run.
         memory: What a unit takes in its layout.
         before: The backward's beginning, with the gradients of earlier micro-batches.
-        full: `before` with the gradients of all parameters.
+        all_gradients: Bytes of the gradients of all parameters.
         layer_temporaries: Bytes of temporaries of a layer's backward.
     """
     updates_in_backward = spec.recipe.optimization.optim_in_backward
@@ -255,10 +266,11 @@ def unsharded_points(
         name = _name_layer(done, memory.layers)
         if not name:
             continue
+        staying = (memory.layers - done - 1) * memory.staying_until_backward
         point = replace(
             before,
             name=f"backward of {name}",
-            gathered=memory.layer.gathered + (memory.layers - done - 1) * memory.layer_staying,
+            gathered=memory.layer.gathered + staying,
             communication=memory.buckets,
             temporaries=layer_temporaries,
         )
@@ -269,8 +281,8 @@ def unsharded_points(
     at_embedding = replace(
         before,
         name="backward of the embedding",
-        gradients=full.gradients + memory.waiting_gradient,
-        activations=_activations_after_layers(spec, memory.layers),
+        gradients=all_gradients + memory.tied_head_gradient,
+        activations=_activations_after_layers(spec, spec.part.layers),
         communication=memory.buckets,
     )
     if updates_in_backward:
@@ -291,7 +303,7 @@ def _updated_head(
             before,
             name="update of the head",
             activations=kept_for_backward(spec),
-            gathered=memory.layers * memory.layer_staying,
+            gathered=memory.layers * memory.staying_until_backward,
             gradients=update.gradients,
             temporaries=update.temporaries,
             communication=memory.buckets,
@@ -302,10 +314,10 @@ def _unsharded_layer(
     spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
 ) -> Iterator[Snapshot]:
     """The backward of the layer after `done` others, whose gradients stay."""
-    # all trained parameters have one dtype
+    # all trained parameters have one dtype, and a run trains some
     itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
     # nothing is sharded: a unit's shard is all of its gradients
-    earlier = memory.tail.shard + done * memory.layer.shard + memory.waiting_gradient
+    earlier = memory.tail.shard + done * memory.layer.shard + memory.tied_head_gradient
     for moment in _moments_of_layer(spec, done):
         own = earlier + itemsize * moment.gradient_elements
         # a micro-batch before this one has left room for all of them
@@ -316,8 +328,9 @@ def _unsharded_layer(
 def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others: its beginning, and its first update, that of
-    down_proj.
+    """The backward of the layer after `done` others, at its two highest points: when it has the
+    gradients of gate's and up's outputs, but of no weight; and, earlier, at its first update, that
+    of down_proj.
     """
     if spec.computed.trace(spec.computation) is None:
         # at the update the gradients of gate's and up's outputs are not there yet
@@ -351,18 +364,21 @@ def _name_layer(done: int, layers: int) -> str:
 
 def _activations_after_layers(spec: RunSpec, done: int) -> int:
     """Bytes of activations after the backward of the head and of `done` layers: what they have not
-    freed, and the gradient that is handed to the next layer.
+    freed, and a gradient for each scored output.
+
+    One gradient is handed to the next layer. Those of early exits wait for their layers; all are
+    counted until the end.
     """
     architecture = spec.computed
     computation = spec.computation
     kept = _kept_per_token(spec)
-    # Offloaded, all layers together keep what one of them does.
-    of_one = (
-        0 if computation.offloads else (kept["layers"] + kept["checkpoints"]) / architecture.layers
-    )
-    handed_on = spec.scored_outputs * architecture.hidden * computation.residual_itemsize
-    freed = kept["final norm"] + done * of_one
-    return kept_for_backward(spec) + int(spec.tokens * (handed_on - freed))
+    if computation.offloads:  # all layers together keep on the device what one of them does
+        freed_by_layer = 0.0
+    else:
+        freed_by_layer = (kept["layers"] + kept["checkpoints"]) / architecture.layers
+    gradients = spec.scored_outputs * architecture.hidden * computation.residual_itemsize
+    freed = kept["final norm"] + done * freed_by_layer
+    return kept_for_backward(spec) + int(spec.tokens * (gradients - freed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,13 +397,13 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
     architecture = spec.computed
     computation = spec.computation
     activations = _activations_at_layer(spec, done)
-    unit = f"layer {architecture.widest_layer}"
-    trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == unit]
+    layer = f"layer {architecture.widest_layer}"
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == layer]
     if architecture.trace(computation) is not None:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
-    # what the MLP saved, and the first freed of the gradients of gate and up
+    # what the MLP saved, and one of the gradients of gate and up
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
         + architecture.mlp_width * computation.itemsize
@@ -407,7 +423,7 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
     computes_again = (
         computation.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     )
-    if computes_again:
+    if computes_again:  # the layer, or of a quantized base its experts
         factors = expert_factor_bytes(architecture, computation).layer
     else:
         factors = 0
@@ -416,11 +432,13 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
         + working_bytes(architecture, computation)
         + prefetched_bytes(architecture, computation)
     )
-    # the gradient handed on, which `working_bytes` and `_activations_after_layers` both count
-    twice = architecture.hidden * computation.residual_itemsize
-    return _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - twice)
+    # `working_bytes` and `_activations_after_layers` both count the gradient handed to this layer
+    counted_twice = architecture.hidden * computation.residual_itemsize
+    return (
+        _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - counted_twice)
+    )
 
 
 def _count_elements(tensors: Iterable[StateTensor]) -> int:
-    """The elements that this rank has of `tensors`."""
+    """The elements of `tensors` on this rank, before FSDP shards them."""
     return sum(tensor.numel // tensor.divided for tensor in tensors)

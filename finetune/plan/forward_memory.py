@@ -9,6 +9,7 @@ from finetune.plan.loss_memory import chunk_bytes, compared_bytes, vector_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
+    FP64,
     Snapshot,
     dequantized_at_once,
     expert_factor_bytes,
@@ -17,8 +18,9 @@ from finetune.plan.temporary_memory import (
     rounded_bytes,
 )
 
-# of a logit that is sampled from: it, log-probability and probability in fp32, two sums in fp64
-SAMPLED_BYTES = 28
+# per logit while a token is drawn (`draw_tokens`): logit, log-probability and probability in fp32;
+# in fp64 the probability and the cumulative sum
+DRAWING_BYTES = 3 * FP32 + 2 * FP64
 INT16 = 2  # bytes of an expert's index
 
 
@@ -30,17 +32,19 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
         return
     architecture = spec.computed
     computation = spec.computation
-    keys = spec.recipe.rollout
-    rows = min(keys.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks))
-    if keys.takes_turns:  # each turn of a row reads the conversation so far as its own prompt
+    rollout = spec.recipe.rollout
+    rows = min(
+        rollout.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks)
+    )
+    if rollout.takes_turns:  # each turn of a row reads the conversation so far as its own prompt
         prompts = rows
-        tokens = spec.recipe.data.max_length  # of a prompt
+        prompt_tokens = spec.recipe.data.max_length
     else:
-        prompts = ceil_div(rows, keys.num_generations)
-        tokens = spec.recipe.data.max_length - keys.max_completion_length
-    length = tokens + keys.max_completion_length  # of a row
+        prompts = ceil_div(rows, rollout.num_generations)
+        prompt_tokens = spec.recipe.data.max_length - rollout.max_completion_length
+    row_tokens = prompt_tokens + rollout.max_completion_length
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
-    forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * tokens)
+    forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
     if spec.sharding.is_fsdp:
         gathered = sum(
             tensor.numel // tensor.divided * min(tensor.itemsize, computation.itemsize)
@@ -49,30 +53,32 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
         point = replace(forward, gathered=gathered)
     else:
         point = forward
-    cache = kv_cache_bytes(spec, rows * length)
-    if keys.routing_replay and architecture.mixture is not None:
-        experts_of_token = architecture.layers * architecture.mixture.chosen
-        cache += rows * length * experts_of_token * INT16
-    # prompts are read; masks say which tokens see each other, and as numbers that are added
+    # prompts are read, into caches of their own
     if spec.recipe.model.attn_implementation == "auto":
         masks = 0  # prompts are packed
-    else:
-        masks = prompts_at_once * tokens**2 * (1 + computation.itemsize)
+    else:  # which tokens see each other, as bools, and as numbers that are added
+        masks = prompts_at_once * prompt_tokens**2 * (1 + computation.itemsize)
+    prompt_caches = kv_cache_bytes(spec, prompts * prompt_tokens)
     yield replace(
         point,
-        activations=kv_cache_bytes(spec, prompts * tokens) + forward.activations + masks,
+        activations=prompt_caches + forward.activations + masks,
         loss=prompts_at_once * architecture.vocabulary * FP32,
     )
-    numbers = rows * architecture.vocabulary
-    # prompts move into the last layer's cache
-    moved = cache + kv_cache_bytes(spec, (prompts + rows) * tokens) // architecture.layers
-    yield replace(point, activations=moved, loss=numbers * FP32)
+    # Prompts move into the rows' cache, layer after layer. At the last one the cache is complete;
+    # beside it are that layer's prompts, as they were read and once for each row.
+    cache = kv_cache_bytes(spec, rows * row_tokens)
+    if rollout.routing_replay and architecture.mixture is not None:
+        experts_of_token = architecture.layers * architecture.mixture.chosen
+        cache += rows * row_tokens * experts_of_token * INT16
+    last_layer = kv_cache_bytes(spec, (prompts + rows) * prompt_tokens) // architecture.layers
+    logits = rows * architecture.vocabulary
+    yield replace(point, activations=cache + last_layer, loss=logits * FP32)
     # a token of each row is drawn
-    yield replace(point, activations=cache, loss=numbers * SAMPLED_BYTES)
+    yield replace(point, activations=cache, loss=logits * DRAWING_BYTES)
     # the next one is computed
-    attention_scores = 2 * FP32 * rows * architecture.heads * length
+    attention_scores = 2 * FP32 * rows * architecture.heads * row_tokens
     computed = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
-    yield replace(point, activations=computed, loss=numbers * FP32)
+    yield replace(point, activations=computed, loss=logits * FP32)
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
@@ -91,8 +97,8 @@ def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values of `tokens` tokens in all layers, as if each attended to all of its
-    document.
+    """The keys and values, which may differ in size, of `tokens` tokens in all layers, as if each
+    attended to all of its document.
     """
     architecture = spec.computed
     return int(
@@ -106,16 +112,22 @@ def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def vector_points(
-    spec: RunSpec, before: Snapshot, forward: Snapshot, groups: int
+    spec: RunSpec, before: Snapshot, forward: Snapshot, queries: int
 ) -> Iterator[Snapshot]:
-    """The forwards of `groups` queries with their documents without gradients, and the loss of
-    their vectors.
+    """The forwards of so many `queries` with their documents without gradients, and the loss of
+    their vectors; none unless the method embeds.
+
+    Args:
+        spec: The run.
+        before: What is there beside them.
+        forward: One of the forwards, which leaves its vectors.
+        queries: Their number.
     """
     if not spec.recipe.method_facts.embeds:
         return
-    vectors = vector_bytes(spec, groups)
+    vectors = vector_bytes(spec, queries)
     yield replace(forward, activations=forward.activations + vectors)
-    yield replace(before, name="vectors compared", loss=compared_bytes(spec, groups))
+    yield replace(before, name="vectors compared", loss=compared_bytes(spec, queries))
 
 
 def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
@@ -155,13 +167,13 @@ def _teacher_units(spec: RunSpec) -> tuple[int, int]:
     architecture = spec.teacher.architecture
     units = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
     itemsize = spec.computation.itemsize
-    is_gathered = spec.shards > 1
+    has_buffers = spec.shards > 1  # on one rank FSDP casts the unit alone
     # the unit, and the buffers of its all-gather and, for a layer, of the next one's
-    layer = itemsize * units.layer.numel * (3 if is_gathered else 1)
+    layer = itemsize * units.layer.numel * (3 if has_buffers else 1)
     tail = itemsize * units.tail.numel
     if architecture.tied:
         layer += tail
-    return layer, tail * (2 if is_gathered else 1)
+    return layer, tail * (2 if has_buffers else 1)
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
@@ -174,14 +186,14 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     if spec.recipe.quantization.bits is None:
         return 0
     architecture = spec.architecture
-    ranks = spec.sharding.expert_parallel_size
+    expert_ranks = spec.sharding.expert_parallel_size
     if not recomputes_layer:
-        return spec.computation.itemsize * dequantized_at_once(architecture, ranks)
+        return spec.computation.itemsize * dequantized_at_once(architecture, expert_ranks)
     experts = {weight.name for weight in architecture.experts(architecture.widest_layer)}
     elements = 0
     for weight in architecture.quantizable(architecture.widest_layer):
         if weight.name in experts:
-            elements += weight.numel // ranks
+            elements += weight.numel // expert_ranks
         else:
             elements += weight.numel
     return spec.computation.itemsize * elements
@@ -209,15 +221,15 @@ def plan_forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Sn
 
 
 def _gathered_in_forward(spec: RunSpec) -> int:
-    """A layer with the buffers of its all-gather and of the next one's, or the tail with its
-    own.
+    """A layer with the buffers of its all-gather and of the next one's, or the tail with its own;
+    where layers stay until the loss, all of them.
     """
     layout = plan_layout_memory(spec)
-    if layout.layer_staying:
-        layer = 0
+    if layout.staying_until_loss:
+        layer = 0  # among them
     else:
         layer = layout.layer.gathered + 2 * layout.layer.arriving
     if layout.tail_has_embedding:  # gathered for the embedding, it is there in every layer
         layer += layout.tail.gathered
     tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
-    return max(layer, tail) + layout.kept_in_forward
+    return max(layer, tail) + layout.staying_until_loss

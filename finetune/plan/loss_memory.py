@@ -15,43 +15,44 @@ from finetune.plan.temporary_memory import FP64
 VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
 
 
-def vector_bytes(spec: RunSpec, groups: int) -> int:
-    """Bytes of the vectors of `groups` queries and their documents, in fp64, or of their gradients;
-    0 where the method compares none.
+def vector_bytes(spec: RunSpec, queries: int) -> int:
+    """Bytes of the vectors of so many `queries` and their documents, in fp64, or of their
+    gradients; 0 where the method compares none.
     """
     if not spec.recipe.method_facts.embeds:
         return 0
-    return FP64 * groups * spec.recipe.group_size * spec.computed.hidden
+    return FP64 * queries * spec.recipe.group_size * spec.computed.hidden
 
 
-def held_out_groups(spec: RunSpec) -> int | None:
+def count_held_out_queries(spec: RunSpec) -> int | None:
     """The number of held-out queries, which are all compared at once; None where the recipe alone
     does not say it.
     """
     data = spec.recipe.data
     if data.eval_datasets:
-        most = [source.max_samples for source in data.eval_datasets]
-        known = [count for count in most if count is not None]
-        return sum(known) if len(known) == len(most) else None
+        counts = [source.max_samples for source in data.eval_datasets]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
     size = data.eval_split_size or 0
     if 0 < size < 1:  # a share of the data
         return None
     return int(size)
 
 
-def compared_bytes(spec: RunSpec, groups: int) -> int:
-    """Bytes of the vectors of `groups` queries and their documents while they are compared, and of
-    their cosines.
+def compared_bytes(spec: RunSpec, queries: int) -> int:
+    """Bytes of the vectors of so many `queries` and their documents while they are compared, and of
+    the cosines.
     """
-    queries = min(groups, CONTRASTED_QUERIES)
+    at_once = min(queries, CONTRASTED_QUERIES)  # each with the documents of all queries
+    documents = queries * (spec.recipe.group_size - 1)
     # the cosines, their log-softmax and its gradient
-    cosines = 3 * FP64 * queries * groups * (spec.recipe.group_size - 1)
-    return VECTOR_COPIES * vector_bytes(spec, groups) + cosines
+    cosines = 3 * FP64 * at_once * documents
+    return VECTOR_COPIES * vector_bytes(spec, queries) + cosines
 
 
 def loss_bytes(spec: RunSpec) -> int:
     """Bytes of one chunk of logits, and of the gradients that the loss computes in its forward:
-    those of the head and of the hidden states.
+    those of the head and of the hidden states. Every token counts as trained.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -61,20 +62,26 @@ def loss_bytes(spec: RunSpec) -> int:
         head_gradient = 0
     else:
         head_gradient = _head_gradient(spec)
-    # a copy of the trained positions, and its gradient
     scored = spec.scored_outputs * spec.tokens
+    # a copy of the trained positions, and its gradient
     hidden = 2 * computation.itemsize * architecture.hidden * scored
-    # those of early exits before they are joined
-    hidden += computation.residual_itemsize * architecture.hidden * (scored - spec.tokens)
-    hidden += critic_bytes(spec) + head_adapter_bytes(spec)
+    # the hidden states of early exits before they are joined
+    exits = computation.residual_itemsize * architecture.hidden * (scored - spec.tokens)
+    chunk = chunk_bytes(spec, scored)
     if head_gradient:
         product = weight_product_bytes(
-            spec.part.head_rows, architecture.hidden, scored, computation
+            architecture.head_rows, architecture.hidden, scored, computation
         )
-    else:
-        product = 0
-    cast_head = _cast_head_bytes(architecture, computation)
-    return head_gradient + cast_head + hidden + max(chunk_bytes(spec, scored), product)
+        chunk = max(chunk, product)
+    return (
+        head_gradient
+        + _cast_head_bytes(architecture, computation)
+        + hidden
+        + exits
+        + critic_bytes(spec)
+        + head_adapter_bytes(spec)
+        + chunk
+    )
 
 
 def _cast_head_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -97,17 +104,20 @@ def _pooled_bytes(spec: RunSpec) -> int:
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
-    """Counts the bytes that an adapter on the output head adds on one rank.
-
-    They are the hidden states joined with the products of A, and the scaled B with its gradient.
+    """Counts the bytes that a LoRA adapter on the output head adds: the hidden states joined with
+    the products of A, and the scaled B with its gradient.
     """
-    rank = _head_rank(spec)
-    if not rank:
+    lora_rank = _head_rank(spec)
+    if not lora_rank:
         return 0
     computation = spec.computation
-    joined = computation.itemsize * spec.tokens * (spec.computed.hidden + 4 * rank)
-    scaled = computation.itemsize + (FP32 if computation.autocast else 0)
-    return joined + (scaled + FP32) * rank * spec.part.head_rows
+    # A's products: by themselves, joined to the hidden states, and in the copy of the trained
+    # positions and its gradient, whose hidden states `loss_bytes` counts
+    features = spec.computed.hidden + 4 * lora_rank
+    joined = computation.itemsize * spec.tokens * features
+    # of B: the scaled copy, under autocast with a cast one, and the fp32 gradient
+    per_number = computation.itemsize + (FP32 if computation.autocast else 0) + FP32
+    return joined + per_number * lora_rank * spec.computed.head_rows
 
 
 def _head_rank(spec: RunSpec) -> int:
@@ -131,11 +141,11 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
     if spec.teacher is not None:
         return teacher_divergence_bytes(spec, tokens)
     if method.distill_top_k is not None:
-        vocabulary = spec.architecture.vocabulary
+        vocabulary = spec.architecture.vocabulary  # whole: rules refuse tp_size with a teacher
         return divergence_chunk_bytes(
             vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
         )
-    return loss_chunk_bytes(spec.part.head_rows, tokens, spec.computation)
+    return loss_chunk_bytes(spec.computed.head_rows, tokens, spec.computation)
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
@@ -159,11 +169,12 @@ def loss_backward_bytes(spec: RunSpec) -> int:
 
 
 def _head_gradient(spec: RunSpec) -> int:
+    """Bytes of the fp32 gradient of the head's weight; 0 where it is frozen."""
     architecture = spec.architecture
     head = architecture.embedding.name if architecture.tied else architecture.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
     if is_trained:
-        return FP32 * spec.part.head_rows * spec.part.hidden
+        return FP32 * spec.computed.head_rows * spec.computed.hidden
     return 0
 
 
@@ -175,12 +186,12 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> 
     if computation.compiled:
         return chunk * vocabulary * 2 * computation.itemsize
     if computation.itemsize == FP32:
-        casts = 0
+        cast = 0
     elif computation.cpu or computation.divides_vocabulary:
-        casts = FP32  # both cast the input of their softmax first
+        cast = FP32  # both cast the input of their softmax first
     else:
-        casts = computation.itemsize
-    return chunk * vocabulary * (computation.itemsize + FP32 + casts)
+        cast = computation.itemsize
+    return chunk * vocabulary * (computation.itemsize + FP32 + cast)
 
 
 def weight_product_bytes(
@@ -234,19 +245,20 @@ def log_probability_backward_bytes(
     """
     hidden = architecture.hidden * tokens
     held = computation.itemsize * hidden  # the hidden states' gradient, from the forward
-    copies_in_fp32 = 1 if computation.itemsize == FP32 else 2
-    cast = computation.residual_itemsize * hidden
+    in_fp32 = 0 if computation.itemsize == FP32 else FP32 * hidden  # its copy, if it is not fp32
+    product = FP32 * hidden  # with the scale
+    cast_product = computation.residual_itemsize * hidden  # to the residual stream's dtype
     steps = [
-        copies_in_fp32 * FP32 * hidden,  # the gradient in fp32, and its product with the scale
-        FP32 * hidden + cast,  # the product is cast to the dtype of the residual stream
-        2 * cast,  # and scattered to all positions
+        in_fp32 + product,
+        product + cast_product,
+        2 * cast_product,  # it is scattered to all positions
     ]
     if head_gradient:
         held += computation.itemsize * hidden  # the hidden states at the trained positions
         chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation)
         chunk += _cast_head_bytes(architecture, computation)
         cast_gradient = _cast_gradient_bytes(head_gradient, computation)
-        steps.append(2 * cast + head_gradient + max(chunk, cast_gradient))
+        steps.append(2 * cast_product + head_gradient + max(chunk, cast_gradient))
     return held + max(steps)
 
 

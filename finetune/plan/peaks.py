@@ -8,7 +8,9 @@ backward's are in `backward_memory.py`.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from finetune.config.layout import UNTRAINED_STAGE
 from finetune.constants import FP32
+from finetune.errors import UserError
 from finetune.plan.backward_memory import kept_for_backward, sharded_points, unsharded_points
 from finetune.plan.forward_memory import (
     dequantized_bytes,
@@ -20,7 +22,7 @@ from finetune.plan.forward_memory import (
     vector_points,
 )
 from finetune.plan.loss_memory import (
-    held_out_groups,
+    count_held_out_queries,
     loss_backward_bytes,
     loss_bytes,
     teacher_divergence_bytes,
@@ -41,6 +43,8 @@ SLACK = 0.06
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
+HEAD_BACKWARD = "backward of the head"  # the name of a point
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -51,9 +55,11 @@ class Phase:
 
 
 def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
-    """Every phase of the run with its peak, on the pipeline stage that holds the most in it."""
+    """Every phase of the run with its peak, on the pipeline stage that holds the most in that
+    phase.
+    """
     if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
-        # the teacher scores the data before training, in a phase of its own
+        # the teacher reads the data before training, in a phase of its own
         loading, *training = plan_phases(replace(spec, teacher=None))
         return (loading, _plan_teacher(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
@@ -63,7 +69,12 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
-    """The phases of a pipeline stage, or of a run without one, each at its highest point."""
+    """The phases of a pipeline stage, or of a run without one, each at its highest point.
+
+    Raises `UserError` for a stage that trains nothing.
+    """
+    if not any(tensor.trainable for tensor in spec.part_tensors):
+        raise UserError(UNTRAINED_STAGE.format(spec.stages))
     state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
     # Optimizer state in files needs its buffers from the start; else the first update makes it.
     keeps_state_in_files = spec.files() is not None
@@ -107,8 +118,8 @@ def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
 
 
 def _load(spec: RunSpec, loaded: Snapshot) -> Snapshot:
-    """While weights are read, in the dtype of training: an optimizer whose state is in files leaves
-    them in the compute dtype afterwards.
+    """While weights are read, in the dtype of training: an optimizer with its state in files later
+    leaves the weights in the compute dtype.
     """
     if spec.sharding.cpu_offload:
         return replace(loaded, parameters=0)
@@ -133,22 +144,22 @@ def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> lis
     if sampling:
         return [*teacher, *sampling]
     held_out = plan_forward(spec, at_rest, "a held-out batch", tokens)
-    vectors = vector_points(spec, at_rest, held_out, held_out_groups(spec) or 0)
+    vectors = vector_points(spec, at_rest, held_out, count_held_out_queries(spec) or 0)
     return [*teacher, held_out, *vectors]
 
 
 def _plan_teacher(spec: RunSpec) -> Phase:
-    """The phase before training in which the teacher scores the data, beside the model; it is freed
-    before the first step.
+    """The phase before training in which the teacher computes its likeliest tokens of the data,
+    beside the model. Before the first step the teacher is freed.
     """
     loaded = _hold_weights(spec)
-    scores = replace(
+    likeliest = replace(
         loaded,
         name="its likeliest tokens",
-        loss=teacher_divergence_bytes(spec, spec.tokens),
+        loss=teacher_divergence_bytes(spec, spec.tokens),  # at most: there is no divergence yet
         gathered=teacher_tail_bytes(spec),
     )
-    points = [*teacher_points(spec, loaded, spec.tokens), scores]
+    points = [*teacher_points(spec, loaded, spec.tokens), likeliest]
     return Phase("teacher", _find_highest(spec, points))
 
 
@@ -166,16 +177,16 @@ def pipeline_bytes(spec: RunSpec) -> int:
     if spec.stages == 1:
         return 0
     message = spec.tokens * spec.computed.hidden * spec.computation.itemsize
-    groups = spec.sharding.pipeline_chunks // spec.stages
-    in_flight = spec.micro_batches_in_flight
-    received = groups - (spec.stage == 0)  # groups of layers with a predecessor on another rank
-    sent = groups - spec.is_last_stage
-    # one buffer for the input of each micro-batch in flight, one for the gradients of all
+    chunks = spec.sharding.pipeline_chunks // spec.stages  # groups of layers on this rank
+    in_flight = spec.micro_batches_in_flight  # of several chunks a fraction
+    receiving = chunks - (spec.stage == 0)  # chunks with a predecessor on another rank
+    sending = chunks - spec.is_last_stage
     if spec.pipeline_order == "1f1b":
-        buffers = int(in_flight) * received + sent
+        # one buffer for the input of each micro-batch in flight, one for the gradients of all
+        buffers = in_flight * receiving + sending
     else:  # one for each micro-batch, for what it receives and for the gradient of what it sends
-        buffers = spec.accumulation * (received + sent)
-    outputs = in_flight * sent  # what was sent is kept until its backward
+        buffers = spec.accumulation * (receiving + sending)
+    outputs = in_flight * sending  # what was sent is kept until its backward
     return int((in_flight - 1) * kept_for_backward(spec) + (buffers + outputs) * message)
 
 
@@ -185,7 +196,7 @@ def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
     """
     if spec.recipe.optimization.optim_in_backward:
         # the first update comes after this point
-        before_update = [point.name for point in step].index("backward of the head") + 1
+        before_update = [point.name for point in step].index(HEAD_BACKWARD) + 1
     else:
         before_update = len(step) - 1  # the last point is the optimizer step
     return [replace(point, optimizer=0) for point in step[:before_update]] + step[before_update:]
@@ -202,7 +213,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
     yield from teacher_points(spec, before, spec.tokens)
-    # only a method that compares embeddings has points of the whole step
+    # a method that embeds first reads the whole step, a micro-batch at a time; others do not
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
     yield from vector_points(spec, before, whole_step, spec.rows_per_step)
     yield from _head_points(spec, layout, before)
@@ -213,7 +224,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, layer_temporaries)
     else:
-        yield from unsharded_points(spec, layout, before, full, layer_temporaries)
+        yield from unsharded_points(spec, layout, before, full.gradients, layer_temporaries)
     if not spec.recipe.optimization.optim_in_backward:
         update = replace(full, name="optimizer step", communication=layout.buckets)
         yield replace(update, temporaries=update_temporaries(spec))
@@ -222,9 +233,8 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
     """The loss and the head's backward, when the activations of all layers are kept.
 
-    In the loss the gathered weights of the forward are still there (`kept_in_forward`). When the
-    backward begins, either every layer has stayed gathered (`layer_staying`), or the last one is
-    being gathered again.
+    When the backward begins, either every layer has stayed gathered, or the last one is being
+    gathered again.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered
@@ -234,16 +244,16 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
         loss=loss_bytes(spec) if spec.is_last_stage else 0,
         gathered=gathered
         + layout.tail.arriving
-        + layout.kept_in_forward
+        + layout.staying_until_loss
         + teacher_tail_bytes(spec),
     )
-    if layout.layer_staying:
-        gathered += layout.layers * layout.layer_staying
+    if layout.staying_until_backward:
+        gathered += layout.layers * layout.staying_until_backward
     else:
         gathered += layout.layer.arriving
     yield replace(
         head,
-        name="backward of the head",
+        name=HEAD_BACKWARD,
         loss=loss_backward_bytes(spec) if spec.is_last_stage else 0,
         gathered=gathered,
     )

@@ -32,7 +32,7 @@ from finetune.plan.architecture import (
     read_reward_model,
     set_scores,
 )
-from finetune.plan.loss_memory import compared_bytes, held_out_groups
+from finetune.plan.loss_memory import compared_bytes, count_held_out_queries
 from finetune.plan.peaks import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import (
     CPU_PROCESS_BYTES,
@@ -183,7 +183,7 @@ def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
 
 def _describe_held_out(spec: RunSpec) -> Iterator[str]:
     """Says that held-out vectors are not counted, where their number is not known."""
-    if spec.recipe.method_facts.embeds and held_out_groups(spec) is None:
+    if spec.recipe.method_facts.embeds and count_held_out_queries(spec) is None:
         each = compared_bytes(spec, 1)
         yield (
             f"held-out queries are compared all at once, {each / 1024:.0f} KiB each, which are not "

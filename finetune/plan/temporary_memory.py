@@ -14,7 +14,7 @@ from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.quantization import SCHEMES
 from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.plan.activations import Computation, expert_adapter_rank
-from finetune.plan.architecture import Architecture
+from finetune.plan.architecture import Architecture, TensorShape
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
 
@@ -53,12 +53,11 @@ ALLOCATED = tuple(
 )
 
 
-CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
-
-
-# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a
-# number of input, output, weight.
-CPU_PRODUCT = (18, 12, 18)
+# Bytes per number that is cast to FP8, or multiplied, beside the 8-bit copies
+CAST_BYTES = 2 * FP32 + 1  # without a compiler: two fp32 copies, and 8 bits
+# On a CPU torch multiplies copies in fp32, which take more than the cast.
+CPU_FACTOR_BYTES = 18  # of an input or a weight
+CPU_OUTPUT_BYTES = 12
 
 
 def fp8_bytes(spec: RunSpec, tokens: int) -> int:
@@ -69,11 +68,9 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
-    """The bytes of each linear layer of the last decoder layer that multiplies in FP8."""
-    multiplied = spec.fp8_weights
-    gathered = spec.fp8_gathered
-    for linear in spec.architecture.linears(spec.architecture.layers - 1):
-        if linear.name not in multiplied:
+    """The bytes of a linear layer of each size that multiplies in FP8."""
+    for linear in _list_linears(spec.architecture):
+        if linear.name not in spec.fp8_weights:
             continue
         width_out, width_in = linear.shape
         inputs = tokens * width_in
@@ -82,21 +79,29 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
         # 8-bit copies: one of the input; two, by rows and by columns, of gradient and weight
         copies = inputs + 2 * outputs + 2 * weight
         if spec.device == "cpu":
-            parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)
-            yield copies + max(size * numbers for size, numbers in parts)
+            factors = CPU_FACTOR_BYTES * max(inputs, weight)
+            yield copies + max(factors, CPU_OUTPUT_BYTES * outputs)
         elif spec.recipe.model.torch_compile:
             yield copies
         else:
             # one tensor after another is cast; a gathered weight is in 8 bits already
-            largest_cast = max(inputs, outputs, 0 if linear.name in gathered else weight)
-            yield copies + CAST * largest_cast
+            cast_weight = 0 if linear.name in spec.fp8_gathered else weight
+            yield copies + CAST_BYTES * max(inputs, outputs, cast_weight)
 
 
-# tensors of a rounded one's size in the backward: scaled, rounded, clamped, a mask, and back
-ROUNDED = 5
+def _list_linears(architecture: Architecture) -> list[TensorShape]:
+    """Lists linear layers of each size: those of a decoder layer with experts, of one without, and
+    of the last, because in the first one not all multiply in FP8.
+    """
+    layers = {architecture.widest_layer, architecture.dense_layer, architecture.layers - 1}
+    return [linear for layer in sorted(layers) for linear in architecture.linears(layer)]
+
+
+# tensors in the backward of rounding to whole numbers: scaled, rounded, clamped, a mask, and back
+ROUNDING_TENSORS = 5
 # bytes per number while torchao rounds to 4 bits in blocks: it computes in fp32 and int32
-ROUNDED_IN_BLOCKS = 29
-MERGED_IN_FP32 = 8  # bytes per number of a weight that an adapter was added to
+BLOCK_ROUNDING_BYTES = 29
+MERGING_BYTES = 2 * FP32  # per number of a weight to which an adapter is added, in fp32
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
@@ -108,22 +113,22 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         return 0
     scheme = SCHEMES[name]
     itemsize = spec.computation.itemsize
-    adapts = spec.recipe.lora.use_peft
-    merged = MERGED_IN_FP32 if adapts else 0
+    has_adapters = spec.recipe.lora.use_peft
+    merging = MERGING_BYTES if has_adapters else 0
     # bytes per number of the weight, and of the input
     if scheme.block:
-        per_weight = ROUNDED_IN_BLOCKS + merged
-        per_input = ROUNDED_IN_BLOCKS
-    elif scheme.is_ternary:
+        per_weight = BLOCK_ROUNDING_BYTES + merging
+        per_input = BLOCK_ROUNDING_BYTES
+    elif scheme.is_ternary:  # in fp32, of which other dtypes need a copy first
         copies = 1 if itemsize == FP32 else 2
-        per_weight = copies * FP32 + merged
+        per_weight = copies * FP32 + merging
         per_input = copies * FP32
-    else:
-        # under LoRA also the gradient of base and adapter together
-        per_weight = itemsize * (ROUNDED + 1 if adapts else ROUNDED)
-        per_input = 0 if scheme.input_bits is None else itemsize * ROUNDED
+    else:  # in the backward; under LoRA with the gradient of base and adapter together
+        weight_tensors = ROUNDING_TENSORS + 1 if has_adapters else ROUNDING_TENSORS
+        per_weight = itemsize * weight_tensors
+        per_input = 0 if scheme.input_bits is None else itemsize * ROUNDING_TENSORS
     sizes = []
-    for linear in spec.architecture.linears():
+    for linear in _list_linears(spec.architecture):
         of_weight = per_weight * linear.numel
         of_input = per_input * tokens * linear.shape[1]
         if scheme.block:  # one is rounded after the other
@@ -164,10 +169,10 @@ def _factor_bytes_of_layer(architecture: Architecture, computation: Computation,
     """The bytes of the copies of one layer, on one rank."""
     size = 0
     for tensor in architecture.experts(layer):
-        rank, padded = expert_adapter_rank(tensor.name, computation)
+        lora_rank, padded = expert_adapter_rank(tensor.name, computation)
         width_out, width_in = architecture.expert_widths(tensor)
         copied = width_out  # of B
-        if padded > rank or computation.autocast:
+        if padded > lora_rank or computation.autocast:
             copied += width_in  # of A
         numbers = tensor.shape[0] * padded * copied
         size += computation.itemsize * numbers // computation.expert_ranks
@@ -198,11 +203,11 @@ def update_temporaries(spec: RunSpec) -> int:
     """Returns the bytes that norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
     if spec.files() is not None:
-        # one tensor after another: the root of its second moment, and that over the correction
+        # of one tensor after another: the root of its second moment, and that over the correction
         at_once = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
     elif spec.sharding.cpu_offload:
         at_once = 0  # the host updates
-    else:
+    else:  # all together
         at_once = spec.state().gradients
     return _count_temporaries(spec, trained, at_once)
 
@@ -242,10 +247,10 @@ def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """The most bytes that one tensor's norm, or the optimizer's update of `tensors`, allocates.
+    """The most bytes that one gradient's norm, or the optimizer's update of `tensors`, allocates.
 
-    `at_once`: bytes of the tensors that it updates together; foreach AdamW allocates the roots of
-    their second moments.
+    `at_once`: bytes of the tensors that it updates together, or of their gradients: foreach AdamW
+    allocates as many for the roots of their second moments.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
@@ -288,11 +293,14 @@ class LayoutMemory:
     layer: UnitMemory
     tail: UnitMemory
     layers: int  # how many units such as `layer`; 1 where all layers are one
-    layer_staying: int = 0  # bytes of a gathered layer that is kept until its own backward
-    kept_in_forward: int = 0  # bytes of all layers that are still there when the loss is computed
+    # Where layers stay gathered after their forward. Under autocast with activation checkpointing
+    # they stay until the loss alone: the backward casts each one again.
+    staying_until_loss: int = 0  # bytes of all layers
+    staying_until_backward: int = 0  # bytes of each layer, until its own backward
     tail_has_embedding: bool = False
     buckets: int = 0  # of DDP, an fp32 number for each trained number
-    waiting_gradient: int = 0  # of a tied head where nothing is sharded
+    # of a tied head where nothing is sharded, beside the embedding's own until they are added
+    tied_head_gradient: int = 0
 
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
@@ -305,7 +313,7 @@ def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
 def _plan_units(spec: RunSpec) -> LayoutMemory:
     """Plans the memory of each unit of FSDP."""
     units = split_into_units(
-        spec.part, _list_gathered(spec), spec.sharding, spec.fp8_gathered, spec.shards
+        spec.part, _list_gathered(spec), spec.sharding, fp8=spec.fp8_gathered, shards=spec.shards
     )
     tail_has_embedding = spec.part.tied or spec.sharding.layout == "fsdp1"
     if units.wraps_layers:
@@ -327,10 +335,10 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         layer=layer,
         tail=tail,
         layers=count,
-        layer_staying=layer.gathered if units.stay_gathered else 0,
-        kept_in_forward=(
+        staying_until_loss=(
             units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
         ),
+        staying_until_backward=layer.gathered if units.stay_gathered else 0,
         tail_has_embedding=tail_has_embedding,
     )
 
@@ -387,7 +395,7 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     )
     is_cast = (
         computation.autocast
-        and computation.lora is None
+        and computation.lora is None  # whose frozen base has the compute dtype
         and not spec.recipe.quantization_aware.quantization_aware_training
     )
     cast = computation.itemsize * layer_weights if is_cast else 0
@@ -399,10 +407,10 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         layer=UnitMemory(gathered=cast, shard=layer),
         tail=UnitMemory(shard=_trained_bytes(spec, "tail")),
         layers=architecture.layers,
-        layer_staying=cast if computation.checkpoint_every is None else 0,
-        kept_in_forward=cast * architecture.layers,
+        staying_until_loss=cast * architecture.layers,
+        staying_until_backward=cast if computation.checkpoint_every is None else 0,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
-        waiting_gradient=embedding if architecture.tied else 0,
+        tied_head_gradient=embedding if architecture.tied else 0,
     )
 
 

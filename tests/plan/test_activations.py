@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from finetune.config.families import FAMILIES, PLANNED
-from finetune.config.layout import MixedPrecision, Sharding
-from finetune.config.schema import Lora
+from finetune.config.layout import Fp8, MixedPrecision, Sharding
+from finetune.config.schema import Lora, QuantizationAware
 from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
@@ -25,10 +25,11 @@ from finetune.models.experts import (
 )
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.lora import add_adapters
-from finetune.plan.activations import Computation, kept_bytes, mask_bytes
+from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
-from finetune.plan.temporary_memory import expert_factor_bytes
+from finetune.plan.peaks import plan_phases
+from finetune.plan.temporary_memory import expert_factor_bytes, fp8_bytes, rounded_bytes
 from tests.conftest import slow_but
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
@@ -296,3 +297,56 @@ def test_the_loss_allocates_what_is_planned(
     else:
         measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_an_adapter_has_the_largest_rank_of_any_layer() -> None:
+    """Also where the first layer is dense, so that the widest one is another."""
+    config = {
+        "model_type": "deepseek_v3",
+        **CONFIG,
+        **EXPERTS,
+        **LATENT,
+        "first_k_dense_replace": 1,
+    }
+    architecture = read_architecture(config, "config.json")
+    assert architecture.widest_layer == 1
+    adapters = {
+        layer: layer_bytes(
+            architecture,
+            Computation(
+                itemsize=2,
+                lora=Lora(
+                    use_peft=True,
+                    lora_target_modules=("o_proj",),
+                    rank_pattern={f"layers.{layer}.self_attn.o_proj": 64},
+                ),
+            ),
+        )["adapters"]
+        for layer in range(4)
+    }
+    assert adapters == dict.fromkeys(range(4), 2 * 64)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_evaluation_holds_a_cast_copy_of_each_layer(recomputes: bool) -> None:
+    """Autocast keeps the copies until the forward ends, with activation checkpointing too."""
+    sharding = Sharding(layout="ddp", mixed_precision="bf16", activation_checkpointing=recomputes)
+    spec = make_spec({"model_type": "llama", **CONFIG}, ranks=2, sharding=sharding)
+    peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
+    numbers = sum(linear.numel for layer in range(4) for linear in spec.architecture.linears(layer))
+    assert peaks["evaluation"].gathered == 2 * numbers
+
+
+def test_what_a_dense_layer_holds_is_planned_beside_layers_of_experts() -> None:
+    """Its MLP is wider than the shared expert: in FP8, and while it is rounded."""
+    config = {"model_type": "deepseek_v3", **CONFIG, **EXPERTS, **LATENT, "intermediate_size": 4096}
+    sharding = Sharding(layout="fsdp2", mixed_precision="bf16", fp8=Fp8())
+    aware = QuantizationAware(quantization_aware_training="int4")
+    planned = {}
+    for dense_layers in (1, 4):
+        spec = make_spec(
+            config | {"first_k_dense_replace": dense_layers}, ranks=1, sharding=sharding
+        )
+        rounded = replace(spec, recipe=replace(spec.recipe, quantization_aware=aware))
+        planned[dense_layers] = fp8_bytes(spec, 64), rounded_bytes(rounded, 64)
+    assert planned[1] == planned[4]

@@ -22,13 +22,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config.layout import split_layers
 from finetune.config.reader import read_recipe
-from finetune.config.schema import Lora, PipelineSchedule
+from finetune.config.schema import Lora, Model, PipelineSchedule
 from finetune.distributed.model_parts import decoder_layers
 from finetune.distributed.pipeline import find_pipeline, keep_own_layers
+from finetune.errors import UserError
 from finetune.models.cross_entropy import install_loss
 from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
+from finetune.plan.peaks import plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.speed import Links, count_communication
@@ -166,3 +168,11 @@ def test_stages_are_suggested_where_nodes_wait_for_each_others_layers(tmp_path: 
     )
     assert any("pipeline_parallel_size=4 puts a stage on each node" in remark for remark in slow)
     assert not any("pipeline_parallel_size" in remark for remark in fast)
+
+
+def test_a_stage_that_trains_nothing_is_refused_as_the_run_refuses_it() -> None:
+    spec = plan_of()
+    frozen = ("model.embed_tokens", *(f"model.layers.{layer}" for layer in spec.own_layers))
+    recipe = replace(spec.recipe, model=Model(frozen_modules=frozen))
+    with pytest.raises(UserError, match="2: a rank would hold no parameter that is trained"):
+        plan_phases(replace(spec, recipe=recipe))

@@ -30,8 +30,9 @@ DOCUMENTS = (100, 60, 96)  # tokens of the packed row
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    """This process as rank 0 of so many, with nobody behind the others: collectives return tensors of the right size."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    """This process as the last rank of so many, with nobody behind the others: collectives return tensors of the right size."""
+    last = request.param - 1
+    dist.init_process_group("fake", store=FakeStore(), rank=last, world_size=request.param)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -45,33 +46,57 @@ def test_what_a_rank_keeps_is_planned_to_the_byte(
     ranks: dist.ProcessGroup, every: int | None
 ) -> None:
     """With 8 ranks, the 2 key-value heads are repeated: that part falls to a half, all else to an eighth."""
+    measured, planned = _measured_and_planned(ranks, "llama", DOCUMENTS, torch.bfloat16, every)
+    assert measured == planned
+
+
+@pytest.mark.parametrize("ranks", [16], indirect=True)
+def test_keys_and_values_of_the_row_are_repeated_for_scores_that_are_written_out(
+    ranks: dist.ProcessGroup,
+) -> None:
+    """More ranks than heads: the last one gathers all keys, and attention of capped scores has one for each head of the query."""
+    measured, planned = _measured_and_planned(ranks, "gemma2", (240,), torch.float32)
+    assert planned == pytest.approx(measured, rel=0.02)
+
+
+def _measured_and_planned(
+    ranks: dist.ProcessGroup,
+    family: str,
+    documents: tuple[int, ...],
+    dtype: torch.dtype,
+    every: int | None = None,
+) -> tuple[int, int]:
+    """Bytes that this rank keeps for the backward of a packed row."""
     size = ranks.size()
-    model: Any = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING["llama"](**CONFIG), dtype=torch.bfloat16
-    )
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**CONFIG), dtype=dtype)
     install_attention(model, "auto", ranks)
     install_loss(model)
     if every is not None:
         checkpoint_activations(model, every)
     model.train()
-    tokens = sum(DOCUMENTS) // size
+    tokens = sum(documents) // size
     inputs = {
         "input_ids": torch.full((1, tokens), 5),
         "position_ids": torch.arange(tokens)[None],
-        "cu_seq_lens": torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32),
-        "max_document_length": max(DOCUMENTS),
+        "cu_seq_lens": torch.tensor([0, *documents]).cumsum(0).to(torch.int32),
+        "max_document_length": max(documents),
     }
     with saved_for_backward(iter([*model.parameters(), *model.buffers()])) as kept:
         model.model(**inputs, use_cache=False)
-    a = read_architecture({"model_type": "llama", **CONFIG}, "config.json")
-    run = Computation(itemsize=2, checkpoint_every=every, cpu=True, sequence_ranks=size)
-    # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
-    elsewhere = a.hidden * 2 + (2 * a.rotated_size * 2 if every == 1 else 0)
-    planned = tokens * (sum(kept_bytes(a, run).values()) - elsewhere)
-    print(
-        f"{size} ranks, checkpointing {every}: {sum(kept.values()):,} bytes kept, {planned:,} planned"
+    a = read_architecture({"model_type": family, **CONFIG}, "config.json")
+    run = Computation(
+        itemsize=dtype.itemsize,
+        checkpoint_every=every,
+        cpu=True,
+        sequence_ranks=size,
+        document_length=max(documents),
     )
-    assert sum(kept.values()) == planned
+    # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
+    elsewhere = dtype.itemsize * (a.hidden + (2 * a.rotated_size if every == 1 else 0))
+    planned = tokens * (sum(kept_bytes(a, run).values()) - elsewhere)
+    measured = sum(kept.values())
+    print(f"{size} ranks, checkpointing {every}: {measured:,} bytes kept, {planned:,} planned")
+    return measured, planned
 
 
 def test_activations_fall_as_the_ranks_that_divide_a_row() -> None:
