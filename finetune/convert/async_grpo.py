@@ -7,9 +7,9 @@ Its source: recipes/dev/async_grpo_full_finetune_distributed.py and torchtune/de
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.convert.chat_templates import HEADER_TRAINED
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import WrongValue, read_number
-from finetune.convert.model_names import HEADER_TRAINED
 from finetune.convert.value_conversion import Conversion, read_section
 
 SECTIONS = ("orchestration", "inference", "training", "postprocessing")

@@ -11,19 +11,16 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
+from finetune.convert.image_models import UNKNOWN_IMAGES, reads_images, runs_for_images
 from finetune.convert.model_names import (
-    FUSED_LOSS,
-    UNKNOWN_IMAGES,
     guess_family,
     guess_vision_family,
     has_tower,
     is_mixture,
-    is_of_transformers,
     name_model,
-    reads_images,
-    runs_for_images,
 )
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
+from finetune.convert.trained_layers import FUSED_LOSS, is_of_transformers
 from finetune.convert.value_conversion import Conversion, read_section
 
 # drop_last of its components/datasets/loader.py, which pipeline parallelism sets, beside that of

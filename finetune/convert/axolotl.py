@@ -10,6 +10,7 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.as_read import PASSED_ON
 from finetune.convert.asked_layout import count_sharing_ranks
+from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import convert_number
@@ -20,7 +21,6 @@ from finetune.convert.model_names import (
     has_tower,
     is_mixture,
     name_model,
-    report_turn_ends,
 )
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss, find_masked_diffusion
 from finetune.convert.shared import (

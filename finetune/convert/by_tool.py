@@ -9,15 +9,10 @@ from finetune.constants import HEADS
 from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
+from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import adapt_factory
-from finetune.convert.model_names import (
-    guess_family,
-    is_mixture,
-    is_of_transformers,
-    name_model,
-    shows_images,
-)
+from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
@@ -31,6 +26,7 @@ from finetune.convert.shared import (
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
+from finetune.convert.trained_layers import is_of_transformers
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")

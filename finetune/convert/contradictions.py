@@ -3,8 +3,9 @@
 from finetune.config.quantization import LOAD_KEYS, read_recipe_quantization
 from finetune.config.schedules import SCHEDULES
 from finetune.config.schema import recipe_keys
+from finetune.convert.chat_templates import BREAK_TRAINED, HEADER
 from finetune.convert.defaults import FOUR_BIT_DEFAULTS
-from finetune.convert.model_names import BITSANDBYTES_MODEL, BREAK_TRAINED, HEADER
+from finetune.convert.model_names import BITSANDBYTES_MODEL
 from finetune.convert.value_conversion import Conversion
 
 # -> the key that steps alone reads

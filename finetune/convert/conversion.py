@@ -24,6 +24,7 @@ from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
 from finetune.convert.axolotl import ROUTED_OTHERWISE, report_mlp_kernel
+from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
     adapt_tool,
@@ -35,31 +36,30 @@ from finetune.convert.by_tool import (
     report_magnitudes,
 )
 from finetune.convert.by_value import report_values
+from finetune.convert.chat_templates import (
+    add_tokenizers_turns,
+    report_saved_template,
+    report_scored_ends,
+    set_template,
+)
 from finetune.convert.command_line import is_command
 from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
 from finetune.convert.foreign_values import WrongValue, convert_number
-from finetune.convert.model_names import (
-    BITSANDBYTES_MODEL,
-    adapt_model,
-    add_tokenizers_turns,
-    find_images,
-    guess_family,
-    is_mixture,
-    report_classes,
-    report_expert_names,
-    report_saved_template,
-    report_scored_ends,
-    report_shared_experts,
-    set_template,
-)
+from finetune.convert.image_models import find_images
+from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
 from finetune.convert.objectives import adapt_method, adapt_rounding, find_method
 from finetune.convert.recognize import LoadedFile, load_settings, refuse_other_methods
 from finetune.convert.runnable import make_runnable
 from finetune.convert.shared import SUMMED_IN_16_BITS
+from finetune.convert.trained_layers import (
+    report_classes,
+    report_expert_names,
+    report_shared_experts,
+)
 from finetune.convert.value_conversion import (
     LEAVE,
     Conversion,

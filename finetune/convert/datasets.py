@@ -10,6 +10,7 @@ from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.automodel import SHUFFLED_BEFORE
+from finetune.convert.chat_templates import HEADER
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
@@ -24,7 +25,8 @@ from finetune.convert.entries import (
 )
 from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
-from finetune.convert.model_names import HEADER, guess_family, guess_vision_family, runs_for_images
+from finetune.convert.image_models import runs_for_images
+from finetune.convert.model_names import guess_family, guess_vision_family
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
 from finetune.convert.value_conversion import Conversion, read_section

@@ -3,7 +3,7 @@
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
-from finetune.convert.model_names import AUXILIARY, BY_LAYER, guess_family, has_tower, name_model
+from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.shared import (
     FIRST_TRAINED,
     IN_ORDER,
@@ -12,6 +12,7 @@ from finetune.convert.shared import (
     SUMMED_IN_16_BITS,
     WHOLE_STEPS,
 )
+from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.convert.value_conversion import Conversion, convert_names
 
 JOINED = (

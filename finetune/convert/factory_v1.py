@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
+from finetune.convert.chat_templates import HEADER_TRAINED, report_own_thoughts
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.entries import DataSetEntry, Sources, find_from_root, make_sources
-from finetune.convert.model_names import HEADER_TRAINED, name_model, report_own_thoughts
+from finetune.convert.model_names import name_model
 from finetune.convert.shared import PACKED_IN_ORDER, WHOLE_STEPS
 from finetune.convert.value_conversion import Conversion
 

@@ -13,10 +13,11 @@ from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
+from finetune.convert.chat_templates import compare_scored_turns
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
-from finetune.convert.model_names import Unsupported, compare_scored_turns, guess_family, name_model
+from finetune.convert.model_names import Unsupported, guess_family, name_model
 from finetune.convert.shared import PACKED_AT_A_TIME
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 

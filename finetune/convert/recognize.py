@@ -18,11 +18,11 @@ from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.factory_v1 import PACKING
 from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
+from finetune.convert.image_models import find_images
 from finetune.convert.model_names import (
     AUDIO_MODEL,
     MULTIMODAL_MODEL,
     Unsupported,
-    find_images,
     find_refused_models,
     name_model,
 )

@@ -28,7 +28,8 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import SHARD_SIZE, read_shipped
-from finetune.convert.model_names import WITH_PEFT, guess_family, has_tower, is_mixture
+from finetune.convert.model_names import guess_family, has_tower, is_mixture
+from finetune.convert.trained_layers import WITH_PEFT
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
+from finetune.convert.chat_templates import EARLIER_ENDS, EARLIER_THOUGHTS
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import EARLIER_ENDS, EARLIER_THOUGHTS
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns
 from finetune.data.source_tokens import SourceStats, tokenize_rows

@@ -19,7 +19,9 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
 from finetune.convert.automodel import HEAD_IN_4_BITS
+from finetune.convert.base_model import SPECIAL_FIRST
 from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS
+from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
     DATA_SET_KEYS,
@@ -32,7 +34,8 @@ from finetune.convert.counterparts import (
     list_counterparts,
 )
 from finetune.convert.factory_v1 import V1_BREAK
-from finetune.convert.model_names import SPECIAL_FIRST, TEMPLATES, UNKNOWN_IMAGES, guess_family
+from finetune.convert.image_models import UNKNOWN_IMAGES
+from finetune.convert.model_names import guess_family
 from finetune.convert.numbers import ENDS_OF_TEXTS, LABEL_BEHIND_CUT
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts

@@ -30,15 +30,10 @@ from finetune.convert.automodel import (
     WITHOUT_WINDOWS,
 )
 from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZED_IN_16_BITS
+from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
-from finetune.convert.model_names import (
-    MARKED_BY_HEADER,
-    ONE_TEXT,
-    OWN_THOUGHT,
-    PART_ADAPTED,
-    THOUGHT_WHOLE,
-)
+from finetune.convert.image_models import PART_ADAPTED
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 from finetune.models.load import names_of_parameters, text_names

@@ -76,6 +76,7 @@ from finetune.convert.axolotl import (
     TEXTS_CUT,
     WINDOWS,
 )
+from finetune.convert.base_model import INPUTS_IN_4_BITS, KEPT_IN_FP8, MAYBE_KEPT_IN_FP8
 from finetune.convert.by_tool import (
     ADAPTERS_IN_16_BITS,
     ADAPTERS_UNDER_ZERO_3,
@@ -86,6 +87,7 @@ from finetune.convert.by_tool import (
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
 )
+from finetune.convert.chat_templates import EARLIER_THOUGHTS, OTHER_ENDS, OWN_THOUGHT
 from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
@@ -109,32 +111,15 @@ from finetune.convert.factory_v1 import (
     SEEN_THROUGH_CACHE,
     V1_SPECIAL,
 )
-from finetune.convert.model_names import (
-    ADAPTERS_FROZEN,
+from finetune.convert.image_models import (
     ALL_OF_IMAGES,
-    ALL_WITH_EXPERTS,
     ATTENTION_IN_16_BITS,
-    AUXILIARY,
-    BY_LAYER,
-    EARLIER_THOUGHTS,
     IMAGE_LABELS,
     IMAGES_UNCUT,
-    INPUTS_IN_4_BITS,
-    KEPT_IN_FP8,
-    MAYBE_KEPT_IN_FP8,
-    MLP_NAMES,
-    NO_AUXILIARY,
-    NO_SUCH_LAYER,
-    ONTO_EXPERTS,
-    OTHER_ENDS,
-    OTHER_EXPERTS,
-    OWN_THOUGHT,
     QUANTIZED_TOWER,
-    ROUTER_UNADAPTED,
-    TWICE_THE_RANK,
     UNKNOWN_IMAGES,
-    guess_family,
 )
+from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
@@ -147,6 +132,19 @@ from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
 from finetune.convert.torchtune import METAS_FILES
+from finetune.convert.trained_layers import (
+    ADAPTERS_FROZEN,
+    ALL_WITH_EXPERTS,
+    AUXILIARY,
+    BY_LAYER,
+    MLP_NAMES,
+    NO_AUXILIARY,
+    NO_SUCH_LAYER,
+    ONTO_EXPERTS,
+    OTHER_EXPERTS,
+    ROUTER_UNADAPTED,
+    TWICE_THE_RANK,
+)
 from finetune.convert.value_conversion import Conversion
 from finetune.data.messages import parse_messages
 from finetune.optim.optimizers import make_parameter_groups

@@ -23,6 +23,7 @@ from finetune.convert.axolotl import (
     TWO_STEPS,
     UNCOUNTED_BY_LIGER,
 )
+from finetune.convert.base_model import CHATML_ADDED
 from finetune.convert.by_tool import (
     ALIKE_LENGTHS,
     EMBEDDING_MOMENTS,
@@ -33,28 +34,10 @@ from finetune.convert.by_tool import (
     ROUTERS_IN_FP32,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
-from finetune.convert.conversion import REDUCED_IN_16_BITS
-from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
-from finetune.convert.factory import (
-    ENDS_BY_TEMPLATE,
-    FEWER_ROWS,
-    FUSED_ADAPTERS,
-    LEFT_OVER,
-    MEGATRONS_FILES,
-)
-from finetune.convert.model_names import (
-    AUXILIARY,
+from finetune.convert.chat_templates import (
     BREAK_TRAINED,
-    BY_LAYER,
-    CHATML_ADDED,
-    COLUMN_REFUSED,
     COMMON_TURNS_OF_IMAGES,
     ENDS_ADDED,
-    GLM_IMAGES,
-    GLM_MARKS,
-    IMAGES_OF_COLUMN,
-    MARKED_IMAGES,
-    MARKS_TRAINED,
     OF_PHI3,
     ONE_TEXT,
     OWN_SYSTEM,
@@ -64,6 +47,23 @@ from finetune.convert.model_names import (
     THOUGHT_WHOLE,
     THOUGHTS_LEFT_OUT,
     TOKENIZERS_BOS,
+)
+from finetune.convert.conversion import REDUCED_IN_16_BITS
+from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
+from finetune.convert.factory import (
+    ENDS_BY_TEMPLATE,
+    FEWER_ROWS,
+    FUSED_ADAPTERS,
+    LEFT_OVER,
+    MEGATRONS_FILES,
+)
+from finetune.convert.image_models import (
+    COLUMN_REFUSED,
+    GLM_IMAGES,
+    GLM_MARKS,
+    IMAGES_OF_COLUMN,
+    MARKED_IMAGES,
+    MARKS_TRAINED,
     TOKENIZERS_BOS_OF_IMAGES,
 )
 from finetune.convert.numbers import LABEL_BEHIND_CUT
@@ -80,6 +80,7 @@ from finetune.convert.shared import (
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
+from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {

@@ -15,10 +15,11 @@ import yaml
 
 from finetune.config.module_names import is_within
 from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED
+from finetune.convert.base_model import SPECIAL_FIRST
 from finetune.convert.by_tool import ROUNDED_BEFORE
+from finetune.convert.chat_templates import MAYBE_BOS, TOKENIZERS_BOS
 from finetune.convert.conversion import convert_file
 from finetune.convert.factory_v1 import V1_ALPACA
-from finetune.convert.model_names import MAYBE_BOS, SPECIAL_FIRST, TOKENIZERS_BOS
 from finetune.convert.numbers import (
     ALL_CLIPPED,
     BOS_BY_KEY,

@@ -6,17 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.convert.base_model import DEQUANTIZED_AWQ
+from finetune.convert.chat_templates import OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import REPEATED
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
-from finetune.convert.model_names import (
-    DEQUANTIZED_AWQ,
-    OWN_THOUGHT,
-    THOUGHT_WHOLE,
-    TOWER_ADAPTED,
-    TRAINED_TOWER,
-)
+from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
 from finetune.convert.swift import (
     COPIES_IN_16_BITS,
     DRAWN_ANEW,

@@ -24,9 +24,7 @@ from transformers import AutoTokenizer
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.convert.conversion import convert_file
-from finetune.convert.datasets import STARTS_TWICE
-from finetune.convert.model_names import (
+from finetune.convert.chat_templates import (
     ASKED_WITH_THOUGHT,
     EMPTY_SYSTEM,
     ONE_TEXT,
@@ -42,6 +40,8 @@ from finetune.convert.model_names import (
     TOKENIZERS_BOS,
     TURN_ENDS,
 )
+from finetune.convert.conversion import convert_file
+from finetune.convert.datasets import STARTS_TWICE
 from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import parse_row
 from finetune.data.render import render_turns

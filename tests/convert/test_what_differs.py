@@ -35,6 +35,7 @@ from finetune.convert.axolotl import (
     RANKS_ALIKE,
     SHARE_REFUSED,
 )
+from finetune.convert.base_model import DEQUANTIZED, DEQUANTIZED_AWQ
 from finetune.convert.by_tool import FEWER_STEPS, HELD_OUT_SMOOTHED, RESIZED, RESIZED_BY_COMMON
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
@@ -47,6 +48,16 @@ from finetune.convert.by_value import (
     OF_MICRO_BATCHES,
     SUM_REFUSED,
 )
+from finetune.convert.chat_templates import (
+    ANSWERS_STRIPPED,
+    CALLS_THOUGHT_OF,
+    EMPTY_SYSTEM,
+    MAYBE_EARLIER_THOUGHTS,
+    OTHER_TOOLS,
+    SYSTEM_LAST,
+    SYSTEM_REFUSED,
+    TOOLS_IN_ITS_WORDS,
+)
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import ALPACA_SAVED, REPEATED, WITHOUT_TEMPLATE
 from finetune.convert.defaults import UNLIMITED_NOTE
@@ -57,32 +68,14 @@ from finetune.convert.factory import (
     NOT_NEAT,
     TRAINED_IN_16_BITS,
 )
-from finetune.convert.model_names import (
-    ANSWERS_STRIPPED,
-    AUTOMODEL_ADAPTERS,
-    AUTOMODELS_START,
-    BY_ITS_END,
-    CALLS_THOUGHT_OF,
-    COLUMN_REFUSED,
-    DEQUANTIZED,
-    DEQUANTIZED_AWQ,
-    EMPTY_SYSTEM,
-    FAMILIES,
-    MAYBE_EARLIER_THOUGHTS,
-    OTHER_TOOLS,
-    REFUSED_NAMES,
-    SYSTEM_LAST,
-    SYSTEM_REFUSED,
-    TOOLS_IN_ITS_WORDS,
-    TRAINED_TOWER,
-    guess_family,
-    guess_vision_family,
-)
+from finetune.convert.image_models import COLUMN_REFUSED, TRAINED_TOWER
+from finetune.convert.model_names import FAMILIES, REFUSED_NAMES, guess_family, guess_vision_family
 from finetune.convert.numbers import BOTH_WARMUPS
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
+from finetune.convert.trained_layers import AUTOMODEL_ADAPTERS, AUTOMODELS_START, BY_ITS_END
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer, read_template

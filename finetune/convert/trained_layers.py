@@ -1,0 +1,347 @@
+"""Which layers other tools train in full or by adapters, experts and routers among them."""
+
+import fnmatch
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from finetune.config.facts import find_linear_layers, has_fused_experts, read_family_source
+from finetune.config.families import find_family
+from finetune.config.module_names import find_alias, find_renames, rename_pattern
+from finetune.config.quantization import LOAD_KEYS
+from finetune.constants import ALL_LINEAR
+from finetune.convert.counterparts import ToolFile
+from finetune.convert.image_models import adapt_fusion
+from finetune.convert.model_names import guess_family, guess_vision_family, is_mixture, name_model
+from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
+
+NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
+# Automodel's own classes with an auxiliary loss
+BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|ernie-4\.5.*a\d+b|laguna")
+AUTOMODEL_ADAPTERS = (
+    "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
+)
+AUTOMODELS_START = "peft: adapters have another start there, peft's start here"
+OTHER_LAYERS = (
+    "all linear layers but the head here, for this model's code is its own: one of another name "
+    "gets no adapter there"
+)
+WITH_HEAD = [ALL_LINEAR, "lm_head"]
+NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
+# a layer by its number, or a part of one that is not named by its end
+PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
+BY_ITS_END = "layers are named by the end of a pattern here, in every block of the model"
+# of a layer's experts, to which a pattern that matches all that are called so gives adapters
+EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
+# Gate._compute_aux_loss of its components/moe/layers.py, and _set_moe_aux_loss_backward_scale of
+# its recipes/base_recipe.py, beside load_balancing_loss_func of transformers
+BY_LAYER = (
+    "of each layer and micro-batch there, over the experts of a token: layers / experts of a token "
+    "times as much where all layers are alike; of all layers and the whole step together here"
+)
+# _route_scores of the same, whose scores it takes
+BY_BIASES = (
+    "of each layer and micro-batch there, of all layers and the whole step together here; there "
+    "of the experts that the routers' biases choose, here of those with the highest scores"
+)
+OTHER_EXPERTS = {
+    "ernie4_5_moe": BY_BIASES,
+    "laguna": f"{BY_BIASES}; by a token's sigmoids, divided by their sum, there, by a softmax here",
+}
+AUXILIARY = (
+    "the routers' auxiliary loss of the model's config is added there; router_aux_loss_coef adds "
+    "it here, {}"
+)
+NO_AUXILIARY = "no auxiliary loss is added there for this class"
+
+
+def report_classes(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Automodel's own classes of models do otherwise, and the layers that get no
+    adapters there; adds which parts of Llama 3.2 Vision torchtune trains.
+    """
+    if conversion.tool == "torchtune" and conversion.images:
+        adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
+    if conversion.tool != "Automodel":
+        return
+    peft = read_section(settings, "peft")
+    _report_auxiliary(settings, conversion)
+    if peft:
+        conversion.recipe["use_peft"] = True
+        is_in_fp32 = "float32" in str(peft.get("lora_dtype"))
+        conversion.remarks.append(AUTOMODELS_START if is_in_fp32 else AUTOMODEL_ADAPTERS)
+        family = guess_family(name_model(settings)) or ""
+        _adapt_automodel_targets(family, peft, conversion)
+        if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
+            conversion.recipe["lora_target_modules"] = ALL_LINEAR
+        _report_router(family, settings, conversion)
+
+
+# Gemma4Gate of its models/gemma4_moe
+ROUTER_UNADAPTED = (
+    "the adapter of a router's proj changes nothing there, where the router reads the weight "
+    "alone; here it is trained"
+)
+
+
+def _report_router(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the adapters of routers that have no effect in a class of Automodel's own."""
+    targets = conversion.recipe["lora_target_modules"]
+    is_adapted = ALL_LINEAR in targets or "proj" in targets
+    is_own = is_mixture(name_model(settings)) and not is_of_transformers(settings)
+    if family == "gemma4_text" and is_own and is_adapted:
+        conversion.add_difference("lora_target_modules", targets, ROUTER_UNADAPTED)
+
+
+# materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone
+FUSED_LOSS = "FusedLinearCrossEntropy"
+
+
+def _may_adapt_head(settings: ToolFile) -> bool:
+    """Whether Automodel trains an adapter of the output head: the fused loss leaves it at 0, and
+    Baichuan's head is no linear layer.
+    """
+    is_fused = str(read_section(settings, "loss_fn").get("_target_")).endswith(FUSED_LOSS)
+    return not is_fused and "baichuan" not in name_model(settings).lower()
+
+
+def is_of_transformers(settings: ToolFile) -> bool:
+    """Whether Automodel loads transformers' class of a model that it has one of its own for."""
+    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
+    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
+
+
+def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how much of the routers' auxiliary loss Automodel adds."""
+    name = name_model(settings)
+    model = read_section(settings, "model")
+    asked = model.get("router_aux_loss_coef")
+    is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
+    how = OTHER_EXPERTS.get(str(guess_family(name)), BY_LAYER)
+    if is_balanced and asked is None:
+        conversion.add_difference("model", name, AUXILIARY.format(how))
+    elif is_balanced and asked:
+        conversion.add_difference("model.router_aux_loss_coef", asked, how)
+    elif asked:
+        conversion.recipe.pop("router_aux_loss_coef", None)
+        conversion.add_remark("model.router_aux_loss_coef", asked, NO_AUXILIARY)
+
+
+def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
+    excluded = convert_names(peft.get("exclude_modules")) or []
+    conversion.excluded_layers = frozenset(name.split(".")[-1] for name in excluded)
+    targets = peft.get("target_modules")
+    names = convert_names(targets) or []
+    unadaptable = find_family(family).unadaptable
+    left_out = [
+        name
+        for name in excluded
+        if not NOT_OF_TEXT.search(name)
+        and "head" not in name  # all-linear leaves the head out
+        and name.split(".")[-1] not in unadaptable
+    ]
+    if left_out:
+        note = "they get adapters here"
+        conversion.add_difference(
+            "peft.exclude_modules", left_out, note, "LoRA without some layers"
+        )
+    is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
+    layers = find_linear_layers(family)
+    projections = sorted(layer for layer in layers if layer.endswith("_proj"))
+    if is_all and not any("head" in name for name in excluded):
+        conversion.recipe["lora_target_modules"] = list(WITH_HEAD)
+    elif is_all:
+        conversion.recipe["lora_target_modules"] = ALL_LINEAR
+    elif targets and names != ["*_proj"]:
+        _name_automodel_layers(names, layers, conversion)
+    else:  # the default, too
+        if len(projections) < len(layers):
+            conversion.recipe["lora_target_modules"] = projections
+        else:
+            conversion.recipe["lora_target_modules"] = "all-linear"
+        if not layers:
+            conversion.add_difference("peft.target_modules", "*_proj", OTHER_LAYERS)
+    names_experts = any(name == "*" or name.endswith(".experts") for name in names)
+    if names_experts and has_fused_experts(family):
+        conversion.recipe["lora_target_parameters"] = list(EXPERT_PARAMETERS)
+
+
+def _name_automodel_layers(
+    patterns: Sequence[str], layers: Collection[str], conversion: Conversion
+) -> None:
+    """Names the layers by the ends of patterns; those of a Llama where the family is not known."""
+    known = layers or LINEAR_LAYERS.keys()
+    named: dict[str, None] = {}
+    for pattern in patterns:
+        end = pattern.rpartition(".")[2]
+        matching = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
+        named |= dict.fromkeys(matching)
+        if PART_OF_MODEL.search(pattern) or (end == "*" and pattern != "*"):
+            conversion.add_difference("peft.target_modules", pattern, BY_ITS_END)
+        if not matching and end != "experts":
+            conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)
+    conversion.recipe["lora_target_modules"] = list(named)
+
+
+ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
+# Decoder layers of models whose last ones a file may name, by the models' names.
+LAYERS = {
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
+    r"llama-?2-13b": 40,
+    r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16,
+    r"llama-?3\.2-3b": 28,
+    r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"qwen3-(4|8)b": 36,
+}
+# freeze_layers_except of Axolotl, which its train.py calls once the adapters are in place: it
+# matches the start of names, which is base_model then
+ADAPTERS_FROZEN = (
+    "no pattern names the adapters, and all that none names is frozen there, so that nothing is "
+    "trained; the adapters are trained here"
+)
+HEAD_CLASS = re.compile(
+    r"^class \w+For(?:CausalLM|ConditionalGeneration)\(.*?(?=^class |\Z)", re.DOTALL | re.MULTILINE
+)
+# LayerNamePattern of its utils/freeze.py, where each dot of a pattern is a dot, beside the names of
+# transformers 5
+NAMED_OTHERWISE = (
+    "a pattern is the start of a name in transformers 5 there, and a dot in it is a dot: what is "
+    "meant by {} is frozen there, trained here"
+)
+
+
+def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports patterns of Axolotl's that name nothing there, and something here."""
+    patterns = settings.get("unfrozen_parameters")
+    if not isinstance(patterns, list) or not conversion.recipe.get("trainable_modules"):
+        return
+    family = guess_vision_family(name_model(settings)) or ""
+    unnamed = [each for each in map(str, patterns) if _names_nothing(each, family)]
+    if unnamed:
+        note = NAMED_OTHERWISE.format(", ".join(unnamed))
+        conversion.add_difference("unfrozen_parameters", patterns, note)
+
+
+def _names_nothing(pattern: str, family: str) -> bool:
+    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of one.
+
+    >>> [
+    ...     _names_nothing(pattern, "mixtral")
+    ...     for pattern in ("model.layers.1.mlp", "model.layers.1.block_sparse_moe", "layers.1")
+    ... ]
+    [False, True, True]
+    """
+    start = pattern.removeprefix("^")
+    is_other = rename_pattern(start, find_renames(family)) != start
+    if is_other or "\\." in start or ".*" in start.removesuffix(".*"):
+        return True
+    heads = HEAD_CLASS.findall(read_family_source(family))
+    parts = set(re.findall(r"self\.(\w+) = ", "".join(heads)))
+    first = re.split(r"\W", start)[0]
+    return bool(parts and first) and not any(part.startswith(first) for part in parts)
+
+
+def adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds what is trained of a model in full: layers by their numbers, and names of a model with
+    images.
+    """
+    recipe = conversion.recipe
+    patterns = recipe.get("trainable_modules")
+    if patterns and (
+        recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)
+    ):
+        # else all that is loaded here is named
+        del recipe["trainable_modules"]
+        frozen = ", and LoRA freezes it by itself" if recipe.get("use_peft") else ""
+        conversion.remarks.append(
+            f"trainable_modules is dropped: the language model is loaded alone{frozen}"
+        )
+        names_adapters = any(str(name).startswith((".", "base_model")) for name in patterns)
+        unfrozen = settings.get("unfrozen_parameters")
+        if unfrozen and recipe.get("use_peft") and not names_adapters:
+            conversion.add_difference("unfrozen_parameters", unfrozen, ADAPTERS_FROZEN)
+    _report_unnamed(settings, conversion)
+    if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
+        recipe["use_peft"] = False
+        _train_layers(settings, conversion)
+
+
+def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the
+    names of an MLP's.
+    """
+    pattern = settings.get("lora_target_modules")
+    targets = conversion.recipe.get("lora_target_modules")
+    if (
+        not isinstance(pattern, str)
+        or not isinstance(targets, list)
+        or re.fullmatch(r"[\w.,]+", pattern)
+    ):
+        return
+    shared = [name for name in targets if LINEAR_LAYERS.get(name) == "mlp"]
+    family = guess_family(name_model(settings)) or ""
+    if shared and SHARED_EXPERTS.search(read_family_source(family)):
+        note = "the shared experts get adapters by these names too here, not by the pattern there"
+        conversion.add_difference("lora_target_modules", pattern, note)
+
+
+def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
+    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the
+    first ones.
+    """
+    count = settings.get("freeze_trainable_layers", 2)
+    name = str(settings.get("model_name_or_path")).lower()
+    depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+    if isinstance(count, int) and count <= 0:
+        numbers = range(-count)
+    elif isinstance(count, int) and depth is not None:
+        numbers = range(depth - count, depth)
+    else:
+        note = f"trainable_modules: name the last {count} layers, as in layers.(30|31)"
+        conversion.to_do.append(f"freeze_trainable_layers: {count}: {note}")
+        return
+    modules = convert_names(settings.get("freeze_trainable_modules", "all")) or []
+    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
+    layers = f"layers.({'|'.join(map(str, numbers))}){inner}"
+    extra = convert_names(settings.get("freeze_extra_modules")) or []
+    conversion.recipe["trainable_modules"] = [layers, *extra]
+
+
+MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
+WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
+SHARED_EXPERTS = re.compile("shared_(expert|mlp)")
+ONTO_EXPERTS = (
+    "since transformers 5 peft takes gate_proj, up_proj and down_proj for layers of the routed "
+    "experts: their adapters are on these there, of twice the rank where two are one, and on no "
+    "shared expert or dense layer; here on linear layers of these names, and on experts by "
+    "lora_target_parameters"
+)
+ALL_WITH_EXPERTS = (
+    "since transformers 5 peft's all-linear is also the routed experts, of twice the rank where "
+    "two are one, and the routers, but no shared expert or dense layer; here all linear layers, "
+    "and experts by lora_target_parameters"
+)
+TWICE_THE_RANK = (
+    "w1 and w3 of the experts are one parameter since transformers 5, whose adapter has twice the "
+    "rank there, and lora_r here"
+)
+
+
+def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where peft moves adapters onto routed experts, by its _convert_peft_config_moe."""
+    recipe = conversion.recipe
+    if conversion.tool not in WITH_PEFT or not recipe.get("use_peft"):
+        return
+    family = guess_family(name_model(settings)) or ""
+    is_mixtrals = "mixtral" in (family, find_alias(family))
+    is_qwens = find_alias(family) == "qwen2_moe"  # not Qwen2 MoE itself, which is no alias
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
+    named = {name.rpartition(".")[2] for name in ([] if targets == ALL_LINEAR else targets)}
+    # a list of names in other tools than TRL, where shared experts have them
+    has_others = bool(SHARED_EXPERTS.search(read_family_source(family)))
+    if ALL_LINEAR in targets and conversion.tool == "TRL" and (is_mixtrals or is_qwens):
+        conversion.add_difference("lora_target_modules", targets, ALL_WITH_EXPERTS)
+    elif is_qwens and (named & MLP_NAMES or (ALL_LINEAR in targets and has_others)):
+        conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
+    elif is_mixtrals and named & {"w1", "w3"}:
+        conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)
