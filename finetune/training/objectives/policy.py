@@ -5,9 +5,10 @@ A rank that has no row left in a step gets a filler, a micro-batch without compl
 0, with a graph: the ranks' collectives meet in its forward and backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -393,13 +394,9 @@ class HeldOutRewards(Objective):
         at_once = (
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
-
-        def repeat_micro_batches() -> Iterator[MicroBatch]:
-            while True:
-                yield from micro_batches()
-
-        # No micro-batch is used: asking for one raises where a signal ends the evaluation.
-        checks_for_signal = repeat_micro_batches()
+        # Asking for a micro-batch raises where a signal ends the evaluation; none is used. They
+        # begin again at the first one, since there may be more parts than micro-batches.
+        checks_for_signal = chain.from_iterable(begin() for begin in repeat(micro_batches))
         for first in range(0, len(ids), at_once):
             next(checks_for_signal)
             part = ids[first : first + at_once]
