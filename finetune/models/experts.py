@@ -106,9 +106,7 @@ def bypass_adapters(model: nn.Module, module: nn.Module) -> list[Any]:
         peft's modules with the adapters, one for each parameter, from the outermost.
     """
     # peft's ParamWrapper, one around the other for each parameter
-    wrappers: Iterator[Any] = (
-        module for module in model.modules() if hasattr(module, "parameter_name")
-    )
+    wrappers: Iterator[Any] = (part for part in model.modules() if hasattr(part, "parameter_name"))
     adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is module]
     for adapter in adapters:
         adapter.forward = adapter.base_layer.__call__
