@@ -163,7 +163,8 @@ def _label_steps(
 ) -> None:
     """Gives a document a label at the last token of each separator.
 
-    `is_separator` is true in as many stretches as there are labels: only separators are trained on.
+    `is_separator` is true in as many stretches as there are labels: only separators are trained on,
+    and rendering writes one behind each step.
     """
     labels[:] = IGNORE_INDEX
     is_last = is_separator & ~np.append(is_separator[1:], False)
@@ -197,7 +198,7 @@ def _store_facts(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
 
 def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
     """The fields of `Tokens` by which images are found again: their paths, or the bytes of those
-    that came with the row.
+    that came with the row. Reads no file.
     """
     images = list(chain.from_iterable(document.images for document in documents))
     stored = [image.stored() for image in images]

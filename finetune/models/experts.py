@@ -86,8 +86,9 @@ def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: b
 
 
 def set_experts_implementation(model: Any, name: str) -> None:
-    """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a
-    dense model.
+    """Makes a mixture compute its experts by transformers' implementation `name`.
+
+    Has no effect on a dense model, though one of a family with mixtures (Gemma 4) takes the name.
     """
     language_model = language_model_of(model)  # inside of a vision-language model
     if language_model._can_set_experts_implementation():

@@ -249,7 +249,7 @@ def unsharded_points(
     """The points of a backward on one rank or under DDP, where gradients are not sharded.
 
     They stay until the step; under `optim_in_backward` each is freed once it has updated its
-    parameter.
+    parameter, a tied head's once it has updated the embedding.
 
     Args:
         spec: The run.
@@ -328,9 +328,9 @@ def _unsharded_layer(
 def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, at its two highest points: when it has the
-    gradients of gate's and up's outputs, but of no weight; and, earlier, at its first update, that
-    of down_proj.
+    """The backward of the layer after `done` others, at its two highest points: at its first
+    update, that of down_proj; and then, when it has the gradients of gate's and up's outputs, but
+    of no weight.
     """
     if spec.computed.trace(spec.computation) is None:
         # at the update the gradients of gate's and up's outputs are not there yet
@@ -338,13 +338,13 @@ def _updated_layer(
     else:  # a trace does not say what is of the MLP
         missing = 0
     activations = _activations_at_layer(spec, done)
-    yield replace(point, gradients=0, activations=activations)
     yield replace(
         point,
         gradients=update.gradients,
         activations=activations - missing,
         temporaries=point.temporaries + update.temporaries,
     )
+    yield replace(point, gradients=0, activations=activations)
 
 
 def _name_layer(done: int, layers: int) -> str:

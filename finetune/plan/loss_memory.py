@@ -213,9 +213,16 @@ def divergence_chunk_bytes(
 ) -> int:
     """Bytes of the chunk of logits that a distillation loss works on: its scores and, in fp32, both
     models' log-probabilities and what the divergence needs.
+
+    Args:
+        vocabulary: Scores of a token; of two models that are both there, the larger number.
+        tokens: Of a micro-batch.
+        computation: Its dtype and device.
+        beta: 0 is the forward KL, 1 the reverse one; between them a mixture is compared.
+        temperature: Any but 1 needs a scaled copy.
     """
     tensors = 2  # the log-probabilities
-    tensors += 2 if beta == 0 else 3  # divergence and gradient; fewer for the forward KL
+    tensors += 2 if beta == 0 else 3  # divergence and gradient
     if temperature != 1.0:
         tensors += 1
     chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, computation.device))

@@ -273,7 +273,7 @@ def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
 class UnitMemory:
     """Bytes of one unit on one rank."""
 
-    gathered: int = 0  # in the compute dtype
+    gathered: int = 0  # in the compute dtype; what is gathered in FP8, a byte a number
     arriving: int = 0  # what its all-gather fills before the unit is copied out of it
     unreduced: int = 0  # gradients as the backward leaves them, of the whole unit
     reducing: int = 0  # the same as the input of the reduce-scatter

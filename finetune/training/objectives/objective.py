@@ -24,7 +24,8 @@ class Measured:
     """
 
     loss_sum: Tensor  # fp32, 0-dim
-    # By the name of a metric, fp32[2]: a sum, and its divisor. The same names on every rank.
+    # By the name of a metric, fp32[2]: a sum, and its divisor. The same names on every rank, in the
+    # same order: ranks add them up by their place.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     # By the name of a metric, fp32, 0-dim: the largest value, not below 0
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
