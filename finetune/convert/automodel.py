@@ -253,6 +253,13 @@ WIDER_WINDOW = (
     "in the layers with a sliding window a token attends to one more before it there, under "
     "Transformer Engine's attention, its default: 128 and itself"
 )
+# _build_sparse_mask of its models/deepseek_v32/layers.py, which under sdpa takes the place of the
+# causal mask, and hides no token where a row is no longer than index_topk
+SEES_LATER = (
+    "under sdpa{} a token attends to those after it too there, what it is to predict among them; "
+    "here to those before it alone"
+)
+WITHOUT_ENGINE = ", the default without Transformer Engine,"
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
 # from_hf and to_hf of its models/gemma4_moe/state_dict_adapter.py
@@ -363,7 +370,6 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     """
     name = name_model(settings)
     family = str(guess_family(name))
-    model = read_section(settings, "model")
     _report_gates(family, settings, conversion)
     if is_of_transformers(settings):
         return
@@ -374,8 +380,7 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model", name, AHEAD)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
-    if family == "gpt_oss" and read_section(model, "backend").get("attn") != "flex":
-        conversion.add_difference("model", name, WIDER_WINDOW)
+    _report_attention(family, settings, conversion)
     if family in DECAYS_IN_FP32:
         conversion.add_remark("model", name, RATES_IN_FP32)
     is_image_file = conversion.images or any(
@@ -383,6 +388,17 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     )
     if guess_family(name) is None and not is_image_file:
         conversion.remarks.append(UNKNOWN_CLASS)
+
+
+def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which other tokens a token sees by the attention of a class of Automodel's own."""
+    name = name_model(settings)
+    attention = read_section(read_section(settings, "model"), "backend").get("attn")
+    if family == "gpt_oss" and attention != "flex":
+        conversion.add_difference("model", name, WIDER_WINDOW)
+    if family == "deepseek_v32" and attention in (None, "sdpa"):
+        default = "" if attention else WITHOUT_ENGINE
+        conversion.add_difference("model.backend.attn", attention, SEES_LATER.format(default))
 
 
 def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:

@@ -88,6 +88,31 @@ def read_template(name: str) -> str:
         raise UserError(f"chat_template: {name}: cannot be read: {error}") from None
 
 
+# Templates whose texts other tools tokenize apart from the BOS token before them.
+APART_FROM_BOS = ("alpaca", "inst", "inst-torchtune")
+BOS_OF_TEMPLATE = "{{- bos_token -}}"
+SPACE_AFTER_BOS = "{{- bos_token + ' ' -}}"
+
+
+def fit_template(name: str, tokenizer: Any) -> str:
+    """Returns the Jinja text of `read_template` as a tokenizer needs it: with a space after the
+    BOS token where the text is tokenized apart from it elsewhere, and the tokenizer puts a space
+    before a text alone, but not behind BOS, as Llama 2's does.
+    """
+    template = read_template(name)
+    bos = tokenizer.bos_token
+    if name not in APART_FROM_BOS or not bos:
+        return template
+    start = "[INST]" if "[INST]" in template else "Below"
+    alone, behind, spaced = (
+        tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).tokens
+        for text in (start, f"{bos}{start}", f"{bos} {start}")
+    )
+    if behind[1:] != alone and spaced[1:] == alone:
+        template = template.replace(BOS_OF_TEMPLATE, SPACE_AFTER_BOS)
+    return template
+
+
 # a vocabulary that has one stops at it
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
@@ -118,7 +143,7 @@ def load_tokenizer(
     tokenizer.tools = tuple(map(describe_tool, tools))
     tokenizer.environments = describe_environments(environments, tokenizer.tools)
     if data.chat_template is not None:
-        tokenizer.chat_template = read_template(data.chat_template)
+        tokenizer.chat_template = fit_template(data.chat_template, tokenizer)
     return tokenizer
 
 

@@ -21,7 +21,7 @@ from finetune.config.quantization import describe_quantization, read_published_f
 from finetune.config.schema import RENDERINGS, Model
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE, SCORES
 from finetune.data.images import ImageProcessor
-from finetune.data.tokenizer import PLAIN, read_template
+from finetune.data.tokenizer import PLAIN, fit_template
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, on_one_line
 from finetune.export.export import export_source
@@ -186,7 +186,7 @@ def choose_template(
     if not options.use_chat_template:
         return None
     if options.chat_template is not None:
-        return read_template(options.chat_template)
+        return fit_template(options.chat_template, tokenizer)
     formats = trained_formats(location.run)
     are_rendered = any(name in RENDERINGS and RENDERINGS[name].is_chat for name in formats)
     rows = f"rows of {' and '.join(sorted(formats))}"

@@ -51,6 +51,7 @@ from finetune.convert.automodel import (
     SAVED_WITH_EPOCHS,
     SCALES_FOLDED,
     SCORED_IN_16_BITS,
+    SEES_LATER,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     SINKS_FROZEN,
@@ -62,6 +63,7 @@ from finetune.convert.automodel import (
     WIDENED,
     WIDER_WINDOW,
     WITH_BIAS,
+    WITHOUT_ENGINE,
 )
 from finetune.convert.axolotl import (
     ADAPTERS_AS_BASE,
@@ -420,6 +422,27 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "line"),
+    [
+        ("deepseek-ai/DeepSeek-V3.2", "sdpa", SEES_LATER.format("")),
+        ("deepseek-ai/DeepSeek-V3.2", None, SEES_LATER.format(WITHOUT_ENGINE)),
+        ("deepseek-ai/DeepSeek-V3.2", "te", None),
+        ("zai-org/GLM-5.2", "sdpa", None),
+        ("deepseek-ai/DeepSeek-V3", "sdpa", None),
+    ],
+)
+def test_automodels_deepseek_v32_sees_later_tokens_under_sdpa(
+    name: str, attention: str | None, line: str | None, convert: Convert
+) -> None:
+    """By a run of its class on a CPU: another last token changes the scores of all before it."""
+    end = SEES_LATER.partition("{}")[2]
+    model: dict[str, Any] = {"pretrained_model_name_or_path": name, "backend": {"attn": attention}}
+    text = said(convert(AUTOMODEL, model=model))
+    assert end not in text if line is None else line in text
+    assert end not in said(convert(AUTOMODEL, model=model | {"force_hf": True}))
 
 
 @pytest.mark.parametrize(

@@ -752,7 +752,7 @@ def test_alpacas_ids_are_those_of_axolotls_own_classes(
         row = {"instruction": "Add the numbers.", "input": further, "output": "\nBlue, or 5."}
         made = strategy.tokenize_prompt(row)
         source, data, tokenizer.chat_template = convert_strategy(
-            "alpaca", tmp_path, trains_prompt=trains_prompt
+            "alpaca", tmp_path, tokenizer, trains_prompt=trains_prompt
         )
         ids, trained = make_ours(row, source, data, tokenizer)
         assert ids == made["input_ids"]
@@ -781,7 +781,7 @@ def test_tokens_before_every_text_are_said_where_prompt_and_answer_are_texts(
     row = {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"}
     made = strategy.tokenize_prompt(row)
     source, data, tokenizer.chat_template = convert_strategy(
-        "alpaca", tmp_path, trains_prompt=False
+        "alpaca", tmp_path, tokenizer, trains_prompt=False
     )
     ours, trained = make_ours(row, source, data, tokenizer)
     answer = trained.index(True)

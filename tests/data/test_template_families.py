@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from finetune.config.schema import Data, DatasetSource, Model
 from finetune.data.formats import Conversation, parse_row
@@ -20,6 +20,7 @@ from finetune.data.tokenizer import (
     ALIASES,
     TEMPLATES,
     end_of_answer_ids,
+    fit_template,
     load_tokenizer,
     make_renderer,
     read_template,
@@ -300,6 +301,31 @@ def test_torchtunes_texts_have_no_spaces_at_their_end() -> None:
         [{"role": "system", "content": " "}, {"role": "user", "content": "Hello"}], tokenize=False
     )
     assert asked == "<s>[INST] <<SYS>>\n \n<</SYS>>\n\n Hello  [/INST]"
+
+
+@pytest.mark.parametrize("loader", [AutoTokenizer, LlamaTokenizer])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("inst-torchtune", "[INST] Who?  [/INST]"),
+        ("inst", "[INST] Who? [/INST]"),
+        ("alpaca", "Below is an instruction"),
+    ],
+)
+def test_a_text_after_bos_begins_as_a_text_alone(
+    name: str, text: str, loader: Any, shared: Path
+) -> None:
+    """SentencePiece puts a space before a text; of transformers 5 LlamaTokenizer puts none behind
+    BOS.
+    """
+    tokenizer = loader.from_pretrained(shared / "models" / "stories260k", add_bos_token=True)
+    tokenizer.chat_template = fit_template(name, tokenizer)
+    turns = [{"role": "user", "content": "Who?"}]
+    written = tokenizer.apply_chat_template(turns, tokenize=False)
+    ids = tokenizer(written, add_special_tokens=False).input_ids
+    alone = tokenizer(text).input_ids
+    assert ids[: len(alone)] == alone
+    assert fit_template("llama2", tokenizer) == TEMPLATES["llama2"]
 
 
 def test_vicunas_own_system_message_and_page() -> None:
