@@ -400,7 +400,7 @@ def _compare_with_asked(
     differently.
     """
     for i, turn in sorted(turns.items()):
-        if turn.is_continued:
+        if turn.continues_prompt:
             expected = turn.text[: turn.end]
             name = "unlike_inference"
             if rendered.text.startswith(expected):
