@@ -592,7 +592,7 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
     if renderer.environments:
         row = json.loads(document.row)
         choose_environment(renderer.environments, row["columns"])  # raises where there is none
-        tools = choose_tools(renderer, row)
+        tools = choose_tools(renderer, row)  # its own, or the environment's with the recipe's
     else:
         tools = question.tools or renderer.tools
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)

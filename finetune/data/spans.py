@@ -83,8 +83,8 @@ def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
     # no special token of this tokenizer
     if renderer.end_of_turn and content.endswith(renderer.end_of_turn):
         return start + len(content)
-    # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token,
-    # which then is the end.
+    # Another end than the last turn's (<|end|> for <|return|>); or, where the template writes no
+    # end, the next turn's first token, which is trained as the end.
     following = renderer.special_tokens.match(text, end)
     return following.end() if following else end
 
