@@ -59,6 +59,8 @@ from finetune.training.opening import open_run
 from finetune.training.reference import evaluating
 from finetune.training.screens import explain_out_of_memory
 from finetune.training.step import (
+    DeviceGuard,
+    HostGuard,
     clip_and_update,
     forward_backward,
     handle_nonfinite,
@@ -70,8 +72,8 @@ from finetune.training.watch import SignalListener, uninterrupted
 
 
 class Loss:
-    """The loss and metrics of `Session.forward_backward`, over all ranks. Reading them waits for
-    the device.
+    """The loss and metrics of `Session.forward_backward`, over all ranks. The sums are of all ranks
+    already: reading only waits for the device, on the rank that reads.
     """
 
     def __init__(self, totals: Totals, count: int, objective: Objective) -> None:
@@ -80,22 +82,22 @@ class Loss:
         self._objective = objective
 
     @cached_property
-    def _read(self) -> tuple[float, dict[str, float]]:
+    def _averages(self) -> tuple[float, dict[str, float]]:
         loss, means = self._totals.average(self._count)
         return loss, self._objective.complete(means)
 
     @property
     def loss(self) -> float:
         """The mean over the trained tokens, or over the pairs of a method that compares."""
-        return self._read[0]
+        return self._averages[0]
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the recipe's method."""
-        return self._read[1]
+        return self._averages[1]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._read)
+        return iter(self._averages)
 
     def __repr__(self) -> str:
         return f"Loss(loss={self.loss!r}, metrics={self.metrics!r})"
@@ -177,25 +179,25 @@ class Session:
             recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
             config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
             saves: False where nothing will be saved: no folder is made.
-            after: The session of another adapter on the same base, which this one ends: it takes
-                over the ranks and the base that is in memory.
+            after: The session of another adapter on the same base. This one takes over its ranks
+                and the base that it has in memory; only its `close` may be called from then on.
 
         Raises:
             UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal
                 findings in the data, or a folder that cannot be written or is in use.
         """
-        asked = expect_recipe(recipe)
-        sharding = _read_sharding(asked, config)
-        set_library_environment(deterministic=asked.run.deterministic)
+        given = expect_recipe(recipe)
+        sharding = _read_sharding(given, config)
+        set_library_environment(deterministic=given.run.deterministic)
         if after is None and AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")
-        complete = complete_lora(asked)
-        machine = describe_machine(sharding, with_liger=complete.model.use_liger_kernel)
+        own_recipe = complete_lora(given)
+        machine = describe_machine(sharding, with_liger=own_recipe.model.use_liger_kernel)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local_facts = find_local_facts(complete.model)
-        refuse_problems(find_problems(complete, sharding, local_facts, ranks, machine=machine))
+        local_facts = find_local_facts(own_recipe.model)
+        refuse_problems(find_problems(own_recipe, sharding, local_facts, ranks, machine=machine))
         if after is None:
-            self.world = join(sharding, complete.run.timeout_seconds)
+            self.world = join(sharding, own_recipe.run.timeout_seconds)
         else:
             self.world = after.world
         self.phases = Phases()
@@ -207,9 +209,10 @@ class Session:
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
-        self._base: dict[str, Tensor] = {} if after is None else after._take_base()
+        # This rank's part of the frozen parameters of a session before, by their names in the base.
+        self._frozen: dict[str, Tensor] = {} if after is None else after._hand_over_frozen()
         try:
-            self._opened = open_run(complete, self.world, machine, self.phases, saves=saves)
+            self._opened = open_run(own_recipe, self.world, machine, self.phases, saves=saves)
         except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
             if self.world.size == 1:  # as in __exit__
                 self.close()
@@ -276,6 +279,7 @@ class Session:
 
     @cached_property
     def _loaded(self) -> Loaded:
+        """What a session computes with, loaded when it is first needed."""
         recipe = self.recipe
         data = self._opened.data
         with self.phases.timed("weights"), self.computing():
@@ -288,7 +292,7 @@ class Session:
                 recipe.optimization,
                 self._opened.build_options,
                 quantization_aware=recipe.quantization_aware,
-                shared=self._base,
+                shared=self._frozen,
             )
             self._opened.refuse_unreached_tower(model)
             optimizer = build_optimizer(model, recipe.optimization, self.world)
@@ -301,17 +305,17 @@ class Session:
                 )
         return Loaded(model, size, optimizer, objectives)
 
-    def _take_base(self) -> dict[str, Tensor]:
-        """Drops the model, and returns this rank's part of its frozen parameters by their names in
-        the base.
+    def _hand_over_frozen(self) -> dict[str, Tensor]:
+        """Drops the model, and returns `_frozen` for the session that comes after this one: this
+        rank's part of the frozen parameters, or none where no model was loaded.
         """
         loaded: Loaded | None = vars(self).pop("_loaded", None)
         for name in ("_saver", "_guard"):
             vars(self).pop(name, None)
         if loaded is not None:
-            self._base = frozen_parts(loaded.model)
+            self._frozen = frozen_parts(loaded.model)
         self.world.accelerator._models.clear()
-        return self._base
+        return self._frozen
 
     def check_model(self) -> None:
         """Finds problems of the model's and the teacher's files and keys, from the headers of the
@@ -363,7 +367,8 @@ class Session:
         )
 
     @cached_property
-    def _guard(self) -> Any:
+    def _guard(self) -> HostGuard | DeviceGuard:
+        """It keeps a loss or gradient that is not finite from the parameters."""
         return make_guard(self._loaded.optimizer, self.recipe.optimization, self.world)
 
     def batches(self) -> Iterator[StepBatch]:
@@ -410,15 +415,17 @@ class Session:
     ) -> Loss:
         """Adds the gradients of a batch.
 
-        Several calls before one `optim_step` add up; one that fails drops them all.
+        Several calls before one `optim_step` add up, each divided by its own count; one that fails
+        drops them all.
 
         Args:
             batch: Of `batches` or `batch`; or rows.
             loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
                 method. The log-probabilities, fp32[positions], are those of the labels at
                 `micro_batch.trained_positions`, 0 where there is no label.
-                `micro_batch.trained_documents` says which document each position belongs to; it
-                is 0 also where there is no label, so use sums, not means. `micro_batch.columns`
+                `micro_batch.trained_documents` says which document each position belongs to, and 0
+                where there is no label: sum over a document, as a mean would count those positions
+                in document 0. `micro_batch.columns`
                 has what `batch` was asked for. The function returns a sum (0-dim), which is
                 divided by the trained tokens of the batch over all ranks, or by its pairs where
                 the method compares.
@@ -469,7 +476,7 @@ class Session:
         return taken
 
     def give_gradients(self, gradients: Gradients) -> None:
-        """Puts back what `take_gradients` took, where the model has none."""
+        """Puts back what `take_gradients` took, in place of any gradients that there are."""
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         for parameter, gradient in zip(trained, gradients.tensors, strict=True):
             parameter.grad = gradient
@@ -477,11 +484,11 @@ class Session:
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
         """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this
-        rank; those of its `targets` where it has some.
+        rank. A micro-batch with `targets` (several token ids at each position) has one of each.
 
-        Runs without dropout or gradients.
+        Runs without dropout or gradients. All ranks call it.
         """
-        self._refuse_masks("log_probabilities")
+        self._refuse_masked_diffusion("log_probabilities")
         with evaluating(self.model), self.computing():
             each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
@@ -521,7 +528,7 @@ class Session:
                 result = clip_and_update(
                     self.model, optimizer, batch, measured, self.recipe, world, guard, before_update
                 )
-                guard.raise_if_bad(keys)
+                guard.raise_if_bad(keys)  # a guard that marks a step on the device alone
                 if result.failed_check is not None:
                     handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
             is_skipped = result.failed_check is not None
@@ -570,7 +577,7 @@ class Session:
                 between updates draw the same answers, unless they have other seeds.
             prompt_log_probabilities: Whether the prompts' own tokens are scored too.
         """
-        self._refuse_masks("sample")
+        self._refuse_masked_diffusion("sample")
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if isinstance(stop, str):
@@ -583,7 +590,7 @@ class Session:
             for prompt in prompts
             for _ in range(num_samples)
         ]
-        how = Generation(
+        generation = Generation(
             max_new_tokens=max_new_tokens,
             temperature=float(temperature),
             stop=tuple(stop),
@@ -591,10 +598,16 @@ class Session:
         )
         device = self.world.device
         with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            place = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
-            torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, place))
+            # The ranks of a tensor-parallel group draw the same; the groups have other prompts.
+            draws = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
+            torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, draws))
             samples = answer(
-                self.model, asked, self.tokenizer, self.world, self.recipe.model.eot_tokens, how
+                self.model,
+                asked,
+                self.tokenizer,
+                self.world,
+                self.recipe.model.eot_tokens,
+                generation,
             )
         asked_ids = [tuple(prompt.prompt_ids) for prompt in asked]
         scores = self._score_prompts({*asked_ids}) if prompt_log_probabilities else {}
@@ -612,7 +625,9 @@ class Session:
     def _score_prompts(
         self, prompts: Collection[tuple[int, ...]]
     ) -> dict[tuple[int, ...], tuple[float, ...]]:
-        """The log-probabilities of each prompt's tokens after the first, on every rank."""
+        """The log-probabilities of each prompt's tokens after the first, on every rank. A prompt of
+        one token has none, and is left out.
+        """
         ordered = sorted(prompt for prompt in prompts if len(prompt) > 1)
         if not ordered:
             return {}
@@ -623,23 +638,23 @@ class Session:
         )
         rows = [{"input_ids": list(prompt)} for prompt in ordered]
         batch = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
-        mine: list[
-            tuple[int, int, float]
-        ] = []  # (which prompt, which token of it, its log-probability)
+        # of this rank: (prompt's index in `ordered`, position of a label in it, log-probability)
+        own: list[tuple[int, int, float]] = []
         for micro_batch, values in zip(
             batch.micro_batches, self.log_probabilities(batch), strict=True
         ):
-            has_label, documents, places = micro_batch.find_labeled()
+            has_label, documents, positions = micro_batch.find_labeled()
+            # an example's id is its index among `rows`
             ids = [micro_batch.example_ids[index] for index in documents[has_label].tolist()]
-            own = places[has_label].tolist()
-            mine += zip(ids, own, values.cpu()[has_label].tolist(), strict=True)
+            labeled = positions[has_label].tolist()
+            own += zip(ids, labeled, values.cpu()[has_label].tolist(), strict=True)
         scores: dict[int, dict[int, float]] = {}
-        for of_rank in self.world.gather(mine):
-            for example, place, value in of_rank:
-                scores.setdefault(example, {})[place] = value
+        for of_rank in self.world.gather(own):
+            for index, position, value in of_rank:
+                scores.setdefault(index, {})[position] = value
         return {
-            prompt: tuple(scores[example][place] for place in range(len(prompt) - 1))
-            for example, prompt in enumerate(ordered)
+            prompt: tuple(scores[index][position] for position in range(len(prompt) - 1))
+            for index, prompt in enumerate(ordered)
         }
 
     def save(self) -> Path:
@@ -714,8 +729,10 @@ class Session:
             self.phases,
         )
 
-    def _refuse_masks(self, what: str) -> None:
-        """Raises `UserError` where the method predicts no token from those before it alone."""
+    def _refuse_masked_diffusion(self, what: str) -> None:
+        """Raises `UserError` where the method predicts masked tokens from both sides: `what` needs
+        tokens that are predicted from those before them.
+        """
         if self.recipe.method_facts.masks:
             raise UserError(
                 f"{what}: is of tokens after one another, and method: {self.recipe.method.method} "
@@ -723,8 +740,16 @@ class Session:
             )
 
     def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
+        """Chooses what `forward_backward` minimizes: as `loss` says, or by default as the recipe's
+        method does.
+
+        has_own_rows: Whether the batch is of rows that the script gave, not of the recipe's data.
+
+        Raises `UserError` where `loss` does not suit the method, or the method is prepared with the
+        recipe's data.
+        """
         facts = self.recipe.method_facts
-        top_k = self.recipe.method.distill_top_k
+        compares = facts.documents > 1  # a row is a pair of documents, say
         if loss == "cross_entropy" and facts.rows == "answers":
             return SFT
         if isinstance(loss, str):
@@ -733,16 +758,19 @@ class Session:
                 "answers"
             )
         if loss is not None:
-            self._refuse_masks("forward_backward: a loss function")
-            if facts.documents > 1 and self.world.sharding.sequence_parallel_size > 1:
+            self._refuse_masked_diffusion("forward_backward: a loss function")
+            if compares and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(
                     "forward_backward: a loss function over pairs cannot be combined with sp_size "
                     "or cp_size, which shard the tokens of a document; set it to 1"
                 )
-            return FunctionObjective(loss, counts_pairs=facts.documents > 1)
+            return FunctionObjective(loss, counts_pairs=compares)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return make_answer_objective(self.recipe, self.tokenizer, self._count_steps())
-        if self._loaded.objectives is None or (has_own_rows and (facts.needs_reference or top_k)):
+        # Log-probabilities of a reference, or a teacher's top tokens, are stored for the recipe's
+        # data alone. A teacher in memory answers for any row.
+        reads_stored = facts.needs_reference or self.recipe.method.distill_top_k
+        if self._loaded.objectives is None or (has_own_rows and reads_stored):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "
                 "data; give datasets, and pass a batch of `batches()`, or pass a loss function"

@@ -52,9 +52,9 @@ def is_quantized(tensor: Any) -> bool:
 def dequantize(tensor: Any) -> torch.Tensor:
     """Returns torchao's 8-bit tensor in fp32.
 
-    torchao quantizes the result to the same codes and scales again. Its lowest signed code decodes
-    to -0.993, but encodes -1, a block's largest magnitude and its scale. It is therefore decoded to
-    -1 here: -0.993 would change the scale, and with it every code of the block.
+    Quantized again by torchao, the result has the same codes and scales. For that the lowest signed
+    code is decoded to -1, and not to -0.993 as by torchao: it stands for a block's largest
+    magnitude, which is the block's scale, and another scale would change every code of the block.
     """
     values = tensor.qmap.clone()
     if tensor.signed:
@@ -205,24 +205,26 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
         stages: The number of pipeline stages, whose ranks have different layers.
     """
     rank = 0
-    size = 1
+    stage_size = 1
     if dist.is_initialized():
         rank = dist.get_rank()
-        size = dist.get_world_size() // stages
+        stage_size = dist.get_world_size() // stages
+    rank_in_stage = rank % stage_size
+    # The tensors; in place of one in a file its parameter, which is sharded alike.
     layouts = {}
     for name, tensor in state.items():
         layouts[name] = tensor.layout if isinstance(tensor, OffloadedTensor) else tensor
-    writers = _choose_writers(layouts, size)
+    writers = _choose_writers(layouts, stage_size)
     listed: list[TensorShard] = []
     for name, layout in sorted(layouts.items()):
         if isinstance(layout, DTensor):
-            shards = _shards_of_dtensor(part, name, layout, rank - rank % size)
+            shards = _shards_of_dtensor(part, name, layout, rank - rank_in_stage)
         elif isinstance(layout, ShardedTensor):
             shards = _shards_of_sharded_tensor(part, name, layout)
         else:
             shape = tuple(layout.shape)
             offsets = (0,) * len(shape)
-            is_writer = writers[name] == rank % size
+            is_writer = writers[name] == rank_in_stage
             shards = [TensorShard(part, name, shape, offsets, layout.detach(), is_writer)]
         tensor = state[name]
         if isinstance(tensor, OffloadedTensor):
@@ -233,28 +235,32 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
 
 def _choose_writers(tensors: Mapping[str, Any], ranks: int) -> dict[str, int]:
     """Chooses the rank that writes each tensor that is not sharded: name -> rank in its stage."""
-    replicated = []
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor | ShardedTensor):
-            replicated.append((-tensor.nbytes, name))
+    replicated = {
+        name: tensor.nbytes
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, DTensor | ShardedTensor)
+    }
     writers = {}
-    loads = [0] * ranks
-    for negative_bytes, name in sorted(replicated):
+    loads = [0] * ranks  # bytes
+    for name in sorted(replicated, key=lambda name: (-replicated[name], name)):
         writers[name] = loads.index(min(loads))
-        loads[writers[name]] += 1 - negative_bytes  # 1 deals out scalars, too
+        loads[writers[name]] += replicated[name] + 1  # 1 deals out scalars, too
     return writers
 
 
 def _shards_of_dtensor(part: str, name: str, tensor: DTensor, first_rank: int) -> list[TensorShard]:
-    """Returns this rank's shard of a DTensor. `first_rank`: that of the pipeline stage."""
+    """Returns this rank's shard of a DTensor, or none where that is empty.
+
+    first_rank: That of the pipeline stage.
+    """
     local = local_part(tensor).detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    # A copy is the first if it is in the mesh of the stage's first rank, and in each dimension of
-    # the mesh that replicates it has the coordinate 0.
+    # A copy is the first if its mesh holds the stage's first rank (a tensor-parallel group may have
+    # a mesh of its own), and it has the coordinate 0 in each dimension that replicates.
     coordinate = tensor.device_mesh.get_coordinate() or ()
     placed = zip(coordinate, tensor.placements, strict=True)
     replicas = [index for index, placement in placed if isinstance(placement, Replicate)]
@@ -295,9 +301,9 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 def names_beside_text(model: torch.nn.Module) -> frozenset[str]:
     """Returns the names of a vision-language model's parameters that text does not use."""
     plain = unwrap(model)
-    text = tuple(map(clean_tensor_name, text_names(plain)))
+    text_prefixes = tuple(map(clean_tensor_name, text_names(plain)))
     names = (clean_tensor_name(name) for name, _ in plain.named_parameters())
-    return frozenset(name for name in names if not name.startswith(text))
+    return frozenset(name for name in names if not name.startswith(text_prefixes))
 
 
 def read_shards(
@@ -316,12 +322,12 @@ def read_shards(
         part: model or optimizer.
         checkpoint: Its folder.
         world: This rank's place.
-        optional: Parameters whose optimizer state the checkpoint may lack, or have while they are
-            not trained here. Earlier versions trained a vision tower without images, for which
-            FSDP1 kept state, and most layouts did not.
+        optional: Parameters whose optimizer state either side may lack, all of it: the checkpoint,
+            or this run, which does not train them. Earlier versions trained a vision tower without
+            images, for which FSDP1 kept state, and most layouts did not.
 
     Raises:
-        UserError: Names or shapes differ. Then nothing was read.
+        UserError: Names or shapes differ. Then this rank has read nothing.
     """
     stored: Mapping[str, StoredTensor] = {}
     has_files = any((checkpoint / part).glob("*.safetensors"))
@@ -330,8 +336,8 @@ def read_shards(
     known = set(state)
     if world.stages > 1:
         known.update(chain.from_iterable(world.gather(sorted(state))))
-    missing = _without(optional, known - stored.keys(), stored.keys())
-    unexpected = _without(optional, stored.keys() - known, known)
+    missing = _leave_out(optional, known - stored.keys(), others=stored.keys())
+    unexpected = _leave_out(optional, stored.keys() - known, others=known)
     if missing or unexpected:
         raise _different_names(missing, unexpected, part, checkpoint)
     listed = list_shards(state, part, world.stages)
@@ -366,16 +372,17 @@ def _different_names(
     )
 
 
-def _without(
-    optional: Collection[str], names: Collection[str], others: Collection[str]
+def _leave_out(
+    optional: Collection[str], names: Collection[str], *, others: Collection[str]
 ) -> list[str]:
-    """Returns `names` of an optimizer's state, sorted, without those of `optional` parameters.
+    """Returns `names` of one side's optimizer state, sorted, without those of `optional`
+    parameters that the other side has no state of.
 
-    The names of an optional parameter stay where `others` has a name of it, too.
+    others: The names of the other side.
 
     >>> (
-    ...     _without({"a"}, {"state.a.step", "state.b.step"}, set()),
-    ...     _without({"a"}, {"state.a.step"}, {"state.a.exp_avg"}),
+    ...     _leave_out({"a"}, {"state.a.step", "state.b.step"}, others=set()),
+    ...     _leave_out({"a"}, {"state.a.step"}, others={"state.a.exp_avg"}),
     ... )
     (['state.b.step'], ['state.a.step'])
     """
@@ -389,17 +396,20 @@ def _parameter_of(name: str) -> str:
 
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Loads a state, which `get_model_state` returned and `read_shards` filled, into the model."""
+    """Loads a state, which `get_model_state` returned and `read_shards` filled, into the model.
+
+    Where master weights are in files, `read_shards` has filled the parameters with them.
+    """
     state = dict(state)
     for name, source in tied_names(unwrap(model)).items():
         if source in state:
             state[name] = state[source]
     # With the frozen parameters: FSDP1 warns of every parameter that is missing.
-    complete = get_model_state_dict(model)
+    all_tensors = get_model_state_dict(model)
     for name, value in state.items():
         if not isinstance(value, OffloadedTensor):
-            complete[name] = value
-    set_model_state_dict(model, complete)
+            all_tensors[name] = value
+    set_model_state_dict(model, all_tensors)
 
 
 def set_optimizer_state(

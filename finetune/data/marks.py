@@ -45,7 +45,8 @@ class Mark:
     # it stands behind the words of an assistant, not before them or amid those of another role
     ends: bool = False
     lead: str = ""  # the words of another role before it
-    begin: int = 0  # where these begin in the text, as far as the template writes them as they are
+    # where these begin in the text, as far as the template writes them as they are
+    words_begin: int = 0
 
     @property
     def name(self) -> tuple[int, str, bool]:
@@ -126,7 +127,7 @@ def trace(text: str, messages: Sequence[Message], tools: Tools, renderer: Render
         raise BadRow("its text is not what the chat template writes; use another chat_template")
     shift = len(text) - len(own.text)
     answered = (
-        replace(mark, position=mark.position + shift, begin=mark.begin + shift)
+        replace(mark, position=mark.position + shift, words_begin=mark.words_begin + shift)
         for mark in own.marks
     )
     return (*prompt.marks, *(mark for mark in answered if mark.position >= end))
@@ -168,7 +169,7 @@ def _find_marks(
         position += len(words)
         mark = names[int(mark_number.translate(TO_DIGITS))]
         lead = count_common(mark.lead[::-1], text[position - len(mark.lead) : position][::-1])
-        mark = replace(mark, position=position, begin=position - lead)
+        mark = replace(mark, position=position, words_begin=position - lead)
         # a result may repeat its function's name
         is_repeated = mark.part.endswith(FUNCTION_NAME) and any(
             mark.name == other.name for other in marks

@@ -81,16 +81,15 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
         raise ValueError(
             f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}"
         )
-    narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
-    order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
+    key_type = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
+    order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     moves = _plan_moves(np.bincount(lengths, minlength=capacity + 1), capacity)
-    # Each move puts `each` documents into each of `rows` rows from `first` on; spelled out,
-    # document by document:
-    first, rows, each = moves.T
-    counts = rows * each
-    move_of = np.repeat(np.arange(len(moves)), counts)
-    within = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    row_of = first[move_of] + within // each[move_of]
+    first_row, rows, per_row = moves.T
+    moved = rows * per_row  # documents of each move
+    # Of each document, in `order`: its move, its place among the documents of that move, its row.
+    move_of = np.repeat(np.arange(len(moves)), moved)
+    place = np.arange(len(order)) - np.repeat(np.cumsum(moved) - moved, moved)
+    row_of = first_row[move_of] + place // per_row[move_of]
     by_row = np.argsort(row_of, kind="stable")
     row_sizes = np.bincount(row_of)
     return Rows(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
@@ -108,7 +107,7 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
         capacity: Tokens of a row.
 
     Returns:
-        int64[moves, 3]: first row, number of rows, and the documents put into each of them.
+        int64[moves, 3]: first row, number of rows, and number of documents put into each of them.
     """
     moves: list[tuple[int, int, int]] = []
     ranges: dict[int, list[tuple[int, int]]] = {}  # free tokens -> ranges (first row, rows)
@@ -137,18 +136,18 @@ def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np
                 first = opened
                 rows = ceil_div(left, capacity // length)
                 opened += rows
-            each = free // length
-            full = min(rows, left // each)
-            if full:
-                moves.append((first, full, each))
-                put(free - each * length, first, full)
-                left -= full * each
-            if full < rows and left:  # fewer than `each` documents are left: one row takes them
-                moves.append((first + full, 1, left))
-                put(free - left * length, first + full, 1)
-                full = full + 1
+            per_row = free // length
+            used = min(rows, left // per_row)
+            if used:
+                moves.append((first, used, per_row))
+                put(free - per_row * length, first, used)
+                left -= used * per_row
+            if used < rows and left:  # fewer than `per_row` are left: one row takes them
+                moves.append((first + used, 1, left))
+                put(free - left * length, first + used, 1)
+                used += 1
                 left = 0
-            put(free, first + full, rows - full)
+            put(free, first + used, rows - used)
     return np.array(moves, dtype=np.int64)
 
 
@@ -163,7 +162,8 @@ class BatchConfig:
     packing: bool
     max_length: int  # tokens in a packed row, for each document of a group
     global_batch_size: int  # rows in a step
-    one_group_a_row: bool = False  # so that each step has as many groups, whatever their lengths
+    # so that each step has as many groups, whatever their lengths, as negatives of each other
+    one_group_a_row: bool = False
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, rows: int) -> Self:
@@ -232,7 +232,7 @@ def _group_by_length(
         random: Orders the steps.
     """
     whole = []
-    short = []  # at most one step: it ends the epoch
+    short = []  # at most one step, of the last stretch: it ends the epoch
     stretch = step_rows * GROUP_STEPS
     for rows in np.split(drawn, range(stretch, len(drawn), stretch)):
         longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
@@ -260,7 +260,9 @@ class StoredBatches:
     pad_token_id: int
     epoch_rows: Callable[[int], Rows]  # caches the latest epochs
     images: ImageProcessor | None = None  # None: the examples hold none
-    iterations: int = 1  # optimizer steps on the same rows
+    # Optimizer steps on the same rows. Above 1 where a method samples: `steps` and
+    # `steps_per_epoch` count all of them, and it makes its batches from `rows_of` alone.
+    iterations: int = 1
 
     @property
     def row_tokens(self) -> int:
@@ -284,19 +286,19 @@ class StoredBatches:
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
-    def rows_of(self, step: int) -> list[Ids]:
+    def rows_of(self, rows_step: int) -> list[Ids]:
         """The rows of a step over all ranks, each as the ids of its examples.
 
-        step: 0-based; here `iterations` optimizer steps on the same rows count as one step.
+        rows_step: 0-based; the `iterations` optimizer steps on the same rows count as one.
         """
-        epoch, within = divmod(step, self.steps_per_epoch // self.iterations)
+        epoch, within = divmod(rows_step, self.steps_per_epoch // self.iterations)
         rows = self.epoch_rows(epoch)
         size = self.config.global_batch_size
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
         """Makes this rank's share of step `step`: the rows of `deal_rows`, or where ranks share
-        rows its part of their tokens.
+        rows its part of their tokens. Only with one iteration.
         """
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
@@ -331,8 +333,8 @@ class StoredBatches:
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
         """Yields the step batches from `from_step` to the end.
 
-        Threads build them in advance; for CUDA they are in pinned memory. `on_report` is never
-        called: all of the data has been read.
+        Threads build them in advance; for CUDA they are in pinned memory. `on_report` is what
+        streamed batches call when all data is read, and ignored here: it has been.
         """
         steps = range(from_step, self.steps)
         if self.threads == 0:
@@ -411,7 +413,15 @@ def make_batches(
         images = tokenizer.images
         examples.refuse_typed_images(images.token_ids)
     batches = StoredBatches(
-        examples, config, per_device_batch_size, 0, world, threads, pad, rows, images
+        examples=examples,
+        config=config,
+        per_device_batch_size=per_device_batch_size,
+        steps=0,
+        world=world,
+        threads=threads,
+        pad_token_id=pad,
+        epoch_rows=rows,
+        images=images,
     )
     return replace(batches, steps=batches.steps_per_epoch)
 
@@ -427,6 +437,9 @@ def collate(
     images: ImageProcessor | None = None,
 ) -> MicroBatch:
     """Makes a micro-batch of the examples `ids`; a filler where there are none.
+
+    Rated examples alternate with mismatched ones (another prompt's answer), which become a
+    micro-batch within the micro-batch.
 
     Args:
         examples: Of the run.
@@ -570,7 +583,8 @@ def _find_trained_positions(labels: Ids) -> Tensor:
     loss.
     """
     trained = np.flatnonzero(labels != IGNORE_INDEX)
-    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
+    missing = round_up(len(trained), ROUND_TOKENS) - len(trained)
+    others = np.flatnonzero(labels == IGNORE_INDEX)[:missing]
     return torch.from_numpy(np.concatenate((trained, others)))
 
 

@@ -1,5 +1,14 @@
 """Documents as text with the spans that are trained on, and checks of what the chat template made
 of them.
+
+A conversation is rendered in one of three ways. All have the same text where the template writes a
+turn alike whatever follows it:
+
+- by layout: once, where what the template writes around messages of these roles is known;
+- as asked: up to a trained turn, which follows the prompt that inference gives;
+- whole: as the template writes all of it, even where inference would see a turn otherwise.
+
+`render_turns` may make several texts of it, `render` always one.
 """
 
 import json
@@ -124,8 +133,8 @@ def _converse(document: Completion) -> Conversation:
 
 
 def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """Renders a conversation of which the assistant's turns are trained, as `renderer.turns`
-    says.
+    """Renders a conversation of which the assistant's turns are trained, as `renderer.turns` says:
+    by layout where that does; else whole, or as asked, in the fewest texts.
 
     Raises `BadRow`.
     """
@@ -139,11 +148,12 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
         is_whole = renderer.turns == "whole"
         if whole is not None and (is_whole or not _cuts_earlier(whole, renderer)):
             return (whole,)
-    turns = ask_turns(document, renderer)
-    all_asked = turns and len(turns) == sum(document.trained)  # markers may enclose no turn
-    if renderer.turns == "whole" or not all_asked:
-        return (_render_whole(document, turns, renderer),)
-    return _render_apart(document, turns, renderer)
+    asked = ask_turns(document, renderer)
+    # the template's {% generation %} markers may enclose nothing of a turn
+    is_any_missing = len(asked) < sum(document.trained)
+    if renderer.turns == "whole" or is_any_missing or not asked:
+        return (_render_whole(document, asked, renderer),)
+    return _render_apart(document, asked, renderer)
 
 
 def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -157,14 +167,14 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
         )
     turns: Turns = renderer.turns if renderer.assistant_only else "whole"
     # Rendering finds where answers start only if they alone are trained on.
-    finder = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
+    of_answers = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
     texts: list[RenderedText] = []
-    for rendered in render_turns(document, finder):
-        answers = rendered.turns.values() or rendered.spans
+    for rendered in render_turns(document, of_answers):
+        answers = rendered.turns.values() or rendered.spans  # a completion has no turns
         starts = [start for start, _ in answers]
         if renderer.bos and rendered.text.startswith(renderer.bos):
             starts = [len(renderer.bos), *starts]
-        spans = rendered.spans
+        spans = rendered.spans  # of a completion, what follows its prompt in any case
         if not renderer.assistant_only and not rendered.is_plain:
             spans = ((0, len(rendered.text)),)
         texts.append(replace(rendered, spans=spans, fresh_starts=tuple(starts)))
@@ -177,8 +187,8 @@ def _render_apart(
     """Renders the fewest texts that write each trained turn as inference does; under `turns: split`
     one for each turn.
 
-    It begins with the last turn. A text ends with a turn, and also trains every earlier turn that
-    it writes as inference does.
+    The last turn comes first. Each text ends with a turn, and also trains every earlier turn that
+    it writes as inference does. They are returned in the order of the conversation.
 
     Args:
         conversation: The conversation.
@@ -206,7 +216,10 @@ def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
 
 
 def _cuts_earlier(rendered: RenderedText, renderer: Renderer) -> bool:
-    """Whether a border of a trained span before the last one would cut a token of the text."""
+    """Whether a border of a trained span before the last one would cut a token of the text.
+
+    At the last span inference itself encodes prompt and answer as two pieces.
+    """
     return any(_cuts_token(rendered.text, span, renderer) for span in rendered.spans[:-1])
 
 
@@ -216,6 +229,7 @@ def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
     """
     special = renderer.special_tokens
     for border in span:
+        # The text around the border, up to the special tokens next to it, which no token crosses.
         begin = max(border - CONTEXT_CHARACTERS, 0)
         begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
         end = min(border + CONTEXT_CHARACTERS, len(text))
@@ -240,7 +254,7 @@ def _render_by_layout(conversation: Conversation, renderer: Renderer) -> Rendere
     """Renders the whole conversation once; None unless the template's known layout proves that each
     turn is as inference has it.
 
-    `ask_turns` finds the same by a rendering for each turn.
+    `ask_turns` finds the same turns by a rendering for each of them.
     """
     text = apply_template(renderer, read_messages(conversation, renderer), conversation.tools)
     turns = match_layout(text, conversation, renderer)
@@ -261,13 +275,13 @@ def _render_whole(
 
 
 def _render_asked(
-    conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer
+    conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> RenderedText:
-    """Renders a conversation that ends with the last of `turns`; its text has each of them as
-    inference does.
+    """Renders a conversation that ends with the last turn of `asked` as inference has that; the
+    text must have all of them so.
     """
-    spans = {i: turn.spans for i, turn in turns.items()}
-    return _check_traced(conversation, turns[max(turns)].text, spans, turns, renderer)
+    spans = {i: turn.spans for i, turn in asked.items()}
+    return _check_traced(conversation, asked[max(asked)].text, spans, asked, renderer)
 
 
 def _check_traced(
@@ -311,7 +325,8 @@ def _check(
     Args:
         conversation: What the text was rendered from.
         text: The text.
-        turns: Message index -> spans of an assistant's turn, at least of each trained one.
+        turns: Message index -> spans of an assistant's turn, at least of each trained one; none
+            where the template leaves the turn out.
         marks: Which characters came from which message; empty where nothing was traced.
         renderer: The renderer.
     """
@@ -324,11 +339,11 @@ def _check(
         )
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
     if renderer.assistant_only:
-        ends = [extents[i][1] for i in trained if i in extents]
+        turn_ends = [extents[i][1] for i in trained if i in extents]
     else:
-        ends = []
+        turn_ends = []
     findings = [
-        *_check_turns(conversation, text, rendered.spans, ends, renderer),
+        *_check_turns(conversation, text, rendered.spans, turn_ends, renderer),
         *_find_dropped(conversation, text, extents),
     ]
     difference = ""
@@ -357,6 +372,7 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
     the text has none.
     """
     of_message = [mark for mark in marks if mark.message == i]
+    # a mark stands before the reasoning, and one behind it
     positions = [mark.position for mark in of_message if mark.part in REASONING_KEYS]
     words = read_reasoning(message)
     closed = THINKING_END.search(text, *turn)
@@ -393,29 +409,29 @@ def _leave_out(rendered: RenderedText, removed: Span | None) -> RenderedText:
 def _compare_with_asked(
     rendered: RenderedText,
     conversation: Conversation,
-    turns: Mapping[int, AskedTurn],
+    asked: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
     """Adds a finding, with the first token that differs, where inference would see or write a turn
     differently.
     """
-    for i, turn in sorted(turns.items()):
-        if turn.is_continued:
+    for i, turn in sorted(asked.items()):
+        if turn.continues_prompt:
             expected = turn.text[: turn.end]
-            name = "unlike_inference"
-            if rendered.text.startswith(expected):
+            finding = "unlike_inference"
+            if turn.is_in(rendered.text):
                 continue
         else:
             expected = turn.prompt
-            name = "prompt_not_continued"
+            finding = "prompt_not_continued"
         trained, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
         # the new finding says more than no_reasoning
-        others = [finding for finding in rendered.findings if finding != "no_reasoning"]
-        return replace(rendered, findings=(*others, name), difference=difference)
+        others = [name for name in rendered.findings if name != "no_reasoning"]
+        return replace(rendered, findings=(*others, finding), difference=difference)
     if not renderer.response_template:
         return rendered
-    for i, turn in sorted(turns.items()):
+    for i, turn in sorted(asked.items()):
         difference = _read_back(turn, conversation.messages[i], conversation.tools, renderer)
         if difference:
             difference = f"message {i + 1}: {difference}"
@@ -506,6 +522,7 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             text += renderer.eos
             return RenderedText(text, ((0, len(text)),), True, findings)
         case Candidate(text):
+            # A typed BOS stays, as where a reranker scores the text, and is a finding.
             findings = _find_typed([text], renderer)
             return RenderedText(renderer.bos + text + renderer.eos, (), False, findings)
         case Steps():
@@ -528,19 +545,25 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             findings = tuple(_check_completion(document, renderer))
             return RenderedText(text, ((len(prompt), len(text)),), True, findings)
         case Conversation():
-            renderer = _for_conversation(renderer, document)
-            whole = _render_by_layout(document, renderer)
-            if whole is not None:
-                return whole
-            turns = ask_turns(document, renderer) if renderer.assistant_only else {}
-            last = len(document.messages) - 1
-            if (
-                renderer.turns != "whole"
-                and last in turns
-                and all(turn.is_in(turns[last].text) for turn in turns.values())
-            ):
-                return _render_asked(document, turns, renderer)
-            return _render_whole(document, turns, renderer)
+            return _render_as_one(document, _for_conversation(renderer, document))
+
+
+def _render_as_one(document: Conversation, renderer: Renderer) -> RenderedText:
+    """Renders a conversation as one text: by layout where that does; else as asked, where the last
+    message is trained and its prompt has all trained turns before it; else whole.
+    """
+    rendered = _render_by_layout(document, renderer)
+    if rendered is not None:
+        return rendered
+    asked = ask_turns(document, renderer) if renderer.assistant_only else {}
+    last = len(document.messages) - 1
+    if (
+        renderer.turns != "whole"
+        and last in asked
+        and all(turn.is_in(asked[last].text) for turn in asked.values())
+    ):
+        return _render_asked(document, asked, renderer)
+    return _render_whole(document, asked, renderer)
 
 
 def _find_typed(texts: Iterable[str], renderer: Renderer) -> tuple[str, ...]:
@@ -569,7 +592,7 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
     if renderer.environments:
         row = json.loads(document.row)
         choose_environment(renderer.environments, row["columns"])  # raises where there is none
-        tools = choose_tools(renderer, row)
+        tools = choose_tools(renderer, row)  # its own, or the environment's with the recipe's
     else:
         tools = question.tools or renderer.tools
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)
@@ -624,7 +647,7 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
     renderer = _for_conversation(renderer, document)
     messages = read_messages(document, renderer)
     text = apply_template(renderer, messages, document.tools or renderer.tools)
-    findings = check_prompt(Question(document, ""), text, renderer.has_template)
+    findings = check_prompt(Question(document, row=""), text, renderer.has_template)
     return RenderedText(text, (), False, tuple(findings))
 
 
@@ -667,7 +690,8 @@ def write_images(
     token = find_image_token(renderer)
     messages = conversation.messages
     last = max(text.turns, default=len(messages))
-    counts = []  # of images: up to the last turn of the text, and in all messages
+    # A text as asked ends with its last turn; another one has all messages.
+    counts = []  # of images, in the one case and in the other
     for end in (last + 1, None):
         counts.append(sum(message["content"].count(IMAGE) for message in messages[:end]))
     written_places = text.text.count(token)
@@ -711,16 +735,17 @@ def _check_turns(
     conversation: Conversation,
     text: str,
     spans: tuple[Span, ...],
-    ends: Sequence[int],
+    turn_ends: Sequence[int],
     renderer: Renderer,
 ) -> Iterator[str]:
-    """Yields the findings about a conversation's roles and calls, and about how its turns end.
+    """Yields the findings about a conversation's roles and calls, and at most one about how its
+    turns end.
 
     Args:
         conversation: What the text was rendered from.
         text: The text.
         spans: What is trained on.
-        ends: Where the trained turns end; empty where that is not known.
+        turn_ends: Where the trained turns end; empty where that is not known.
         renderer: The renderer.
     """
     messages = conversation.messages
@@ -732,8 +757,11 @@ def _check_turns(
         yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
+    # of a turn with several spans the last
     trained = [
-        text[start:end] for start, end in spans if not ends or end in ends or end == spans[-1][1]
+        text[start:end]
+        for start, end in spans
+        if not turn_ends or end in turn_ends or end == spans[-1][1]
     ]
     if not all(_ends_turn(turn, renderer) for turn in trained):
         yield "no_end_of_turn"
@@ -766,7 +794,9 @@ def _ends_turn(trained: str, renderer: Renderer) -> bool:
 
 
 def _stops(trained: str, renderer: Renderer) -> bool:
-    """Whether the last special token of a trained span is one at which generation stops."""
+    """Whether the last special token of a trained span, which has one, is one at which generation
+    stops.
+    """
     *_, last = renderer.special_tokens.finditer(trained)
     return renderer.up_to_stop.fullmatch(last[0]) is not None
 
@@ -821,9 +851,9 @@ def _find_dropped_calls(
 def _find_dropped_answers(
     conversation: Conversation, text: str, answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yields findings for trained answers that the text lacks, or that are empty.
+    """Yields findings for trained answers whose words stand nowhere in the text, or that are empty.
 
-    `answers`: message index -> text of an assistant's turn.
+    `answers`: message index -> text of an assistant's turn, of at least one.
     """
     messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and
@@ -871,7 +901,8 @@ def _holds_calls(answer: str, message: Message) -> bool:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if not all(
-            _names(answer, str(name)) for name in (function["name"], *function.get("arguments", ()))
+            _has_name(answer, str(name))
+            for name in (function["name"], *function.get("arguments", ()))
         ):
             return False
     return True
@@ -898,7 +929,7 @@ def _holds(text: str, words: str) -> bool:
     return any(form in text for form in _list_forms(words))
 
 
-def _names(text: str, name: str) -> bool:
+def _has_name(text: str, name: str) -> bool:
     """Whether the text holds the name, and not as a part of another one."""
     forms = map(re.escape, _list_forms(name))
     return any(re.search(rf"(?<!\w){form}(?!\w)", text) for form in forms)

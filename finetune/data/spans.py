@@ -34,10 +34,12 @@ ADVICE = "use another chat_template, or one with {% generation %} markers"
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
-    """The messages as the template reads them."""
+    """The messages as the template reads them: without an Alpaca row's `input`, which their content
+    holds too, unless the template writes it apart.
+    """
     if renderer.reads_input:
         return list(conversation.messages)
-    # Messages of role and content alone are rendered faster.
+    # Only messages of role and content alone are rendered by their layout.
     return [
         {key: value for key, value in message.items() if key != "input"}
         for message in conversation.messages
@@ -59,11 +61,11 @@ def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> in
         renderer: It knows the tokens.
     """
     end = _find_end_token(text, start, end, renderer)
-    last = max(
+    last_special = max(
         (match.start() for match in renderer.special_tokens.finditer(text, start, end)), default=end
     )
     # Cohere2 ends a turn with two tokens, and stops at the second
-    stop = renderer.up_to_stop.match(text, last)
+    stop = renderer.up_to_stop.match(text, last_special)
     return max(end, stop.end()) if stop else end
 
 
@@ -81,8 +83,8 @@ def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
     # no special token of this tokenizer
     if renderer.end_of_turn and content.endswith(renderer.end_of_turn):
         return start + len(content)
-    # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token,
-    # which then is the end.
+    # Another end than the last turn's (<|end|> for <|return|>); or, where the template writes no
+    # end, the next turn's first token, which is trained as the end.
     following = renderer.special_tokens.match(text, end)
     return following.end() if following else end
 
@@ -97,8 +99,8 @@ class _Layout:
     between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
     # [messages]: whether the template removes white space around the content
     trims: tuple[bool, ...]
-    # [messages]: characters of an assistant's turn before its content, and after it
-    around: tuple[Span, ...]
+    # assistant's message index -> characters of its turn (before its content, after it)
+    margins: Mapping[int, tuple[int, int]]
 
 
 def match_layout(
@@ -124,8 +126,8 @@ def match_layout(
     for message, trims in zip(messages, layout.trims, strict=True):
         contents.append(message["content"].strip() if trims else message["content"])
     pieces = [layout.between[0]]
-    for content, after in zip(contents, layout.between[1:], strict=True):
-        pieces += (content, after)
+    for content, following in zip(contents, layout.between[1:], strict=True):
+        pieces += (content, following)
     if "".join(pieces) != text:
         return None
     turns = {}
@@ -134,8 +136,8 @@ def match_layout(
         start = position + len(layout.between[i])
         position = start + len(content)
         if message["role"] == "assistant":
-            lead, tail = layout.around[i]
-            turns[i] = (start - lead, position + tail)
+            before, after = layout.margins[i]
+            turns[i] = (start - before, position + after)
     return turns
 
 
@@ -145,9 +147,9 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
 
     Returns None if the template changes them, or inference sees a turn otherwise.
     """
-    marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
+    words = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [
-        {"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)
+        {"role": role, "content": f" {word}\n"} for role, word in zip(roles, words, strict=True)
     ]
     between = []
     trims = []
@@ -155,30 +157,35 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
     try:
         text = apply_template(renderer, messages)
         position = 0
-        for mark in marks:
-            at = text.find(mark, position)
-            if at < 0:
+        for word in words:
+            start = text.find(word, position)
+            if start < 0:
                 return None
-            trims.append(text[at - 1] != " " or text[at + len(mark)] != "\n")
-            contents.append((at, at + len(mark)) if trims[-1] else (at - 1, at + len(mark) + 1))
-            between.append(text[position : contents[-1][0]])
-            position = contents[-1][1]
+            end = start + len(word)
+            is_trimmed = text[start - 1] != " " or text[end] != "\n"
+            if not is_trimmed:
+                start -= 1
+                end += 1
+            trims.append(is_trimmed)
+            contents.append((start, end))
+            between.append(text[position:start])
+            position = end
         between.append(text[position:])
-        around = _probe_turns(text, messages, between, contents, renderer)
-    except (BadRow, IndexError):
+        margins = _probe_turns(text, messages, between, contents, renderer)
+    except (BadRow, IndexError):  # IndexError: the text ends with a word
         return None
-    if around is None:
+    if margins is None:
         return None
-    return _Layout(tuple(between), tuple(trims), around)
+    return _Layout(tuple(between), tuple(trims), margins)
 
 
 def _probe_turns(
     text: str, messages: list[Message], between: list[str], contents: list[Span], renderer: Renderer
-) -> tuple[Span, ...] | None:
-    """Measures what the turns have around their contents: `_Layout.around`.
+) -> dict[int, tuple[int, int]] | None:
+    """Measures what the turns have around their contents: `_Layout.margins`.
 
     Turns between the same roles and the same words are of one kind; the first and the last of each
-    kind are asked for.
+    kind are asked for, and stand for the others.
 
     Returns None if inference sees one of them otherwise than `text` has it.
     """
@@ -187,20 +194,25 @@ def _probe_turns(
         if message["role"] == "assistant":
             neighbors = [each["role"] for each in messages[max(i - 1, 0) : i + 2]]
             kinds.setdefault((i == 0, *neighbors, between[i], between[i + 1]), []).append(i)
-    around = [(0, 0)] * len(messages)
+    margins: dict[int, tuple[int, int]] = {}
     for of_kind in kinds.values():
-        for i in dict.fromkeys((of_kind[0], of_kind[-1])):
+        measured = set()
+        for i in {of_kind[0], of_kind[-1]}:
             turn = _ask_turn(messages, i, (), renderer)
-            if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
+            if turn is None or len(turn.spans) > 1:
+                return None
+            if not turn.continues_prompt or not turn.is_in(text):
                 return None
             start, end = contents[i]
-            before = start - turn.start  # characters of the turn around its content
+            before = start - turn.start
             after = turn.end - end
             if not 0 <= before <= len(between[i]) or not 0 <= after <= len(between[i + 1]):
                 return None  # another message's words would be within the turn
-            for other in of_kind:
-                around[other] = (before, after)
-    return tuple(around)
+            measured.add((before, after))
+        if len(measured) > 1:
+            return None
+        margins.update(dict.fromkeys(of_kind, measured.pop()))
+    return margins
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +235,9 @@ class AskedTurn:
         return self.spans[-1][1]
 
     @property
-    def is_continued(self) -> bool:
-        """Whether what is trained on follows the prompt, with nothing between that the model would
-        have to write.
+    def continues_prompt(self) -> bool:
+        """Whether the text begins with the prompt, and what is trained on follows it with nothing
+        but white space between. True without a prompt.
         """
         return not self.prompt or (
             self.text.startswith(self.prompt)
@@ -293,8 +305,10 @@ def _find_marked_turns(
 ) -> tuple[str, dict[int, tuple[Span, ...]]]:
     """Renders a conversation, and finds the turns of `wanted` messages by the template's markers.
 
-    Returns (text, message index -> spans). Where there are not as many spans as turns of the
-    assistant, and all of these are wanted, the first turn has all spans.
+    Returns (text, message index -> spans). With another number of spans than of assistant's turns,
+    it is unknown which span is whose: the first turn has all spans if all turns are wanted.
+
+    Raises `BadRow` if only some of them are.
     """
     text, marked = apply_marked_template(renderer, messages, tools)
     next_starts = [*(start for start, _ in marked[1:]), len(text)]
@@ -325,29 +339,35 @@ def _find_rewritten(
 
     Returns none where the template leaves the turn out. Raises `BadRow` where its place is unknown.
     """
-    places = [mark.position for mark in rendering.marks if mark.message == i]
+    positions = [mark.position for mark in rendering.marks if mark.message == i]
     is_marked = i not in rendering.unmarked
     has_words = bool(messages[i]["content"].strip() or messages[i].get("tool_calls"))
-    if is_marked and has_words and not places:
+    if is_marked and has_words and not positions:
         return ()  # Mistral's second version leaves out the calls of earlier questions
-    start = _find_start(rendering, i, _ask(messages[:i], tools, renderer), renderer)
+    prompt = _render_prompt(messages[:i], tools, renderer)
+    start = _find_start(rendering, i, prompt, renderer)
     if start is None or not is_marked:
         raise _unknown(i)
     begin = start.position
     limit = _find_next_message(rendering, i, begin)
-    last_word = max((place for place in places if begin <= place <= limit), default=begin)
-    end = last_word + _measure_end(rendering.text[last_word:limit], renderer)
+    words_end = max((place for place in positions if begin <= place <= limit), default=begin)
+    end = words_end + _measure_end(rendering.text[words_end:limit], renderer)
     return ((begin, end), *_find_words_behind(rendering, i, limit, renderer))
 
 
-def _find_next_message(rendering: Rendering, i: int, begin: int) -> int:
-    """Where words of a message other than `i` first begin behind `begin`; else the text's end."""
-    others = [mark.begin for mark in rendering.marks if mark.message != i and mark.position > begin]
-    return max(begin, min(others, default=len(rendering.text)))
+def _find_next_message(rendering: Rendering, i: int, turn_begin: int) -> int:
+    """Where another message's words first begin behind `turn_begin`; else the text's end."""
+    others = [
+        mark.words_begin
+        for mark in rendering.marks
+        if mark.message != i and mark.position > turn_begin
+    ]
+    return max(turn_begin, min(others, default=len(rendering.text)))
 
 
 def _find_words_behind(rendering: Rendering, i: int, limit: int, renderer: Renderer) -> list[Span]:
-    """The spans of message `i` behind `limit`, where the next message's words begin.
+    """The spans of message `i` behind `limit`, where the next message's words begin: one for each
+    run of its marks that no mark of another message parts.
 
     Gemma 4 writes the words behind a call after the call's result.
     """
@@ -359,7 +379,7 @@ def _find_words_behind(rendering: Rendering, i: int, limit: int, renderer: Rende
             continue
         begin = own[0].position
         following = marks[marks.index(own[-1]) + 1 :]
-        others = [mark.begin for mark in following if mark.message != i]
+        others = [mark.words_begin for mark in following if mark.message != i]
         end = min([_end_words(rendering.text, own[-1], renderer), *others])
         if end > begin:  # Gemma 4 may have left out all of the content
             spans.append((begin, end))
@@ -397,21 +417,21 @@ def _ask_turn(
 
     Returns None where the template's markers enclose nothing of it. Raises as `ask_turns`.
     """
-    asked = _ask(messages[:i], tools, renderer)
+    prompt = _render_prompt(messages[:i], tools, renderer)
     answered = Rendering(messages[: i + 1], tools, renderer)
-    start = _find_start(answered, i, asked, renderer)
+    start = _find_start(answered, i, prompt, renderer)
     if start is None and not renderer.has_markers:
         raise _unknown(i)
-    prompt = asked.text if asked else ""
+    asked_text = prompt.text if prompt else ""
     text = answered.text
     begin = start.position if start else 0
-    if start and start.is_continued:
+    if start and start.ends_prompt:
         # gpt-oss writes the reasoning before a call until an answer follows: the answer has seen it
         # in its prompt.
-        text = prompt + text[begin:]
-        begin = len(prompt)
+        text = asked_text + text[begin:]
+        begin = len(asked_text)
     if not renderer.has_markers:
-        return AskedTurn(prompt, text, ((begin, _end_asked(text, begin, renderer)),))
+        return AskedTurn(asked_text, text, ((begin, _end_asked(text, begin, renderer)),))
     shift = len(text) - len(answered.text)
     marked = apply_marked_template(renderer, messages[: i + 1], tools)[1]
     spans = [
@@ -421,8 +441,9 @@ def _ask_turn(
     if not spans:
         return None
     end = max(spans[-1][1], _find_end_of_turn(text, *spans[-1], renderer))
-    earlier = spans[:-1] if begin else []
-    return AskedTurn(prompt, text, (*earlier, (spans[-1][0], end)))
+    # With an unknown start, earlier spans may be those of other turns.
+    earlier = spans[:-1] if start else []
+    return AskedTurn(asked_text, text, (*earlier, (spans[-1][0], end)))
 
 
 def _keep_words(text: str, spans: list[Span], renderer: Renderer) -> list[Span]:
@@ -445,14 +466,15 @@ def _end_asked(text: str, begin: int, renderer: Renderer) -> int:
         return end
     # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
     answer, _, after = text[begin:end].rpartition(renderer.end_of_turn)
-    if answer.rstrip().endswith(renderer.end_of_turn):
-        answer = answer.rstrip().removesuffix(renderer.end_of_turn)
     if renderer.special_tokens.sub("", after).strip():
         return end
+    # Of two ends of turn in a row the first counts.
+    if answer.rstrip().endswith(renderer.end_of_turn):
+        answer = answer.rstrip().removesuffix(renderer.end_of_turn)
     return begin + len(answer + renderer.end_of_turn)
 
 
-def _ask(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
+def _render_prompt(before: list[Message], tools: Tools, renderer: Renderer) -> Rendering | None:
     """Renders the prompt that inference gives after the messages `before`; None without any."""
     if before:
         return Rendering(before, tools, renderer, add_generation_prompt=True)
@@ -464,7 +486,8 @@ class _Start:
     """Where a turn begins in a text. Returned by `_find_start`."""
 
     position: int
-    is_continued: bool  # behind the end of its prompt, whose earlier part may be rewritten
+    # the text right before it is how its prompt ends; what is before that may be rewritten
+    ends_prompt: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,12 +495,12 @@ class _TemplateWords:
     """The template's own words before a turn, which its conversation and its prompt may share."""
 
     begin: int  # in the conversation's text
-    in_prompt: str
-    follows: int  # the message whose words stand before them
+    in_prompt: str  # from there to the prompt's end
+    behind_message: int  # the message whose words stand before them
 
 
 def _find_start(
-    answered: Rendering, i: int, asked: Rendering | None, renderer: Renderer
+    answered: Rendering, i: int, prompt: Rendering | None, renderer: Renderer
 ) -> _Start | None:
     """Finds where turn `i` begins in a conversation.
 
@@ -486,63 +509,61 @@ def _find_start(
     Args:
         answered: The conversation with the turn.
         i: The turn's place among the messages.
-        asked: The prompt that asks for the turn; None where the turn is the first message.
+        prompt: What asks for the turn; None where the turn is the first message.
         renderer: What writes both.
 
     Returns:
         None where the template rewrites so much that the beginning is unknown.
     """
     text = answered.text
-    if asked and text.startswith(asked.text):
-        return _Start(len(asked.text), is_continued=True)
-    first_word = next((mark.position for mark in answered.marks if mark.message == i), len(text))
+    if prompt and text.startswith(prompt.text):
+        return _Start(len(prompt.text), ends_prompt=True)
+    own = (mark.position for mark in answered.marks if mark.message == i)
+    own_begin = next(own, len(text))  # where the turn's own words begin
     words: _TemplateWords | None
-    if asked is None:
-        words = _find_generation_prompt(text, first_word, i, renderer)
+    if prompt is None:
+        words = _find_generation_prompt(text, own_begin, i, renderer)
     else:
-        words = _find_last_words(answered, asked, i, first_word)
+        words = _find_last_words(answered, prompt, i, own_begin)
     if words is None:
         return None
-    shared = count_common(words.in_prompt, text[words.begin : first_word])
+    shared = count_common(words.in_prompt, text[words.begin : own_begin])  # characters
     if shared == len(words.in_prompt):
-        return _Start(words.begin + shared, is_continued=asked is not None)
-    if any(words.follows < other < i for other in answered.unmarked):
-        return None
-    return _Start(
-        words.begin + _find_token_border(text[words.begin :], shared, renderer), is_continued=False
-    )
+        return _Start(words.begin + shared, ends_prompt=prompt is not None)
+    if any(words.behind_message < other < i for other in answered.unmarked):
+        return None  # what differs may be that message's words
+    border = _find_token_border(text[words.begin :], shared, renderer)
+    return _Start(words.begin + border, ends_prompt=False)
 
 
 def _find_last_words(
-    answered: Rendering, asked: Rendering, i: int, first_word: int
+    answered: Rendering, prompt: Rendering, i: int, own_begin: int
 ) -> _TemplateWords | None:
-    """What stands behind the last words before turn `i` that its prompt holds too; None where it
-    holds none of them.
+    """What stands behind the last mark before turn `i` that its prompt has too; None where it has
+    none of them.
     """
-    in_prompt = {mark.name: mark.position for mark in asked.marks}
+    in_prompt = {mark.name: mark.position for mark in prompt.marks}
     before = [
         mark
         for mark in answered.marks
-        if mark.message < i and mark.position <= first_word and mark.name in in_prompt
+        if mark.message < i and mark.position <= own_begin and mark.name in in_prompt
     ]
     if not before:
         return None
     last = before[-1]
-    return _TemplateWords(last.position, asked.text[in_prompt[last.name] :], follows=last.message)
+    return _TemplateWords(last.position, prompt.text[in_prompt[last.name] :], last.message)
 
 
 def _find_generation_prompt(
-    text: str, first_word: int, i: int, renderer: Renderer
+    text: str, own_begin: int, i: int, renderer: Renderer
 ) -> _TemplateWords:
-    """As much of the generation prompt as stands before the first word of a turn that nothing asks
-    for.
-    """
+    """Where the longest beginning of the generation prompt stands before a message's own words."""
     prompt = renderer.generation_prompt
     for length in range(len(prompt), 0, -1):
-        begin = text.rfind(prompt[:length], 0, first_word)
+        begin = text.rfind(prompt[:length], 0, own_begin)
         if begin >= 0:
-            return _TemplateWords(begin, prompt, follows=i)
-    return _TemplateWords(0, prompt, follows=i)
+            return _TemplateWords(begin, prompt, behind_message=i)
+    return _TemplateWords(0, prompt, behind_message=i)
 
 
 def _find_token_border(text: str, shared: int, renderer: Renderer) -> int:
@@ -580,12 +601,13 @@ def refuse_faults(
         role = conversation.messages[mark.message]["role"]
         name = f"message {mark.message + 1} ({role})"
         if not conversation.trained[mark.message]:
-            if any(start < mark.position and mark.begin < end for start, end in spans):
+            if any(start < mark.position and mark.words_begin < end for start, end in spans):
                 raise BadRow(
                     f"the chat template writes {name} into an answer that is trained; {ADVICE}"
                 )
-        elif not mark.ends or renderer.has_markers:
-            # its beginning may be the prompt's, and what markers leave out is left out on purpose
-            continue
-        elif not any(start <= mark.position <= end for start, end in spans):
+        # Only where its words end: they may begin in the prompt. And what markers leave out is left
+        # out on purpose.
+        elif mark.ends and not renderer.has_markers:
+            if any(start <= mark.position <= end for start, end in spans):
+                continue
             raise BadRow(f"the chat template writes {name} apart from its turn; {ADVICE}")

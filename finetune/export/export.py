@@ -65,7 +65,7 @@ def export(
     **others: Any,
 ) -> Path:
     """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder
-    (see `source`).
+    (see export/source.py).
 
     One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of
     rows, and in verification one tensor. `output` appears when it is complete and verified, or not
@@ -86,12 +86,12 @@ def export(
     Raises:
         UserError: Where the source or the result is wrong, or an argument is unknown.
     """
-    plain = {
+    given = {
         field.name: others.pop(field.name)
         for field in fields(ExportOptions)
         if field.name in others
     }
-    options = ExportOptions(model=not adapter_only, formats=tuple(formats), keys=others, **plain)
+    options = ExportOptions(model=not adapter_only, formats=tuple(formats), keys=others, **given)
     check_request(Path(run_or_checkpoint), Path(output), options)
     if push_to_hub is not None:
         check_push(push_to_hub)
@@ -168,12 +168,12 @@ def export_source(
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
-    # with all cores: it computes more than it reads
+    # With all of torch's threads: this computes more than it reads.
     merge = choose_merge(source, target, options, log)
     # An export works in several threads and a process: torch's own for each of them would outnumber
     # the cores and wait for each other, and on busy cores a cast takes eight times its CPU time.
     with one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        account = NOTHING_CARRIED
+        account = NOTHING_CARRIED  # of the base's tensors that were not trained
         if options.model:
             account = account_for_base(source, target, options.formats)
         target = account.target or target
@@ -263,6 +263,7 @@ class PlannedFiles:
                 verdict = verify(written)
         if self.is_proven:
             exported = read_files(folder / shard.name for shard in self.weights.model)
+            # the card must name what is not written
             card = (folder / CARD_FILE).read_text(encoding="utf-8")
             self.weights.account.refuse_lost(exported.keys(), card)
         return verdict
@@ -304,8 +305,9 @@ def _find_commands(
     folders = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
     if not folders:
         return of_files
-    is_beside = SAFETENSORS not in folders and not is_alone(folders[0], options)
-    folder = output / folders[0] if is_beside else output
+    # Without safetensors the first format's folder is used: `output`, or one in it beside others.
+    is_in_output = SAFETENSORS not in folders and not is_alone(folders[0], options)
+    folder = output / folders[0] if is_in_output else output
     if is_reranker(source.recipe):
         call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
         return {"sentence-transformers": _use_library("CrossEncoder", folder, call)}
@@ -314,8 +316,8 @@ def _find_commands(
     if is_embedder(source.recipe):
         call = f"encode_query('{QUESTION}')"
         return {"sentence-transformers": _use_library("SentenceTransformer", folder, call)}
-    is_plain = SAFETENSORS in folders
-    return _find_folder_commands(source, target, folder, is_plain=is_plain) | of_files
+    is_quantized = SAFETENSORS not in folders
+    return _find_folder_commands(source, target, folder, is_quantized=is_quantized) | of_files
 
 
 def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) -> dict[str, str]:
@@ -330,12 +332,9 @@ def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) 
 
 
 def _find_folder_commands(
-    source: Source, target: TargetModel, folder: Path, *, is_plain: bool
+    source: Source, target: TargetModel, folder: Path, *, is_quantized: bool
 ) -> dict[str, str]:
-    """Finds the commands for a folder with a model that writes text: program -> command.
-
-    is_plain: Whether it is safetensors as they are, not quantized.
-    """
+    """Finds the commands for a folder with a model that writes text: program -> command."""
     config = target.config_json
     model_type = str(config.get("model_type"))
     kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
@@ -345,8 +344,8 @@ def _find_folder_commands(
         folder,
         has_template=has_chat_template(source.description),
         is_vision_language=bool(target.beside),
-        is_served=is_plain and was_served(model_type, kinds),
-        opens_in_mlx=is_plain and find_family(model_type).opens_in_mlx and has_mlx_rope,
+        is_served=not is_quantized and was_served(model_type, kinds),
+        opens_in_mlx=not is_quantized and find_family(model_type).opens_in_mlx and has_mlx_rope,
     )
 
 
@@ -437,10 +436,10 @@ def use_model(
         "from transformers import pipeline; print(pipeline('text-generation', "
         f"{str(folder)!r})({asked}){answer})"
     )
-    is_plain = not set(code) & set('"$`\\!')  # what double quotes of a shell leave as it is
-    commands = {
-        "transformers": f'python -c "{code}"' if is_plain else shlex.join(["python", "-c", code])
-    }
+    if set(code) & set('"$`\\!'):  # characters that a shell reads within double quotes
+        commands = {"transformers": shlex.join(["python", "-c", code])}
+    else:
+        commands = {"transformers": f'python -c "{code}"'}
     # another pipeline, which an image's message fits better than a line of a shell
     if is_vision_language:
         chat = ["finetune", "chat", str(folder), "--image", "IMAGE", "--prompt", "What is this?"]
@@ -460,14 +459,15 @@ def use_adapter(
     """The commands that use an adapter's folder on its base, of the model_type `family`; vLLM's
     where it was seen to work.
 
-    other_names: Whether vLLM loads the adapter under other names, in a folder beside peft's.
+    other_names: Whether vLLM loads the adapter under other names than peft, from a copy beside it.
     """
     commands = dict[str, str]()
     served = folder
     before = ""
-    if NAMES_KEY not in config:
+    has_peft_names = NAMES_KEY not in config
+    if has_peft_names:
         commands["finetune"] = f"finetune chat {shlex.quote(str(folder))}"
-    if other_names and NAMES_KEY not in config:
+    if other_names and has_peft_names:
         served = folder.with_name(f"{folder.name}-vllm")
         rename = ["finetune", "export", str(folder), "--output", str(served)]
         before = f"{shlex.join([*rename, '--adapter-only', '--adapter-names', 'vllm'])} && "

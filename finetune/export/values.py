@@ -58,18 +58,14 @@ def refuse_idle(adapter: Adapter, where: str) -> None:
     """Raises `UserError` where an adapter changes nothing: it has only the factors A and B, and
     every B is zero.
     """
-    ends = (".lora_B.weight", ".lora_embedding_B")
+    b_ends = (".lora_B.weight", ".lora_embedding_B")
     factors = {
         name
         for name in adapter.tensors
-        if name.endswith((*ends, ".lora_A.weight", ".lora_embedding_A"))
+        if name.endswith((*b_ends, ".lora_A.weight", ".lora_embedding_A"))
     }
-    seconds = [adapter.tensors[name] for name in factors if name.endswith(ends)]
-    if (
-        seconds
-        and factors == adapter.tensors.keys()
-        and not any(read(second).any() for second in seconds)
-    ):
+    all_b = [adapter.tensors[name] for name in factors if name.endswith(b_ends)]
+    if all_b and factors == adapter.tensors.keys() and not any(read(b).any() for b in all_b):
         raise UserError(
             f"{where}: the adapter changes nothing: every lora_B in it is zero, as before "
             "training; train it"
@@ -147,8 +143,9 @@ def _find_update(
         return {f"{module}.bias": _bias_update(adapter, module, where)}
     if name.endswith(".lora_embedding_A"):
         return {weight: _embedding_update(adapter, module, where)}
-    is_second = name in target.tied and not _repeats(adapter, name, target.tied[name])
-    if name in target.shapes or is_second:
+    # the second name of a tied tensor, with other values than the first: merging would untie them
+    is_untied = name in target.tied and not _repeats(adapter, name, target.tied[name])
+    if name in target.shapes or is_untied:
         return {name: _replacement(adapter.tensors[name])}
     return {}
 
@@ -197,13 +194,13 @@ def check_mergeable(
     adapter: Adapter, updates: Mapping[str, WeightUpdate], target: TargetModel, where: str
 ) -> None:
     """Raises `UserError` where the base with its updates would not be the model that was
-    trained.
+    trained: of tied tensors, the first may be replaced, and its second names have no update.
     """
     reason = why_unsupported(adapter.config)
-    firsts = {
+    changed_firsts = {
         name for name in target.tied.values() if name in updates and not updates[name].is_whole
     }
-    tied = sorted(firsts | (updates.keys() & target.tied.keys()))
+    tied = sorted(changed_firsts | (updates.keys() & target.tied.keys()))
     if reason is None and tied:
         reason = f"{tied[0]}: is tied to another weight, and merging would untie them"
     if reason is not None:
@@ -215,26 +212,33 @@ def _parameter_update(
 ) -> WeightUpdate:
     """The update of a parameter that is adapted as such: that of a layer's experts, or the weight
     of a linear layer.
+
+    With experts, A [experts rank, in] has the rows of one expert after another. In B [out, rank
+    experts] expert e has the columns e, e + experts, ... The parameter is [experts, out, in], or
+    transposed [experts, in, out].
     """
     if len(parameter.shape) == 2:
         return _linear_update(adapter, module, parameter.name, where)
-    a, b, scale, rank = _factors(adapter, module, parameter.name, where, pairs=parameter.shape[0])
     experts = parameter.shape[0]
-    last = a.shape[1]
-    inner = b.shape[0]
+    a, b, scale, rank = _factors(adapter, module, parameter.name, where, experts=experts)
+    inputs = a.shape[1]
+    outputs = b.shape[0]
     if parameter.is_transposed:
-        shape = (experts, last, inner)
+        shape = (experts, inputs, outputs)
     else:
-        shape = (experts, inner, last)
+        shape = (experts, outputs, inputs)
 
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
-        chosen, first, second = (*slices, *(slice(None),) * (3 - len(slices)))
-        outputs, inputs = (second, first) if parameter.is_transposed else (first, second)
-        rows = read_slice(b, (outputs,)).float()
+        whole = (slice(None),) * (3 - len(slices))
+        if parameter.is_transposed:
+            expert_slice, input_slice, output_slice = (*slices, *whole)
+        else:
+            expert_slice, output_slice, input_slice = (*slices, *whole)
+        b_rows = read_slice(b, (output_slice,)).float()
         updated = weight.clone()
-        for place, expert in enumerate(range(*chosen.indices(experts))):
-            columns = read_slice(a, (slice(expert * rank, (expert + 1) * rank), inputs)).float()
-            product = rows[:, expert::experts] @ columns
+        for place, expert in enumerate(range(*expert_slice.indices(experts))):
+            a_rows = slice(expert * rank, (expert + 1) * rank)
+            product = b_rows[:, expert::experts] @ read_slice(a, (a_rows, input_slice)).float()
             updated[place] += (product.T if parameter.is_transposed else product) * scale
         return updated
 
@@ -271,8 +275,8 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
 
 
 def _rotation_update(adapter: Adapter, name: str, rows: int, where: str) -> WeightUpdate:
-    """The update of a layer of `rows` whose inputs OFT rotates: each block of its columns times the
-    transposed rotation.
+    """The update of a layer of `rows` whose inputs OFT rotates: each block W of its columns becomes
+    W Rᵀ.
     """
     vectors = adapter.tensors[name]
     block = adapter.config["oft_block_size"]
@@ -286,7 +290,8 @@ def _rotation_update(adapter: Adapter, name: str, rows: int, where: str) -> Weig
     def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
         rotations = make_rotations(read(vectors).float(), block)
         parts = weight.view(len(weight), blocks, block)
-        return torch.einsum("ork,rck->orc", parts, rotations).reshape(weight.shape)
+        # w: row of the weight, b: block, i and j: column of the block, before and after
+        return torch.einsum("wbi,bji->wbj", parts, rotations).reshape(weight.shape)
 
     return WeightUpdate(apply, (rows, blocks * block), frozenset({name}), needs_whole_rows=True)
 
@@ -344,36 +349,31 @@ def _factors(
     weight: str,
     where: str,
     *,
-    pairs: int = 1,
+    experts: int = 1,
     kind: str = "lora_{}.weight",
 ) -> tuple[StoredTensor, StoredTensor, float, int]:
-    """A [pairs r, in], B [out, pairs r], scale and rank r of the adapter with the names of
+    """A [experts r, in], B [out, experts r], scale and rank r of the adapter with the names of
     `module`, for `weight`.
     """
-    a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
-    if b not in adapter.tensors:
-        raise UserError(f"{where}: {b}: missing, although {a} exists")
-    one = adapter.tensors[a]
-    other = adapter.tensors[b]
+    a_name, b_name = (f"{module}.{kind.format(letter)}" for letter in "AB")
+    if b_name not in adapter.tensors:
+        raise UserError(f"{where}: {b_name}: missing, although {a_name} exists")
+    a = adapter.tensors[a_name]
+    b = adapter.tensors[b_name]
     # peft's patterns name a module; where target_parameters names the parameter, that.
     is_parameter = any(
         f".{weight}".endswith(f".{target}")
         for target in adapter.config.get("target_parameters") or ()
     )
     scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
-    width = pairs * rank
-    if (
-        len(one.shape) != 2
-        or len(other.shape) != 2
-        or one.shape[0] != width
-        or other.shape[1] != width
-    ):
-        of_experts = f" of {pairs} experts" if pairs > 1 else ""
+    width = experts * rank
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != width or b.shape[1] != width:
+        of_experts = f" of {experts} experts" if experts > 1 else ""
         raise UserError(
-            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not "
+            f"{where}: {a_name}: A and B have the shapes {list(a.shape)} and {list(b.shape)}, not "
             f"the config's rank {rank}{of_experts}"
         )
-    return one, other, scale, rank
+    return a, b, scale, rank
 
 
 def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
@@ -414,8 +414,8 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
 def _find_of_base(
     source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Finds the tensors beside the language model in the files of a checkpoint's base, where the
-    values are the same.
+    """Finds the tensors beside the language model that the training did not change, in the files of
+    a checkpoint's base: there they have their own dtype.
     """
     if not (
         target.beside
@@ -432,11 +432,11 @@ def _find_of_base(
     }
 
     def is_same(name: str) -> bool:
-        one = of_same_shape[name]
-        other = stored[name]
+        of_base = of_same_shape[name]
+        saved = stored[name]
         return all(
-            torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b))
-            for b in row_blocks(one.shape)
+            torch.equal(read_rows(of_base, *bounds).to(saved.dtype), read_rows(saved, *bounds))
+            for bounds in row_blocks(of_base.shape)
         )
 
     return {name: tensor for name, tensor in of_same_shape.items() if is_same(name)}
@@ -493,11 +493,13 @@ def plan_values(
     *,
     dtype_is_given: bool = False,
 ) -> dict[str, Value]:
-    """Plans every tensor of the result, by name, to be written in `dtype`. Reads no values.
+    """Plans every tensor of the result, by name, to be written in `dtype`. Reads no values but
+    those of an adapter's tied tensors.
 
-    Beside a language model each tensor keeps the dtype that the base's files have, unless the user
-    named one (`dtype_is_given`). `read_dequantized` is shared by calls whose values one thread
-    reads; None makes one.
+    Beside a language model each tensor that comes from the base's files keeps its dtype there,
+    unless the user named one (`dtype_is_given`). Onto `dequantized`, weights that the training
+    quantized have the values that it multiplied with. `read_dequantized` is shared by calls whose
+    values one thread reads; None makes one.
 
     Raises `UserError` if the adapter does not fit the target, or the merged model would be another.
     """
@@ -517,8 +519,8 @@ def plan_values(
             stored_dtype = source.compute_dtype
         else:
             stored_dtype = stored[name].dtype
-        of_run = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
-        if dtype_is_given or of_run or name not in target.beside:
+        is_saved = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
+        if dtype_is_given or is_saved or name not in target.beside:
             written = dtype
         else:
             written = stored_dtype

@@ -190,22 +190,24 @@ class QuantizedWeight(nn.Module):
         """
         if self.shape == self.full_shape:
             return scales
-        first = self._count_scales(self.part.start)
-        last = self._count_scales(self.part.stop)
+        first = self.count_blocks(self.part.start)
+        last = self.count_blocks(self.part.stop)
         if not self.full_quantization.bnb_4bit_use_double_quant:
             return scales.view(torch.float32)[first:last].view(torch.uint8)
+        no_codes = scales[:0]
         of_full_weight = QuantizedTensor(
-            scales[:0], scales, self.full_shape, self.full_quantization, self.block
+            no_codes, scales, self.full_shape, self.full_quantization, self.block
         )
         if not self.quantization.bnb_4bit_use_double_quant:
             return unpack_scales(of_full_weight)[first:last].view(torch.uint8)
-        codes, nested, mean = split_nested_scales(of_full_weight)
-        return join_nested_scales(
-            codes[first:last], nested[first // NESTED_BLOCK : last // NESTED_BLOCK], mean
-        )
+        scale_codes, nested_scales, mean = split_nested_scales(of_full_weight)
+        own_nested = nested_scales[first // NESTED_BLOCK : last // NESTED_BLOCK]
+        return join_nested_scales(scale_codes[first:last], own_nested, mean)
 
-    def _count_scales(self, experts: int) -> int:
-        """Counts the scales of the first `experts`: one a row in 8 bits, one a block in 4."""
+    def count_blocks(self, experts: int) -> int:
+        """Counts the blocks of the first `experts` of the full weight, each of which has a scale: a
+        block is a row in 8 bits, `block` numbers in 4.
+        """
         if self.full_quantization.bits == 8:
             return experts * prod(self.full_shape[1:-1])
         return experts * prod(self.full_shape[1:]) // self.block
@@ -399,16 +401,17 @@ def quantize_layers(
         The names of the parameters that hold codes and scales.
 
     Raises:
-        UserError: No layer can be quantized, or one is stored quantized that cannot be kept so.
+        UserError: The model has no linear layers, or a weight is stored quantized that cannot be
+            kept so.
     """
     checkpointed = recomputed_modules(model)
     added = set()
-    left = set(stored)
+    not_kept = set(stored)
     for name, linear in linear_layers(model):
         weight = base_name(f"{name}.weight")
         if linear.weight.requires_grad or (stored and weight not in stored):
             continue
-        left.discard(weight)
+        not_kept.discard(weight)
         layer = QuantizedLinear(
             linear, quantization, dtype, stored[weight].block if stored else BLOCK
         )
@@ -416,9 +419,9 @@ def quantize_layers(
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
-    if left:
+    if not_kept:
         raise UserError(
-            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers "
+            f"{min(not_kept)} is stored in {quantization.bits} bits, but only frozen linear layers "
             "other than the output head are kept quantized here; name the unquantized model"
         )
     return frozenset(added)
@@ -467,26 +470,34 @@ def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> 
     """Quantizes the blocks of `weight` that this rank's shard of the codes touches, and shares
     their magnitudes.
     """
-    columns = layer.full_shape[-1]
-    in_rows = layer.quantization.bits == 8
-    block = columns if in_rows else layer.block  # numbers
-    block_bytes = block if in_rows else block // 2
-    magnitudes = torch.zeros(ceil_div(prod(layer.full_shape), block), device=world.device)
+    shape = layer.full_shape
+    columns = shape[-1]
+    if layer.quantization.bits == 8:
+        block = columns  # numbers
+        block_bytes = block
+    else:
+        block = layer.block
+        block_bytes = block // 2
+    # Of all blocks of the full weight; 0 for those that this rank does not quantize.
+    magnitudes = torch.zeros(ceil_div(prod(shape), block), device=world.device)
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     if begin < end:
-        # of this rank's experts
-        start = layer.part.start * prod(layer.full_shape[1:]) // block * block_bytes
-        first = (start + begin) // block_bytes
-        last = ceil_div(start + end, block_bytes)
-        last_number = min(last * block, prod(layer.full_shape))
-        numbers = _read_numbers(weight, layer.full_shape, values, first * block, last_number).to(
-            world.device
+        # The same bytes, counted from the beginning of the full weight's codes.
+        part_begin = layer.count_blocks(layer.part.start) * block_bytes
+        begin += part_begin
+        end += part_begin
+        first_block = begin // block_bytes
+        last_block = ceil_div(end, block_bytes)
+        last_number = min(last_block * block, prod(shape))
+        numbers = _read_numbers(weight, shape, values, first_block * block, last_number)
+        numbers = numbers.to(world.device)
+        blocks = numbers.view(-1, columns) if layer.quantization.bits == 8 else numbers
+        block_codes, magnitudes[first_block:last_block] = quantize_blocks(
+            blocks, layer.quantization
         )
-        blocks = numbers.view(-1, columns) if in_rows else numbers
-        block_codes, magnitudes[first:last] = quantize_blocks(blocks, layer.quantization)
-        offset = start - first * block_bytes
-        codes.copy_(block_codes[offset + begin : offset + end])
-    if isinstance(layer.get_parameter(CODES), DTensor):
+        blocks_begin = first_block * block_bytes
+        codes.copy_(block_codes[begin - blocks_begin : end - blocks_begin])
+    if isinstance(layer.get_parameter(CODES), DTensor):  # so are experts that ranks divide
         # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on
         # each.
         dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
@@ -504,9 +515,8 @@ def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """Returns (this rank's bytes of a parameter of `size` bytes, where they begin, where they end).
-
-    Zeroes the padding.
+    """Returns (this rank's bytes of a parameter, where they begin, where they end), without the
+    padding behind its `size` bytes. Zeroes them and the padding.
     """
     if isinstance(parameter, DTensor):
         local = parameter.to_local()

@@ -52,7 +52,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Adds tokens; returns the keys and values of all tokens, after `fix` those it shows."""
+        """Adds tokens; returns the keys and values of all tokens, or of as many as `fix` said."""
         if self._place is not None:
             for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
                 reserved.index_copy_(2, self._place, states)
@@ -65,9 +65,9 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
             reserved[:, :, first:end] = states
         self._show(end)
-        if first:
-            return (self.keys, self.values)
-        return (key_states, value_states)
+        if first == 0:
+            return (key_states, value_states)  # the same numbers, contiguous
+        return (self.keys, self.values)
 
     def _reserve(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, heads, _, size = key_states.shape
@@ -92,9 +92,9 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         self._show(shown)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keeps the rows `beam_idx`, in that order.
+        """Keeps the rows `beam_idx` (transformers' name), in that order.
 
-        It copies only rows that move, unless the number of rows grows.
+        It copies only rows that move, within the memory, unless the number of rows grows.
         """
         rows = len(beam_idx)
         length = self.get_seq_length()
@@ -213,7 +213,7 @@ class EmbeddedEngine:
             routing=self._routing,
         )
         wave.run()
-        return wave.read()
+        return wave.list_sampled()
 
 
 def _can_capture(world: World) -> bool:
@@ -252,19 +252,18 @@ class _Wave:
         self._logits = prompts.logits
         self._routing = routing
         if routing is not None:
-            read = routing.take_choices()
+            choices = routing.take_choices()  # of all tokens of the prompts
             ends = prompts.ends.flatten().tolist()
             self._experts_of_prompts = [
-                read[end - len(request.prompt_ids) : end].cpu().numpy()
+                choices[end - len(request.prompt_ids) : end].cpu().numpy()
                 for end, request in zip(ends, requests, strict=True)
             ]
             # [requests, tokens, layers, chosen]: the experts of each sampled token
-            self._experts = read.new_full((count, self._max_tokens, *read.shape[1:]), -1)
-        self._prompt_width = (
-            self._mask.shape[-1] - self._max_tokens
-        )  # the tokens of a padded prompt
+            self._experts = choices.new_full((count, self._max_tokens, *choices.shape[1:]), -1)
+        # The tokens of a padded prompt.
+        self._prompt_width = self._mask.shape[-1] - self._max_tokens
         self._places = torch.arange(self._mask.shape[-1], device=device)
-        # [requests]
+        # Of all requests, whether their rows are kept or not: [requests, ...].
         self._limits = torch.tensor(limits, device=device)
         uniforms = np.stack([request.draw_uniforms(self._max_tokens) for request in requests])
         self._uniforms = torch.from_numpy(uniforms).to(device)
@@ -274,8 +273,8 @@ class _Wave:
         self._lengths = self._limits.clone()
         self._is_open = torch.ones(count, dtype=torch.bool, device=device)
         self._is_stopped = torch.zeros(count, dtype=torch.bool, device=device)
-        # [rows]: a row is a completion that is still sampled
-        self._requests = torch.arange(count, device=device)
+        # Of the rows that are kept, as the cache, mask and positions are: [rows].
+        self._request_of_row = torch.arange(count, device=device)
         self._drawn = torch.zeros(count, dtype=torch.int64, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # tokens drawn so far
         self._graph: _CapturedStep | None = None
@@ -327,25 +326,25 @@ class _Wave:
             self._transformer, self._cache, self._drawn[:, None], positions, attention_mask=mask
         )
         if self._routing is not None:
-            self._experts[self._requests, self._step - 1] = self._routing.take_choices()
+            self._experts[self._request_of_row, self._step - 1] = self._routing.take_choices()
         self._draw(logits)
 
     def _draw(self, logits: Tensor) -> None:
         """Draws a token for each row and records it, all on the device."""
-        rows = self._requests
+        requests = self._request_of_row
         step = self._step
         drawn, log_probabilities, entropies = draw_tokens(
-            logits, self._uniforms[rows, step], self._sampling
+            logits, self._uniforms[requests, step], self._sampling
         )
-        is_open = self._is_open[rows]
+        is_open = self._is_open[requests]
         stops = is_open & torch.isin(drawn, self._stop_ids)
-        ends = stops | (is_open & (self._limits[rows] == step + 1))
-        self._tokens[rows, step] = drawn
-        self._log_probabilities[rows, step] = log_probabilities
-        self._entropies[rows, step] = torch.where(is_open, entropies, 0.0)
-        self._lengths[rows] = torch.where(ends, step + 1, self._lengths[rows])
-        self._is_stopped[rows] = self._is_stopped[rows] | stops
-        self._is_open[rows] = is_open & ~ends
+        ends = stops | (is_open & (self._limits[requests] == step + 1))
+        self._tokens[requests, step] = drawn
+        self._log_probabilities[requests, step] = log_probabilities
+        self._entropies[requests, step] = torch.where(is_open, entropies, 0.0)
+        self._lengths[requests] = torch.where(ends, step + 1, self._lengths[requests])
+        self._is_stopped[requests] = self._is_stopped[requests] | stops
+        self._is_open[requests] = is_open & ~ends
         self._drawn.copy_(drawn)
         self._step += 1
 
@@ -354,25 +353,25 @@ class _Wave:
 
         A captured step drops them once they are half of all: each number of rows is a new capture.
         """
-        is_open = self._is_open[self._requests]
+        is_open = self._is_open[self._request_of_row]
         open_rows = is_open.nonzero().squeeze(1)
         count = len(open_rows)
         if count == 0:
             return False
         if count == len(is_open) or (self._graph is not None and count > len(is_open) // 2):
             return True
-        # The last open rows move to the places of rows that have ended.
+        # Of `count` rows, those that have ended are replaced by as many open ones behind them.
         kept = torch.arange(count, device=open_rows.device)
         kept[~is_open[:count]] = open_rows[open_rows >= count]
-        self._requests = self._requests[kept]
+        self._request_of_row = self._request_of_row[kept]
         self._drawn = self._drawn[kept]
         self._mask = self._mask[kept]
         self._positions = self._positions[kept]
         self._cache.reorder_cache(kept)
         return True
 
-    def read(self) -> list[Sampled]:
-        """Returns the completions in the order of the requests."""
+    def list_sampled(self) -> list[Sampled]:
+        """Lists the completions in the order of the requests."""
         by_request = zip(
             self._tokens.cpu(),
             self._log_probabilities.cpu(),
@@ -487,30 +486,35 @@ class _ReadyRequests(NamedTuple):
     packs: bool  # whether the model computes attention by our code, with a bool mask
 
 
-def _read_prompts(reader: _PromptReader, requests: Sequence[Request], most: int) -> _ReadyRequests:
+def _read_prompts(
+    reader: _PromptReader, requests: Sequence[Request], max_tokens: int
+) -> _ReadyRequests:
     """Reads each prompt once, and copies its cache to each request that has it.
 
-    most: The tokens that will be sampled, for which the cache has room.
+    max_tokens: The tokens that will be sampled, for which the cache has room.
     """
     device = reader.device
-    of_requests = [_Prompt(request.prompt_ids, request.images) for request in requests]
-    prompts = sorted(dict.fromkeys(of_requests), key=lambda prompt: len(prompt.ids))
-    places = {prompt: place for place, prompt in enumerate(prompts)}
-    of_request = torch.tensor([places[prompt] for prompt in of_requests], device=device)
+    asked = [_Prompt(request.prompt_ids, request.images) for request in requests]
+    prompts = sorted(dict.fromkeys(asked), key=lambda prompt: len(prompt.ids))
+    index_of = {prompt: index for index, prompt in enumerate(prompts)}
+    # int64[requests]: the index in `prompts` of each request's prompt
+    of_request = torch.tensor([index_of[prompt] for prompt in asked], device=device)
     lengths = torch.tensor([[len(prompt.ids)] for prompt in prompts], device=device)
     longest = len(prompts[-1].ids)
     config = text_config_of(reader.transformer.config)
-    mask = (torch.arange(longest + most, device=device) >= longest - lengths)[of_request]
-    cache = make_cache(config, longest + most)
+    cache_tokens = torch.arange(longest + max_tokens, device=device)
+    mask = (cache_tokens >= longest - lengths)[of_request]  # every prompt ends at `longest`
+    cache = make_cache(config, longest + max_tokens)
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
     packs = is_plain and config._attn_implementation == PACKED
     if is_plain:
         parts, read = _read_in_parts(reader, prompts, packs)
         ends = read.sizes.cumsum(0)[:, None]
-        # Places before a prompt are masked, but must not be nan: the prompt's first token is there.
-        tokens = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
+        # [prompts, longest]: where the tokens stand among all that were read. What is before a
+        # prompt is masked, but must not be nan: its first token is there.
+        places = (ends + torch.arange(-longest, 0, device=device)).maximum(ends - lengths)
         for layer in cache.layers:
-            layer.fill([part.layers.pop(0) for part in parts], tokens[of_request])
+            layer.fill([part.layers.pop(0) for part in parts], places[of_request])
     else:
         read = _read(reader, cache, prompts, packs)
         ends = read.sizes.cumsum(0)[:, None]
@@ -559,6 +563,7 @@ def _read(
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     ends = sizes.cumsum(0)
     keys: dict[str, Any] = {
+        # Our attention reads packed rows only so; the layers fill the cache nevertheless.
         "use_cache": False,
         "logits_to_keep": ends - 1,
         "packed_lengths": lengths,
@@ -570,12 +575,15 @@ def _read(
 
 
 def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt]) -> _Read:
+    """Reads prompts into `cache`: each in a row, with padding before it."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    padding = [[0] * (longest - len(prompt.ids)) for prompt in prompts]
-    padded = [zeros + list(prompt.ids) for zeros, prompt in zip(padding, prompts, strict=True)]
-    masks = [zeros + [1] * (longest - len(zeros)) for zeros in padding]
-    ids = torch.tensor(padded, device=reader.device)
-    mask = torch.tensor(masks, device=reader.device)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, longest - len(prompt.ids) :] = 1
+    ids = ids.to(reader.device)
+    mask = mask.to(reader.device)
     images = list(chain.from_iterable(prompt.images for prompt in prompts))
     inputs: Mapping[str, Any] = {}
     if images:

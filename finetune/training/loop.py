@@ -47,7 +47,8 @@ def find_due(
     `now`.
 
     There is no evaluation at the last step: the run evaluates once more after training. An epoch
-    ends with the first step after which all rows have been read once more.
+    ends with the first step after which all rows have been read once more. An interval below 1 is a
+    share of all steps. A rule refuses one beside the strategy `no`.
 
     >>> from finetune.config.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
@@ -65,8 +66,8 @@ def find_due(
     def is_due(strategy: str, interval: float | None) -> bool:
         if strategy == "epoch":
             return ends_epoch
-        every = count_steps(interval, last_step)
-        return every is not None and now.step % every == 0
+        interval_steps = count_steps(interval, last_step)
+        return interval_steps is not None and now.step % interval_steps == 0
 
     run = recipe.run
     checkpoint = recipe.checkpoint
@@ -115,7 +116,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
-    step = partial(
+    do_step = partial(
         train_step,
         run.model,
         run.optimizer,
@@ -138,7 +139,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         for batch, waited in _timed(run.read_batches(progress.step)):
             run.watchdog.beat(f"training step {batch.step + 1}")
             rate = compute_learning_rate(batch.step, run.schedule)
-            result = step(
+            result = do_step(
                 batch,
                 objective=run.objectives.training,
                 learning_rate=rate,
@@ -153,7 +154,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if requests.failed_save:
                 saver.finish()  # raises what happened
             due = find_due(before, progress, last_step, recipe, requests)
-            if due.reads_device:
+            if due.reads_device:  # so no bad step is saved
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
                 line = run.measure(window, progress, rate, result.grad_norm, compilation.seconds())
@@ -202,8 +203,8 @@ def _note_result(
     if result.failed_check is None:
         window.add(result.measured, run.objectives.training.count(batch), batch, waited)
     else:
-        policy = run.recipe.optimization
-        run.log.say(handle_nonfinite(policy, result.failed_check, skipped_steps, run.world))
+        keys = run.recipe.optimization
+        run.log.say(handle_nonfinite(keys, result.failed_check, skipped_steps, run.world))
 
 
 @contextmanager

@@ -108,8 +108,9 @@ def forward_backward(
     world: World,
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
-    """Adds the gradients of `batch` to those of the parameters, under the dropout and the noise of
-    its step; returns what the objective measured on this rank.
+    """Adds the gradients of `batch` to those of the parameters, under the dropout, the noise and
+    the rounding (quantization-aware training) of its step; returns what the objective measured on
+    this rank.
 
     All ranks call it.
     """
@@ -177,11 +178,13 @@ class _Forwards:
         self._world = world
         self._noise_seed = noise_seed
         self._in_backward = in_backward
-        self._factor = world.tensor_group_count / max(1, objective.count(batch))
+        # of the loss, see `accumulate_gradients`
+        self._loss_factor = world.tensor_group_count / max(1, objective.count(batch))
         self._objective = objective.prepare(model, lambda: batch.micro_batches, world)
         self._routing = find_routing(unwrap(model))
         has_pipeline = find_pipeline(unwrap(model)) is not None
-        # adds the routers' auxiliary loss of the latest forward to a loss
+        # Adds the routers' auxiliary loss of the latest forward to a loss. It is made of what the
+        # whole step selects, so with several micro-batches a forward of each runs here before.
         self._add_auxiliary = auxiliary_loss_of_step(
             model,
             self._routing,
@@ -199,7 +202,7 @@ class _Forwards:
         if self._in_backward is not None:
             self._in_backward.check_loss(measured.loss_sum)
         self.total += measured.detach()
-        return self._add_auxiliary(measured.loss_sum * self._factor)
+        return self._add_auxiliary(measured.loss_sum * self._loss_factor)
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
         """Runs all forwards and backwards by the pipeline's schedule; then all its ranks know what
@@ -212,9 +215,9 @@ class _Forwards:
             auxiliary = partial(self._add_auxiliary, nothing)
         pipeline.run(
             [(batch.input_ids.shape[0], batch.input_ids.shape[1]) for batch in micro_batches],
-            lambda index: self.measure(micro_batches[index]),
-            lambda index: self._model(**self._make_inputs(micro_batches[index])),
-            auxiliary,
+            measure=lambda index: self.measure(micro_batches[index]),
+            forward=lambda index: self._model(**self._make_inputs(micro_batches[index])),
+            auxiliary=auxiliary,
         )
         sums = [{"": self.total.loss_sum}, self.total.metrics, self.total.maxima]
         loss, metrics, maxima = pipeline.share(sums, type(self._objective).__name__)
@@ -226,7 +229,7 @@ class _Forwards:
             self._routing.end_step()
 
     def _make_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """The model's keyword arguments for a micro-batch, on the device."""
+        """The model's keyword arguments for a micro-batch, which may be on the device already."""
         inputs = micro_batch.to(self._world.device).inputs
         if self._noise_seed is not None:
             inputs["noisy_documents"] = NoisyDocuments(
@@ -252,6 +255,9 @@ def clip_and_update(
 ) -> StepResult:
     """Clips the gradients, and updates the parameters if `guard` finds loss and gradient finite.
 
+    With `in_backward` the backward has updated them, where they were finite: nothing is clipped,
+    and `guard` only reports the step.
+
     All ranks call it.
 
     `batch`: what the gradients were computed from; `measured`: its losses.
@@ -276,11 +282,11 @@ def clip_and_update(
     return StepResult(measured, grad_norm, check if is_skipped else None)
 
 
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seeds dropout by the step (0-based) and `rank`, so that a resumed run needs no random
-    state.
+def seed_dropout(seed: int, step: int, tensor_group: int) -> None:
+    """Seeds dropout by the step (0-based) and the tensor-parallel group, whose ranks drop the same,
+    so that a resumed run needs no random state.
     """
-    seed_from(f"{seed}/{step}/{rank}")
+    seed_from(f"{seed}/{step}/{tensor_group}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -309,7 +315,7 @@ class HostGuard:
             value = check.loss_sum + check.grad_norm
         return self._world.any(not bool(torch.isfinite(value)))
 
-    def raise_if_bad(self, policy: Optimization) -> None:
+    def raise_if_bad(self, keys: Optimization) -> None:
         """Does nothing: every step has been checked already."""
 
 
@@ -346,38 +352,39 @@ class DeviceGuard:
         self._flag.copy_(torch.maximum(self._flag, is_bad))
         return False
 
-    def raise_if_bad(self, policy: Optimization) -> None:
+    def raise_if_bad(self, keys: Optimization) -> None:
         """Waits for the device. Raises `UserError` if a step since the last call was not finite."""
         first = int(self._first_bad.item())
         if first >= 0:
-            unknown = torch.full((), float("nan"))
+            unknown = torch.full((), float("nan"))  # the loss and norm of that step
             handle_nonfinite(
-                policy, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world
+                keys, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world
             )
         self._unread.clear()
 
 
 def make_guard(
-    optimizer: torch.optim.Optimizer, policy: Optimization, world: World
+    optimizer: torch.optim.Optimizer, keys: Optimization, world: World
 ) -> "HostGuard | DeviceGuard":
-    """Makes the device's guard where it works, else the host's.
+    """Makes a `DeviceGuard` where it works, else a `HostGuard`.
 
-    It needs an optimizer that reads its flag, which a loss scaler would set itself. Under CPU
-    offload the update runs on the host, which would read the flag before its copy has arrived.
-    Where the optimizer's state is in files, the host waits for every update anyway.
+    A `DeviceGuard` needs an optimizer that reads `found_inf`, and no loss scaler, which would set
+    `found_inf` itself. Under CPU offload the update runs on the host, which would read the flag
+    before its copy has arrived. Where the optimizer's state is in files, the host waits for every
+    update anyway.
     """
     updates_on_gpu = (
         world.device.type == "cuda"
         and not world.sharding.cpu_offload
-        and policy.optim_offload == "none"
+        and keys.optim_offload == "none"
     )
-    reads_flag = OPTIMIZERS[policy.optim].reads_found_inf and not is_scaled(world)
-    if updates_on_gpu and reads_flag and policy.on_nonfinite == "stop":
+    reads_flag = OPTIMIZERS[keys.optim].reads_found_inf and not is_scaled(world)
+    if updates_on_gpu and reads_flag and keys.on_nonfinite == "stop":
         return DeviceGuard(optimizer, world)
     return HostGuard(world)
 
 
-def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
+def handle_nonfinite(keys: Optimization, check: StepCheck, skipped: int, world: World) -> str:
     """Returns the message about a step that was not finite and is skipped.
 
     All ranks call it, once one has seen a value that is not finite.
@@ -387,14 +394,14 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
     """
     what = (
         f"step {check.step + 1}: the loss or gradient is not finite "
-        f"(gradient norm {_describe(check.grad_norm)}; {_describe_ranks(check, world)})"
+        f"(gradient norm {_show_magnitude(check.grad_norm)}; {_describe_ranks(check, world)})"
     )
-    if policy.on_nonfinite == "stop":
+    if keys.on_nonfinite == "stop":
         advice = (
             "Look at these examples with `finetune inspect --examples ID,ID`, or lower "
             "learning_rate"
         )
-        if policy.optim_in_backward:
+        if keys.optim_in_backward:
             raise UserError(
                 f"{what}; by optim_in_backward some parameters were updated with their finite "
                 f"gradients before; nothing of this step is saved. {advice}"
@@ -402,7 +409,7 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
         raise UserError(
             f"{what}; the parameters were not updated. {advice}, or set on_nonfinite: skip"
         )
-    if skipped >= policy.max_skipped_steps:
+    if skipped >= keys.max_skipped_steps:
         raise UserError(
             f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows"
         )
@@ -415,7 +422,7 @@ def _describe_ranks(check: StepCheck, world: World) -> str:
     """
     ids = check.example_ids[:SHOWN_IDS]
     more = max(0, len(check.example_ids) - SHOWN_IDS)
-    reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
+    reports = world.gather({"loss": _show_magnitude(check.loss_sum), "ids": ids, "more": more})
     by_rank = dict(enumerate(reports))
     bad = {rank: report for rank, report in by_rank.items() if report["loss"] in ("nan", "inf")}
     places = []
@@ -428,5 +435,6 @@ def _describe_ranks(check: StepCheck, world: World) -> str:
     return "; ".join(places)
 
 
-def _describe(value: torch.Tensor) -> str:
+def _show_magnitude(value: torch.Tensor) -> str:
+    """The value without its sign, so that both infinities are inf."""
     return f"{abs(float(value)):g}"

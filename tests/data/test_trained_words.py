@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from finetune.data.tokenizer import TEMPLATES, Encoder, Renderer, make_encoder, 
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.data.conftest import Prepare
+from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines
 from tests.data.test_turns import PUBLISHED, read_published, use_template
 
@@ -552,6 +553,25 @@ def test_a_template_that_writes_a_question_into_an_answer_is_refused_with_the_ro
         match=r"rows\.jsonl:1: the chat template writes message 1 \(user\) into an answer",
     ):
         prepare([{"path": str(data)}], chat_template=template, turns=turns, **special)
+
+
+# A template without a generation prompt, which marks an answer's thought and the rest of it apart.
+MARKED_TWICE = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
+    "{% generation %}{{ '[' + m['content'][0] }}{% endgeneration %}, "
+    "{% generation %}{{ m['content'][1:] + ']<|end|>' }}{% endgeneration %}"
+    "{%- else -%}{{ m['content'] }}{%- endif -%}{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize("turns", ["auto", "split", "whole"])
+def test_all_that_markers_enclose_is_trained_where_an_answer_begins_the_text(turns: Turns) -> None:
+    renderer = replace(make_renderer(tokenizer_with(MARKED_TWICE), True), turns=turns)
+    first = {"role": "assistant", "content": "ab"}
+    row = {"messages": [first, ASKED, {**first, "content": "cd"}]}
+    texts = render_turns(parse_row(row, SOURCE).document, renderer)
+    trained = [text.text[slice(*span)] for text in texts for span in text.spans]
+    assert trained == ["[a", "b]<|end|>", "[c", "d]<|end|>"]
 
 
 def test_spans_that_overlap_or_miss_an_answer_and_a_text_of_ones_own_are_refused() -> None:
