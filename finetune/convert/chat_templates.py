@@ -386,6 +386,18 @@ SCORED_BREAK = (
     "chat_template: what it writes after the end of an answer, as ChatML's line break, is scored "
     "too there"
 )
+# tokenize_row of TRL's DPOTrainer until 0.27, and _process_tokens of its KTOTrainer until 1.2
+ENDED_BEFORE = {
+    "dpo": (
+        "chat_template: until 0.27 the EOS token follows what it writes after an answer there, "
+        "also where that ends with it, and is scored; not here"
+    ),
+    "kto": (
+        "chat_template: until 1.2 the tokenizer's BOS token begins a prompt there, and its EOS "
+        "token follows what it writes after an answer, and is scored, unless they stand there; not "
+        "here"
+    ),
+}
 TOKENIZERS_BOS = (
     "chat_template: a prompt begins with the BOS token that the tokenizer writes by itself there, "
     "where it writes one; the template writes none here"
@@ -482,6 +494,8 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     adds_ends = method in ("orpo", "simpo")
     if adds_ends and conversion.tool in ("TRL", "Axolotl"):
         conversion.remarks.append(ENDS_ADDED)
+    if conversion.tool == "TRL" and method in ENDED_BEFORE:
+        conversion.remarks.append(ENDED_BEFORE[method])
     if not is_axolotl:
         return
     end = _find_other_end(name_model(settings), conversion)

@@ -178,6 +178,14 @@ FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
 # MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
 ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
 FUSION_ROWS = "the embedding's rows for images are trained too there"
+TEXTS_ALONE = re.compile(r"torchtune\.datasets\.(?!chat_dataset)\w+")
+# TransformerCrossAttentionLayer of torchtune, and FusionEmbedding beside it
+UNREAD = (
+    "the rows have no images, and what is trained reads nothing else: the run stops at its first "
+    "step here{}"
+)
+STOPS_TOO = ", and there"
+DECAYS_ALONE = "; there nothing changes but the embedding's rows for images, by weight decay"
 
 
 def adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -> None:
@@ -211,6 +219,18 @@ def adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) ->
     if parts["encoder"] in (True, "full"):
         trained += ["vision_model", "multi_modal_projector"]
     recipe["trainable_modules"] = trained
+
+
+def report_unread_parts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that rows without images train nothing where torchtune trains no layers of text."""
+    model = read_section(settings, "model")
+    data = list(find_texts(settings.get("dataset"), "_component_"))
+    are_texts = data and all(map(TEXTS_ALONE.fullmatch, data))
+    decoder = model.get("decoder_trainable", False)
+    if conversion.images == "mllama" and are_texts and decoder in (False, "frozen"):
+        has_rows = model.get("fusion_trainable") in (True, "full")
+        there = DECAYS_ALONE if has_rows else STOPS_TOO
+        conversion.add_difference("model.decoder_trainable", decoder, UNREAD.format(there))
 
 
 def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> None:

@@ -11,7 +11,7 @@ from finetune.config.module_names import find_alias, find_renames, rename_patter
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.image_models import adapt_fusion
+from finetune.convert.image_models import adapt_fusion, report_unread_parts
 from finetune.convert.model_names import guess_family, guess_vision_family, is_mixture, name_model
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 
@@ -61,6 +61,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
     """
     if conversion.tool == "torchtune" and conversion.images:
         adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
+        report_unread_parts(settings, conversion)
     if conversion.tool != "Automodel":
         return
     peft = read_section(settings, "peft")

@@ -60,6 +60,23 @@ def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
         world.accelerator.scaler.unscale_(optimizer)
 
 
+# as where parts that read images alone are trained, and no row has one
+UNREAD = (
+    "the rows reach no weight that is trained, as rows without images where only parts that read "
+    "images are: train other parts too, or use other rows"
+)
+
+
+def backward(loss: torch.Tensor, world: World) -> None:
+    """Adds the gradients of a micro-batch's loss.
+
+    Raises `UserError` where it depends on nothing that is trained.
+    """
+    if not loss.requires_grad:
+        raise UserError(UNREAD)
+    world.accelerator.backward(loss)
+
+
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     """Clips gradients to a global 2-norm of `max_norm` and returns the norm before clipping.
 
@@ -71,6 +88,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
     Returns:
         0-dim fp32 tensor on the device. Reading it synchronizes with the device.
+
+    Raises `UserError` where nothing has a gradient.
     """
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
@@ -78,6 +97,8 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
     gradients: list[Any] = [p.grad for p in chain.from_iterable(by_mesh)]
     pipeline = find_pipeline(model)
+    if pipeline is None and not gradients:
+        raise UserError(UNREAD)
     if pipeline is not None:
         copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
         norm = _norm_over_meshes(gradients, copied, pipeline.size)

@@ -19,6 +19,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.gradients import (
+    backward,
     clip_gradients,
     is_scaled,
     unscale,
@@ -155,7 +156,7 @@ def accumulate_gradients(
         for index, micro_batch in enumerate(batch.micro_batches):
             sync = nullcontext() if index == last else without_gradient_sync(model)
             with sync:
-                world.accelerator.backward(forwards.measure(micro_batch))
+                backward(forwards.measure(micro_batch), world)
     forwards.end_step()
     return forwards.total
 

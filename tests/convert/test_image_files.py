@@ -33,7 +33,7 @@ from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZ
 from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
-from finetune.convert.image_models import PART_ADAPTED
+from finetune.convert.image_models import DECAYS_ALONE, PART_ADAPTED, STOPS_TOO, UNREAD
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 from finetune.models.load import names_of_parameters, text_names
@@ -529,3 +529,37 @@ def test_torchtunes_texts_for_llama_3_2_vision_have_no_system_message_of_the_mod
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.images == "mllama" and found.recipe.get("chat_template") == template
     assert (RESIZED_IN_16_BITS in found.remarks) == (template is None)
+
+
+LORA_OF_TUNE = {"decoder_trainable": "frozen", "encoder_trainable": "lora"} | {
+    "fusion_trainable": "lora",
+    "lora_attn_modules": ["q_proj"],
+    "lora_rank": 8,
+}
+FULL_OF_TUNE = {"decoder_trainable": False, "encoder_trainable": True, "fusion_trainable": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "rows", "there"),
+    [
+        ("lora_", LORA_OF_TUNE, "alpaca_cleaned_dataset", STOPS_TOO),
+        ("", FULL_OF_TUNE, "alpaca_cleaned_dataset", DECAYS_ALONE),
+        ("", FULL_OF_TUNE | {"fusion_trainable": False}, "alpaca_cleaned_dataset", STOPS_TOO),
+        ("", FULL_OF_TUNE | {"decoder_trainable": True}, "alpaca_cleaned_dataset", None),
+        ("lora_", LORA_OF_TUNE | {"decoder_trainable": "lora"}, "alpaca_dataset", None),
+        ("lora_", LORA_OF_TUNE, "multimodal.the_cauldron_dataset", None),
+        ("lora_", LORA_OF_TUNE, "chat_dataset", None),  # whose messages may hold images
+    ],
+)
+def test_texts_that_train_no_part_of_llama_3_2_vision_are_said(
+    kind: str, keys: dict[str, Any], rows: str, there: str | None, tmp_path: Path
+) -> None:
+    """Without an image torchtune's layers of cross attention return what they get, as those of transformers."""
+    file = yaml.safe_load(TUNE % f"torchtune.datasets.{rows}")
+    component = f"torchtune.models.llama3_2_vision.{kind}llama3_2_vision_11b"
+    file["model"] = {"_component_": component} | keys
+    file["dataset"]["source"] = "org/rows"
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    lines = "".join(convert_file(tmp_path / "theirs.yaml").differences)
+    assert ("what is trained reads nothing else" in lines) == bool(there)
+    assert there is None or UNREAD.format(there) in lines

@@ -37,6 +37,7 @@ from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
     BREAK_TRAINED,
     COMMON_TURNS_OF_IMAGES,
+    ENDED_BEFORE,
     ENDS_ADDED,
     OF_PHI3,
     ONE_TEXT,
@@ -379,6 +380,26 @@ def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> 
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
     assert SCORED_BREAK in said(convert(file, beta=0.1))
     assert SCORED_BREAK not in said(convert(file))
+
+
+@pytest.mark.parametrize(
+    ("keys", "method"),
+    [
+        ({"beta": 0.1}, "dpo"),
+        ({"desirable_weight": 1.5}, "kto"),
+        ({"loss_type": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.5}, None),
+        ({}, None),
+    ],
+)
+def test_the_tokens_that_older_versions_of_trl_add_to_an_answer_are_said(
+    keys: dict[str, object], method: str | None, convert: Convert
+) -> None:
+    """Its DPOTrainer of 0.19.1 to 0.27.0 ends each answer with the EOS token, its KTOTrainer to 1.2.0."""
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
+    text = said(convert(file, **keys))
+    assert [name for name, line in ENDED_BEFORE.items() if line in text] == (
+        [method] if method else []
+    )
 
 
 @pytest.mark.parametrize("method", ["orpo", "simpo", "dpo"])

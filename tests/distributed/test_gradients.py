@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from finetune.distributed.gradients import clip_gradients, is_scaled, unscale, update
+from finetune.distributed.gradients import backward, clip_gradients, is_scaled, unscale, update
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -74,3 +74,13 @@ def test_the_norm_of_millions_of_gradients_is_exact_and_they_are_scaled_down_to_
     norm = clip_gradients(layer, 1.0)
     assert norm.dtype == torch.float32 and float(norm) == pytest.approx(float(expected), rel=1e-7)
     assert float(layer.weight.grad.double().square().sum().sqrt()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_rows_that_reach_nothing_that_is_trained_stop_the_run_with_a_reason() -> None:
+    """As texts where adapters of Llama 3.2 Vision's layers of cross attention alone are trained."""
+    layer = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(UserError, match="the rows reach no weight that is trained"):
+        backward(layer(torch.ones(2)).sum(), world_with(None))
+    layer.requires_grad_(True)  # which a checkpointed block's inputs are, too
+    with pytest.raises(UserError, match="the rows reach no weight that is trained"):
+        clip_gradients(layer, 1.0)
