@@ -88,7 +88,7 @@ from finetune.models.lora import add_adapters, names_of_parameters, read_adapter
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
-from finetune.models.reach import BlankDocument, freeze_unreached
+from finetune.models.reach import BlankDocument, freeze_cross_attention, freeze_unreached
 from finetune.models.routing import install_routing
 from finetune.models.value_head import add_value_head, train_value_head
 from finetune.models.vision import record_outputs
@@ -114,6 +114,7 @@ class BuildOptions:
     # Whether the loss uses the head. Else the head is frozen, unless it is tied to the embedding.
     trains_head: bool = True
     blank_document: BlankDocument | None = None  # finds what an image reaches; None without images
+    holds_no_image: bool = False  # all rows are known, and none holds an image
 
 
 PLAIN = BuildOptions()
@@ -134,7 +135,7 @@ class ModelSize:
     active: int  # those that work on one text token: of routed experts the chosen ones
     multiplied: int  # active parameters in matrix products: without an untied input embedding
     frozen_multiplied: int  # `multiplied` without those trained; adapters are small, and counted
-    unreached: tuple[str, ...] = ()  # parameters that the recipe trains, but no image reaches
+    unreached: tuple[str, ...] = ()  # parameters that the recipe trains, but no row reaches
     # tensors of the base's files that the model does not have, and an export keeps
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
 
@@ -196,6 +197,8 @@ def build_model(
     unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
         unreached = freeze_unreached(built, options.blank_document)
+    elif options.holds_no_image:
+        unreached = freeze_cross_attention(built)
     offload = _checkpoint_activations(built, model, world)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if not options.trains_head:

@@ -1,4 +1,4 @@
-"""Which parameters beside the language model an image reaches: the others are not trained.
+"""Which parameters a run's rows reach, images among them: the others are not trained.
 
 CLIP's last norm, or the layers after `vision_feature_layer`, work on nothing that the language
 model reads. No gradient reaches them: the optimizer would keep no state for them, and DDP would
@@ -19,9 +19,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from finetune.distributed.model_parts import text_names, trunk_of
+from finetune.distributed.model_parts import decoder_layers, has_trained, text_names, trunk_of
 from finetune.errors import UserError, on_one_line
-from finetune.models.vision import forward_images
+from finetune.models.vision import forward_images, reads_across
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -32,6 +32,10 @@ PRODUCTS = {
     aten.convolution.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+ONLY_IMAGES = (
+    "names parts of the model that only images reach, and no row holds one; name parts of the "
+    "language model"
+)
 BlankDocument = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
 """(the tokens of a document with one small image, int64[1, tokens]; the processor's arguments for
 it).
@@ -62,6 +66,32 @@ def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[st
     for name in unreached:
         beside[name].requires_grad_(False)
     return unreached
+
+
+def freeze_cross_attention(model: nn.Module) -> tuple[str, ...]:
+    """Freezes the layers of cross attention, which rows without images do not enter; returns the
+    names of what was trained in them.
+
+    Else DDP would wait for their gradients, and reduce none that stands in one bucket with them.
+
+    Raises:
+        UserError: Nothing else is trained.
+    """
+    if not reads_across(model):
+        return ()
+    layers = decoder_layers(model)
+    unread = {
+        id(parameter)
+        for index in trunk_of(model).config.cross_attention_layers
+        for parameter in layers[index].parameters()
+        if parameter.requires_grad
+    }
+    named = {name: p for name, p in model.named_parameters() if id(p) in unread}
+    for parameter in named.values():
+        parameter.requires_grad_(False)
+    if named and not has_trained(model):
+        raise UserError(f"trainable_modules, lora_target_modules: {ONLY_IMAGES}")
+    return tuple(named)
 
 
 def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -> set[str]:

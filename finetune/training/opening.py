@@ -27,7 +27,7 @@ from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
 from finetune.files.phases import Phases
 from finetune.models.load import BuildOptions, trains_tower
-from finetune.models.reach import BlankDocument
+from finetune.models.reach import ONLY_IMAGES, BlankDocument
 from finetune.plan.architecture import read_reward_model
 from finetune.training.lifecycle import fix_template_date, open_run_folder
 from finetune.training.objectives.distill import read_teacher_facts
@@ -53,6 +53,7 @@ class OpenedRun:
             scores=(self.recipe.score_head, find_pad_id(self.tokenizer)),
             trains_head=not self.recipe.method_facts.embeds,
             blank_document=self._blank_document,
+            holds_no_image=self._holds_no_image,
         )
 
     @property
@@ -74,10 +75,7 @@ class OpenedRun:
         holds one.
         """
         if self._holds_no_image and trains_tower(model):
-            raise UserError(
-                "trainable_modules: names parts of the model that only images reach, and no row "
-                "holds one; name parts of the language model"
-            )
+            raise UserError(f"trainable_modules: {ONLY_IMAGES}")
 
 
 def open_run(

@@ -53,7 +53,7 @@ from finetune.units import counted, disk_size, duration, gib
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 SHOWN_CHARACTERS = 60  # of each text of an answer
 ROUNDING_DIVERGENCE = 1e-6  # nats a token: a divergence that may be rounding alone
-SHOWN_UNREACHED = 3  # modules that no image reaches
+SHOWN_UNREACHED = 3  # modules that no row reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -267,7 +267,7 @@ def _describe_trained_modules(recipe: Recipe) -> str:
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
-    """Names the modules that the recipe would train but no image reaches, if there are any."""
+    """Names the modules that the recipe would train but no row reaches, if there are any."""
     if not size.unreached:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
@@ -278,8 +278,8 @@ def describe_unreached(size: ModelSize) -> list[str]:
         more = ""
     return [
         (
-            f"        not trained: {names}{more}: the language model reads nothing that they "
-            "compute of an image"
+            f"        not trained: {names}{more}: the model reads nothing that they compute of "
+            "the rows"
         )
     ]
 

@@ -401,7 +401,7 @@ def test_a_tower_of_which_no_image_reaches_a_part_is_resumed(
     said = train_all(tmp_path, [(recipes["llava-tower"], config, overrides)], ranks=ranks)
     assert f"resumed at step {STEPS - 1}" in said
     assert re.search(
-        r"not trained: model\.vision_tower\.\S*layers\.1\..* and 6 more: the language model reads nothing",
+        r"not trained: model\.vision_tower\.\S*layers\.1\..* and 6 more: the model reads nothing",
         said,
     )
     assert_bit_equal(whole, stopped, STEPS)

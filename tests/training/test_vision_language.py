@@ -12,9 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.cli import main
+from finetune.config.pretrained import load_config, trained_config
+from finetune.config.schema import Model
+from finetune.distributed.model_parts import text_names
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.run_files import read_benchmarks
+from finetune.models.load import build_on_meta
+from finetune.models.reach import freeze_cross_attention
 from tests.conftest import make_chat, slow_but
 from tests.inference.test_evaluate import PROMPTS, make_task
 from tests.training import reference
@@ -272,11 +277,33 @@ def test_an_adapter_without_effect_on_the_class_is_refused(
         export(other, tmp_path / "export", log=lambda _: None)
 
 
+def test_layers_that_no_text_enters_are_frozen_where_no_row_holds_an_image(tmp_path: Path) -> None:
+    """Held against a backward of transformers' own class; DDP waits for the gradients of what is trained."""
+    keys = Model(model_name_or_path=str(make_vision_model(tmp_path / "model", "mllama")))
+    built = build_on_meta(trained_config(load_config(keys), keys), torch.float32)
+    built.requires_grad_(True)
+    frozen = freeze_cross_attention(built)
+    whole = open_whole(tmp_path / "model")
+    whole(input_ids=torch.arange(5)[None]).logits.logsumexp(-1).sum().backward()
+    of_text = text_names(whole)
+    unread = [
+        name
+        for name, parameter in whole.named_parameters()
+        if name.startswith(of_text) and parameter.grad is None
+    ]
+    assert frozen and sorted(frozen) == sorted(unread)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(name in frozen)
+    with pytest.raises(UserError, match="only images reach, and no row holds one"):
+        freeze_cross_attention(built)
+
+
 @pytest.mark.slow
 def test_further_families_train_as_the_whole_class(tmp_path: Path) -> None:
     recipes = make_recipes(tmp_path, MORE)
     wanted = [(recipe, "single", 1) for recipe in recipes if not recipe.endswith(("-text", "-dpo"))]
     on_two = [(family, layout, 2) for family in MORE for layout in ("full_shard", "ddp")]
+    on_two.append(("mllama-lora", "ddp", 2))
     runs = train_families(tmp_path, recipes, wanted + on_two, wanted)
     for family in MORE:
         for layout, ranks in (("single", 1), ("full_shard", 2), ("ddp", 2)):
