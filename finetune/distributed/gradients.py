@@ -77,6 +77,21 @@ def backward(loss: torch.Tensor, world: World) -> None:
     world.accelerator.backward(loss)
 
 
+def refuse_missing_gradients(model: nn.Module) -> None:
+    """Raises `UserError` where a trained weight got no gradient under DDP, which then averages none
+    that stands in one bucket with it. No effect in other layouts.
+    """
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    missing = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+    if missing:
+        raise UserError(
+            f"DDP waits for the gradient of each trained weight, and {len(missing)} got none in "
+            f"this step, {missing[0]} the first; choose fsdp_full_shard.yaml, or freeze them "
+            "(frozen_modules)"
+        )
+
+
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     """Clips gradients to a global 2-norm of `max_norm` and returns the norm before clipping.
 

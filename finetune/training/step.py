@@ -22,6 +22,7 @@ from finetune.distributed.gradients import (
     backward,
     clip_gradients,
     is_scaled,
+    refuse_missing_gradients,
     unscale,
     update,
     without_gradient_sync,
@@ -157,6 +158,7 @@ def accumulate_gradients(
             sync = nullcontext() if index == last else without_gradient_sync(model)
             with sync:
                 backward(forwards.measure(micro_batch), world)
+        refuse_missing_gradients(model)
     forwards.end_step()
     return forwards.total
 

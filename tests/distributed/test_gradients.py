@@ -6,7 +6,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from finetune.distributed.gradients import backward, clip_gradients, is_scaled, unscale, update
+from finetune.distributed.gradients import (
+    backward,
+    clip_gradients,
+    is_scaled,
+    refuse_missing_gradients,
+    unscale,
+    update,
+)
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -84,3 +91,19 @@ def test_rows_that_reach_nothing_that_is_trained_stop_the_run_with_a_reason() ->
     layer.requires_grad_(True)  # which a checkpointed block's inputs are, too
     with pytest.raises(UserError, match="the rows reach no weight that is trained"):
         clip_gradients(layer, 1.0)
+
+
+def test_a_trained_weight_without_a_gradient_stops_a_run_under_ddp() -> None:
+    layers = torch.nn.ModuleDict({"read": torch.nn.Linear(2, 2), "unread": torch.nn.Linear(2, 2)})
+    layers["read"](torch.ones(2)).sum().backward()
+    refuse_missing_gradients(layers)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(UserError, match=r"2 got none in this step, unread\.weight the first"):
+            refuse_missing_gradients(torch.nn.parallel.DistributedDataParallel(layers))
+        layers["unread"].requires_grad_(False)
+        refuse_missing_gradients(torch.nn.parallel.DistributedDataParallel(layers))
+    finally:
+        torch.distributed.destroy_process_group()
