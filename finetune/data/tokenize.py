@@ -242,10 +242,11 @@ def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> It
     """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}
-    span_ends = dict(document.spans)  # start -> end; of two with one start the last is the longer
-    trained_until = 0
+    # Spans do not overlap: of two with one start the first is empty.
+    span_ends = dict(document.spans)  # start -> end
+    trained_until = 0  # the end of the last span that has begun
     for start, end in pairwise(sorted(borders)):
-        trained_until = max(trained_until, span_ends.get(start, 0))
+        trained_until = span_ends.get(start, trained_until)
         if start == 0 or start in document.fresh_starts:
             prefix = ""
         elif text.endswith(added_tokens, 0, start):

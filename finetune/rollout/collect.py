@@ -129,7 +129,7 @@ class Sampler:
         Args:
             examples: The prompts' store.
             example_ids: [prompts].
-            step: Part of the completions' seeds.
+            step: Part of the completions' seeds; reward functions read it.
             generations: Completions of each prompt.
             greedy: Whether the likeliest tokens are taken.
             prompts_before: How many prompts were sampled for the step before these; part of the
@@ -196,8 +196,8 @@ class Sampler:
             messages=batch.messages,
             first_place=0 if episodes is None else episodes.first_place,
         )
-        most_turns = self.recipe.rollout.max_tool_calling_iterations
-        return take_turns(batch.requests, sample, conversations, most_turns, on_main)
+        calling_turns = self.recipe.rollout.max_tool_calling_iterations  # one more may follow
+        return take_turns(batch.requests, sample, conversations, calling_turns, on_main)
 
     def _score_all(
         self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
@@ -289,11 +289,10 @@ class Sampler:
         end = len(requests) * (index + 1) // groups
         own = self.engine.sample(requests[first:end], sampling)
         by_rank = self.world.gather([completion.as_json() for completion in own])
-        ranks_in_stage = self.world.stage_size
-        ranks_in_group = ranks_in_stage // groups
-        # The ranks of the first pipeline stage come first; every stage has the same completions.
-        # So have the ranks of a tensor parallel group, which are neighbors.
-        by_group = by_rank[:ranks_in_stage][::ranks_in_group]
+        # A group's ranks are neighbors and have the same completions; its first rank's are taken.
+        # The ranks of the first pipeline stage come first; the later stages repeat its groups.
+        ranks_in_group = self.world.stage_size // groups
+        by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
         return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
 
     def score(
@@ -433,7 +432,8 @@ class RolloutBatches:
     def batches(
         self, from_step: int = 0, record: Record = lambda lines: None
     ) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, each sampled when it is asked for.
+        """The step batches from `from_step` to the end, each made when it is asked for; the first
+        of a generation samples for all of it, or takes what was sampled ahead.
 
         All ranks ask together.
 
@@ -493,7 +493,8 @@ class RolloutBatches:
 
     def _take_and_submit_next(self, step: int) -> dict[int, list[Sampled]]:
         """Returns the completions that were sampled ahead for the generation at `step`, by the
-        steps of their prompts, and has the server begin those of the next generations.
+        steps of their prompts, and has the server begin those of the next generations that it has
+        not begun.
 
         Where nothing of this generation has begun, at the start of a run or after a resume, it is
         submitted here too. After a resume the engine answers its requests from the checkpoint's
@@ -595,8 +596,8 @@ class RolloutBatches:
     def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
         """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
 
-        Each later step deals the completions to ranks again, and a resumed run may have other
-        ranks: so a number is kept by its completion, not by its place in a micro-batch.
+        A resumed run may have other ranks, to which completions are dealt otherwise: so a number is
+        kept by its completion, not by its place in a micro-batch.
         """
         batch = lay_out(rollout, self._row_options)
         own: list[tuple[str, int, list[float]]] = []  # of this rank: name, completion, its numbers

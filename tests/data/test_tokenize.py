@@ -282,6 +282,14 @@ def test_documents_without_a_token_are_handled() -> None:
     assert tokens.trained.tolist() == [0, int(tokens.lengths[1]) - 1, 0]
 
 
+@pytest.mark.parametrize("spans", [((3, 11),), ((3, 3), (3, 11))])  # the second: an empty one first
+def test_a_span_is_trained_beyond_a_fresh_start(spans: tuple[tuple[int, int], ...]) -> None:
+    backend = TOKENIZERS["byte level"]
+    document = RenderedText("It is four.", spans, False, fresh_starts=(6,))
+    tokens = tokenize([document], [(0, 0)], ENCODERS["byte level"])
+    assert backend.decode(tokens.labels[tokens.labels >= 0].tolist()).strip() == "is four."
+
+
 def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
     rows = json.loads((shared / "data" / "alpaca_en_demo.json").read_text())

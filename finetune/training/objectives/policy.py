@@ -356,7 +356,7 @@ class PolicyObjective(Objective):
         for name in [name for name in means if name.endswith(SQUARE)]:
             mean_square = means.pop(name)
             prefix = name.removesuffix("/square")  # "ratio", or such as "staleness/2/ratio"
-            if mean_square:
+            if mean_square:  # 0 if the ratios are next to 0; over no tokens there is no mean
                 share = means[f"{prefix}/mean"] ** 2 / mean_square
                 # sums in fp32 may round above 1
                 means[f"{prefix}/effective_sample_size"] = min(1.0, share)

@@ -161,7 +161,8 @@ def compute_losses(
     ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
 ) -> Tensor:
     """Computes the bounded losses: PPO's clipped surrogate, the log-probability under a bounded
-    weight (CISPO), or the surrogate of the tokens whose probability has not moved too far (DPPO).
+    weight (CISPO), or the surrogate of the tokens whose probability has not moved too far with the
+    advantage (DPPO).
 
     Args:
         ratios: Of `loss_shape`.

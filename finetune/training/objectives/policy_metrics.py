@@ -25,10 +25,10 @@ def describe_completions(
     Args:
         rollout: The columns that `completion_rows` makes, [completions] each. Among them are the
             reward, nan where no function gave a score; the deviation of the rewards in its group;
-            the entropy, summed over its sampled tokens; and whether the limit of tokens ended it
-            (is_cut). Two are the same for all completions: the share of flat groups, and that of
-            completions with a failed score, among all that the step sampled, groups included that
-            it dropped.
+            its sampled tokens, without those of tools, and their entropy, summed; and whether the
+            limit of tokens ended it (is_cut). Two are the same for all completions: the share of
+            flat groups (flat), and that of completions with a failed score (failed), among all that
+            the step sampled, groups included that it dropped.
         has_groups: Whether rewards are compared within groups; a critic compares none.
     """
     rewards = rollout["rewards"]
