@@ -59,7 +59,7 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
     """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts
     elsewhere.
 
-    On a GPU before Ampere torch computes grouped products one by one.
+    `GROUPED` suits a GPU before Ampere too: there transformers runs its loop for each product.
 
     Args:
         sharding: Says which dtype mixed precision casts to, bf16 beside FP8.
@@ -271,10 +271,13 @@ def _add_adapter(
     Returns:
         [n, out].
     """
-    # left @ right has the weight's shape: [out, in], so B A; transposed [in, out], so A^T B^T
     left, right, scale = factors
-    a = left.mT if is_transposed else right  # [experts, rank, in]
-    b = right.mT if is_transposed else left  # [experts, out, rank]
+    if is_transposed:  # left [experts, in, rank] is A^T, right [experts, rank, out] is B^T
+        a = left.mT
+        b = right.mT
+    else:  # left [experts, out, rank] is B, right [experts, rank, in] is A
+        a = right
+        b = left
     padding = -a.shape[1] % EXPERT_RANK_MULTIPLE
     if padding:
         a = F.pad(a, (0, 0, 0, padding))
@@ -301,7 +304,7 @@ def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     weights = weights.to(rows.dtype)
     is_aligned = all(size * weights.itemsize % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     if is_aligned:
-        multiply = _grouped_mm
+        multiply = _grouped_mm  # one kernel, but a loop before Ampere
     else:  # a loop, for which the host reads `ends`
         multiply = torch.ops.transformers.grouped_mm_fallback
     product: Tensor = multiply(rows, weights, ends)
@@ -373,6 +376,7 @@ def count_active(model: Any) -> dict[nn.Parameter, int]:
     counts = {parameter: parameter.numel() for parameter in model.parameters()}
     if experts and chosen:
         for module in model.modules():
+            # experts, or peft's module around them, whose adapters count by the same share
             if is_experts(_without_adapters(module)):
                 counts |= {
                     parameter: parameter.numel() * chosen // experts
@@ -389,8 +393,8 @@ def _without_adapters(module: Any) -> nn.Module:
 def quantize_experts(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype
 ) -> frozenset[str]:
-    """Replaces the frozen weights of the experts by quantized ones, which are empty until they are
-    loaded.
+    """Replaces the frozen weights of the experts, not their biases, by quantized ones, which are
+    empty until they are loaded.
 
     The layers' forward changes too: it dequantizes the weights, and multiplies by the factors of
     peft's adapters, which peft no longer adds. Call it after adapters and activation checkpointing
@@ -590,10 +594,10 @@ class DividedExperts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
         inverse = order.argsort()
-        # Rows for each expert: to all ranks' experts, rank after rank; and from each rank in turn
-        # to this rank's experts. Not torch.bincount, which on a GPU makes the host wait for the
-        # largest expert.
+        # Rows for each expert of all ranks. Not torch.bincount, which on a GPU makes the host wait
+        # for the largest expert.
         sent_counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        # from each rank in turn, rows for each of this rank's experts
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts, group=self.group)
         counts = torch.stack([sent_counts, received_counts])

@@ -127,7 +127,7 @@ def sharded_points(
             "the head",
             memory.tail,
             activations=kept_for_backward(spec),  # at most: the final norm's are freed
-            gathered=memory.layer.arriving,
+            gathered=_gathered_beside(memory, memory.layers),
             update_temporaries=backward.update_temporaries("head"),
         )
         backward.end_unit(memory.tail)
@@ -144,11 +144,7 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
     spec = backward.spec
     memory = backward.memory
     is_first_layer = done + 1 == memory.layers
-    next_unit = memory.embedding if is_first_layer else memory.layer
-    # what is gathered beside this layer; the next unit arrives meanwhile
-    others = next_unit.arriving + (memory.layers - done - 1) * memory.staying_until_backward
-    if memory.tail_has_embedding:
-        others += memory.tail.gathered
+    others = _gathered_beside(memory, memory.layers - done - 1)
     point = replace(
         backward.before,
         name=f"backward of {name}",
@@ -170,6 +166,22 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
         gathered=others,
         update_temporaries=backward.update_temporaries("layer"),
     )
+
+
+def _gathered_beside(memory: LayoutMemory, layers: int) -> int:
+    """Bytes gathered beside a unit in its backward, which `layers` layers and the embedding follow:
+    what stays, and the next unit, which arrives unless it stays.
+    """
+    gathered = layers * memory.staying_until_backward + memory.staying_embedding
+    if memory.tail_has_embedding:
+        gathered += memory.tail.gathered
+    if layers:
+        next_stays = memory.staying_until_backward > 0
+        next_unit = memory.layer
+    else:
+        next_stays = memory.staying_embedding > 0
+        next_unit = memory.embedding
+    return gathered if next_stays else gathered + next_unit.arriving
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
@@ -329,11 +341,11 @@ def _updated_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
     """The backward of the layer after `done` others, at its two highest points: at its first
-    update, that of down_proj; and then, when it has the gradients of gate's and up's outputs, but
-    of no weight.
+    update, that of down_proj, which is counted as the largest; and after it, when activations have
+    the gradients of gate's and up's outputs, and none of the layer's weights has one.
     """
     if spec.computed.trace(spec.computation) is None:
-        # at the update the gradients of gate's and up's outputs are not there yet
+        # `_activations_at_layer` has the gradients of gate's and up's outputs, the update has not
         missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
     else:  # a trace does not say what is of the MLP
         missing = 0
@@ -344,7 +356,7 @@ def _updated_layer(
         activations=activations - missing,
         temporaries=point.temporaries + update.temporaries,
     )
-    yield replace(point, gradients=0, activations=activations)
+    yield replace(point, gradients=update.waiting, activations=activations)
 
 
 def _name_layer(done: int, layers: int) -> str:
@@ -403,7 +415,8 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
-    # what the MLP saved, and one of the gradients of gate and up
+    # what the MLP saved, and the gradient of gate's or of up's output: the last product reads the
+    # other one
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
         + architecture.mlp_width * computation.itemsize

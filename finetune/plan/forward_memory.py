@@ -46,11 +46,8 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
     forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
     if spec.sharding.is_fsdp:
-        gathered = sum(
-            tensor.numel // tensor.divided * min(tensor.itemsize, computation.itemsize)
-            for tensor in spec.part_tensors
-        )
-        point = replace(forward, gathered=gathered)
+        numbers = sum(tensor.numel // tensor.divided for tensor in spec.part_tensors)
+        point = replace(forward, gathered=computation.itemsize * numbers)
     else:
         point = forward
     # prompts are read, into caches of their own
@@ -64,12 +61,12 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
         activations=prompt_caches + forward.activations + masks,
         loss=prompts_at_once * architecture.vocabulary * FP32,
     )
-    # Prompts move into the rows' cache, layer after layer. At the last one the cache is complete;
-    # beside it are that layer's prompts, as they were read and once for each row.
+    # Prompts move into the rows' cache, layer after layer. At the last one the cache is complete.
     cache = kv_cache_bytes(spec, rows * row_tokens)
     if rollout.routing_replay and architecture.mixture is not None:
         experts_of_token = architecture.layers * architecture.mixture.chosen
         cache += rows * row_tokens * experts_of_token * INT16
+    # that layer's prompts, as they were read and once for each row
     last_layer = kv_cache_bytes(spec, (prompts + rows) * prompt_tokens) // architecture.layers
     logits = rows * architecture.vocabulary
     yield replace(point, activations=cache + last_layer, loss=logits * FP32)
@@ -222,7 +219,7 @@ def plan_forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Sn
 
 def _gathered_in_forward(spec: RunSpec) -> int:
     """A layer with the buffers of its all-gather and of the next one's, or the tail with its own;
-    where layers stay until the loss, all of them.
+    where layers stay until the loss, all of them. And an embedding that stays.
     """
     layout = plan_layout_memory(spec)
     if layout.staying_until_loss:
@@ -232,4 +229,4 @@ def _gathered_in_forward(spec: RunSpec) -> int:
     if layout.tail_has_embedding:  # gathered for the embedding, it is there in every layer
         layer += layout.tail.gathered
     tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
-    return max(layer, tail) + layout.staying_until_loss
+    return max(layer, tail) + layout.staying_until_loss + layout.staying_embedding

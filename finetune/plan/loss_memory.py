@@ -68,7 +68,7 @@ def loss_bytes(spec: RunSpec) -> int:
     # the hidden states of early exits before they are joined
     exits = computation.residual_itemsize * architecture.hidden * (scored - spec.tokens)
     chunk = chunk_bytes(spec, scored)
-    if head_gradient:
+    if head_gradient:  # computed here
         product = weight_product_bytes(
             architecture.head_rows, architecture.hidden, scored, computation
         )
@@ -111,13 +111,13 @@ def head_adapter_bytes(spec: RunSpec) -> int:
     if not lora_rank:
         return 0
     computation = spec.computation
-    # A's products: by themselves, joined to the hidden states, and in the copy of the trained
-    # positions and its gradient, whose hidden states `loss_bytes` counts
-    features = spec.computed.hidden + 4 * lora_rank
+    # A's products four times: by themselves, joined to the hidden states, and in the copy of the
+    # trained positions and its gradient; the hidden states of those two `loss_bytes` counts
+    features = 4 * lora_rank + spec.computed.hidden
     joined = computation.itemsize * spec.tokens * features
-    # of B: the scaled copy, under autocast with a cast one, and the fp32 gradient
-    per_number = computation.itemsize + (FP32 if computation.autocast else 0) + FP32
-    return joined + per_number * lora_rank * spec.computed.head_rows
+    # of B: the scaled copy, which under autocast is fp32 and cast; and the fp32 gradient
+    scaled = (FP32 if computation.autocast else 0) + computation.itemsize
+    return joined + (scaled + FP32) * lora_rank * spec.computed.head_rows
 
 
 def _head_rank(spec: RunSpec) -> int:
@@ -179,8 +179,8 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their
-    gradient cast back; compiled, the scores and their gradient.
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities and,
+    below fp32, a cast of one of them; compiled, the scores and their gradient.
     """
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, computation.device))
     if computation.compiled:
@@ -188,9 +188,9 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> 
     if computation.itemsize == FP32:
         cast = 0
     elif computation.cpu or computation.divides_vocabulary:
-        cast = FP32  # both cast the input of their softmax first
+        cast = FP32  # of the scores, before their softmax
     else:
-        cast = computation.itemsize
+        cast = computation.itemsize  # of the gradient, which replaces the log-probabilities
     return chunk * vocabulary * (computation.itemsize + FP32 + cast)
 
 
@@ -262,7 +262,10 @@ def log_probability_backward_bytes(
     ]
     if head_gradient:
         held += computation.itemsize * hidden  # the hidden states at the trained positions
-        chunk = loss_chunk_bytes(architecture.head_rows, tokens, computation)
+        chunk = max(
+            loss_chunk_bytes(architecture.head_rows, tokens, computation),
+            weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
+        )
         chunk += _cast_head_bytes(architecture, computation)
         cast_gradient = _cast_gradient_bytes(head_gradient, computation)
         steps.append(2 * cast_product + head_gradient + max(chunk, cast_gradient))

@@ -84,7 +84,9 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
         optimizer=state.optimizer if keeps_state_in_files else 0,
     )
     at_rest = replace(loaded, name="between steps", optimizer=state.optimizer)
-    step = [  # at the update only the pipeline's buffers are left: there it is an upper bound
+    # At the update no other micro-batch is in flight: of the pipeline's bytes the buffers alone are
+    # left, and the sum is an upper bound.
+    step = [
         replace(point, activations=point.activations + pipeline_bytes(spec))
         for point in _step_points(spec, replace(at_rest, gradients=state.gradients))
     ]
@@ -135,8 +137,8 @@ def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
 
 
 def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
-    """The points of an evaluation: the teacher's, then those of `sampling`. Without sampling, a
-    held-out batch and, where a method embeds, the comparison of its vectors.
+    """The points of an evaluation: the teacher's, then those of `sampling`. Where that is empty, as
+    if a server samples, a held-out batch and, where a method embeds, the comparison of its vectors.
     """
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
@@ -178,7 +180,8 @@ def pipeline_bytes(spec: RunSpec) -> int:
         return 0
     message = spec.tokens * spec.computed.hidden * spec.computation.itemsize
     chunks = spec.sharding.pipeline_chunks // spec.stages  # groups of layers on this rank
-    in_flight = spec.micro_batches_in_flight  # of several chunks a fraction
+    # a fraction where there are several chunks: each has a share of a micro-batch's activations
+    in_flight = spec.micro_batches_in_flight
     receiving = chunks - (spec.stage == 0)  # chunks with a predecessor on another rank
     sending = chunks - spec.is_last_stage
     if spec.pipeline_order == "1f1b":
@@ -237,7 +240,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
     gathered again.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
-    gathered = layout.tail.gathered
+    gathered = layout.tail.gathered + layout.staying_embedding
     yield replace(
         head,
         name="loss",

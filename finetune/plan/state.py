@@ -514,6 +514,7 @@ class FsdpUnits:
     tail: Unit
     layers: Unit  # all decoder layers
     stay_gathered: bool  # layers remain gathered from forward to backward
+    embedding_stays: bool  # and so does the embedding
     # numbers of the layer's experts that no other rank has, so that no all-gather is needed
     unshared: int = 0
 
@@ -551,6 +552,7 @@ def split_into_units(
         for index in range(architecture.layers):
             layers += _unit(tensors, f"layer {index}", fp8)
     is_layer_wrapped = _is_layer_wrapped(architecture, sharding)
+    all_stay = sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD")
     if architecture.tied or sharding.layout == "fsdp1":
         tail += embedding
         embedding = Unit(0, 0)
@@ -562,7 +564,8 @@ def split_into_units(
         layer=layer if is_layer_wrapped else layers,
         tail=tail,
         layers=layers,
-        stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not is_layer_wrapped,
+        stay_gathered=all_stay or not is_layer_wrapped,
+        embedding_stays=all_stay,
         unshared=sum(tensor.numel // tensor.divided for tensor in on_one_rank_alone),
     )
 

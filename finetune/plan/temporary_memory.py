@@ -68,7 +68,7 @@ def fp8_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
-    """The bytes of a linear layer of each size that multiplies in FP8."""
+    """The bytes of the linear layers that multiply in FP8, of one of each size."""
     for linear in _list_linears(spec.architecture):
         if linear.name not in spec.fp8_weights:
             continue
@@ -197,19 +197,21 @@ class UpdateMemory:
 
     gradients: int  # whole; read only where nothing is sharded
     temporaries: int
+    waiting: int = 0  # of `gradients`, those that wait for a later update
 
 
 def update_temporaries(spec: RunSpec) -> int:
     """Returns the bytes that norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
+    # of second moments, if the optimizer allocates their roots
     if spec.files() is not None:
         # of one tensor after another: the root of its second moment, and that over the correction
-        at_once = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
+        roots = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
     elif spec.sharding.cpu_offload:
-        at_once = 0  # the host updates
-    else:  # all together
-        at_once = spec.state().gradients
-    return _count_temporaries(spec, trained, at_once)
+        roots = 0  # the host updates
+    else:  # of all together, as large as the gradients
+        roots = spec.state().gradients
+    return _count_temporaries(spec, trained, roots)
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
@@ -241,16 +243,16 @@ def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-    at_once = ceil_div(largest, spec.shards)  # a rank updates its shard
-    temporaries = _count_temporaries(spec, tensors, at_once)
-    return UpdateMemory(gradients=waiting + largest, temporaries=temporaries)
+    roots = ceil_div(largest, spec.shards)  # a rank updates its shard
+    temporaries = _count_temporaries(spec, tensors, roots)
+    return UpdateMemory(waiting + largest, temporaries, waiting)
 
 
-def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
+def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int) -> int:
     """The most bytes that one gradient's norm, or the optimizer's update of `tensors`, allocates.
 
-    `at_once`: bytes of the tensors that it updates together, or of their gradients: foreach AdamW
-    allocates as many for the roots of their second moments.
+    `roots`: bytes of the roots of the second moments that it updates together. Only foreach AdamW
+    allocates them.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
@@ -258,8 +260,7 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: i
     norm = FP64 * largest if spec.device == "cpu" else 0
     update = facts.update_copies * FP32 * largest
     update += facts.update_bytes * max(matrices, default=0)  # of a whole matrix
-    roots = at_once if facts.allocates_roots else 0
-    return max(norm, update, roots)
+    return max(norm, update, roots if facts.allocates_roots else 0)
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
@@ -297,6 +298,7 @@ class LayoutMemory:
     # they stay until the loss alone: the backward casts each one again.
     staying_until_loss: int = 0  # bytes of all layers
     staying_until_backward: int = 0  # bytes of each layer, until its own backward
+    staying_embedding: int = 0  # bytes of the embedding, until its own backward
     tail_has_embedding: bool = False
     buckets: int = 0  # of DDP, an fp32 number for each trained number
     # of a tied head where nothing is sharded, beside the embedding's own until they are added
@@ -339,6 +341,7 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
             units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
         ),
         staying_until_backward=layer.gathered if units.stay_gathered else 0,
+        staying_embedding=embedding.gathered if units.embedding_stays else 0,
         tail_has_embedding=tail_has_embedding,
     )
 
@@ -381,8 +384,8 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
 def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     """Plans the memory of each unit under DDP and single, which shard nothing.
 
-    Autocast caches a cast copy of every weight until the forward ends, or until its backward has
-    used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed).
+    Autocast caches a cast copy of every trained parameter until the forward ends, or until its
+    backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed).
     """
     computation = spec.computation
     architecture = spec.architecture
@@ -395,7 +398,8 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     )
     is_cast = (
         computation.autocast
-        and computation.lora is None  # whose frozen base has the compute dtype
+        and computation.lora is None  # the base under LoRA is frozen, in the compute dtype
+        # else products read rounded weights, not the parameters
         and not spec.recipe.quantization_aware.quantization_aware_training
     )
     cast = computation.itemsize * layer_weights if is_cast else 0

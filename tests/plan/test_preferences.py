@@ -44,14 +44,17 @@ def preferences(config: dict[str, Any], *, method: str = "dpo", **keys: Any) -> 
 
 @pytest.mark.parametrize(
     ("mixed_precision", "lora"),
-    slow_but([("no", True), ("no", False)], product(["bf16", "no"], [False, True])),
+    slow_but(
+        [("no", True), ("no", False), ("bf16", False)], product(["bf16", "no"], [False, True])
+    ),
 )
 def test_log_probabilities_allocate_what_is_planned(
     mixed_precision: MixedPrecision, lora: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one chunk of logits and in several, forward and backward: nothing of the head's weight in the forward."""
+    """In one chunk of logits, in several, and in one that the product of the weight outweighs, forward and backward: nothing of
+    the head's weight in the forward."""
     dtype, errors = {"bf16": torch.bfloat16, "no": torch.float32}[mixed_precision], {}
-    for vocabulary, hidden, tokens in ((4096, 64, 1024), (32768, 64, 768)):
+    for vocabulary, hidden, tokens in ((4096, 64, 1024), (32768, 64, 768), (4096, 1024, 256)):
         weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(not lora)
         states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
         labels, positions = torch.randint(0, vocabulary, (tokens,)), torch.arange(tokens)

@@ -31,6 +31,21 @@ CASES: dict[str, tuple[int, str, str, list[str]]] = {
 }
 QUICK = ("two ranks",)
 PRETENDED = "first of two"  # in one process, which allocates nothing for the exchange itself
+# What stays until its own backward, while other layers have theirs. Name -> layout, overrides, the model's sizes.
+STAYING: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "gathered layers": ("shard_grad_op", [], SIZES),
+    "a gathered embedding": ("shard_grad_op", [], SIZES | {"vocab_size": 4096}),
+    "a tied head's gradient": (
+        "single",
+        ["optim=sgd", IN_BACKWARD],
+        {
+            "hidden_size": 32,
+            "intermediate_size": 4096,
+            "vocab_size": 3072,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +79,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in wanted]
     if slow_too:
         jobs.append(job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments"))
+    jobs += [staying_job(folder / name, name) for name in STAYING]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("in_backward_on_ranks.py")
     done = run_python([str(script), str(folder / "jobs.json")], timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
+
+
+def staying_job(folder: Path, name: str) -> dict[str, Any]:
+    layout, overrides, sizes = STAYING[name]
+    folder.mkdir()
+    data = make_chat(folder / "chat.jsonl", rows=4)
+    model = make_model(folder / "model", **sizes)
+    job = {
+        "name": name,
+        "ranks": 1,
+        "folder": str(folder),
+        "recipe": str(write_recipe(folder / "recipe.yaml", model, data, max_grad_norm=None)),
+        "config": str(write_config(folder, layout, checkpointing=True)),
+        "overrides": overrides,
+    }
+    return job if layout == "single" else job | {"pretended": 2}
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
@@ -114,6 +146,12 @@ def test_a_step_allocates_what_is_planned(
         assert each["planned"] == pytest.approx(each["measured"], rel=0.02)
     assert saved > 0.35 * plain["measured"]
     assert planned == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_what_stays_until_its_backward_is_planned(name: str, folder: Path) -> None:
+    found = torch.load(folder / name / f"{name}-0.pt")
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.01)
 
 
 def alone() -> World:
