@@ -43,7 +43,7 @@ def pretend_groups() -> None:
     device_mesh.init_device_mesh = fully_shard.init_device_mesh = mesh.init_device_mesh = make_mesh
     # Ranks exchange once which stages know their shapes, and which numbers the last one measures.
     schedules._PipelineSchedule._warmup_p2p = _know_shapes  # type: ignore[method-assign]
-    pipeline.gather_json = lambda own, *_: [own or {"": []}] * 2
+    pipeline.gather_json = lambda own, *_: [own or [{"": []}]] * 2
     torch.cuda.get_rng_state = lambda *_: torch.empty(0)
     torch.cuda.set_rng_state = lambda *_: None
     for name in ("__init__", "__getitem__", "_flatten", "_concatenate"):

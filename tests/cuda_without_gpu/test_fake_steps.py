@@ -16,7 +16,7 @@ from tests.ranks import run_python
 # Where a step may wait for the device, and why.
 ALLOWED = {
     "step.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
-    "step.py:accumulate_gradients": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
+    "gradients.py:backward": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
     "tensor_parallel.py:sum_partial_gradients": "CPU offload: what the ranks of a tensor group sum goes to the device and back",
     "update_in_backward.py:_update": "as the host's guard, for each parameter",
     "update_in_backward.py:_mark_unless": "as the host's guard, for the loss",
@@ -67,7 +67,7 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
     reads_flag = OPTIMIZERS[optimization.optim].reads_found_inf and not (offloads or is_scaled)
     waits = {
         "step.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
-        "step.py:accumulate_gradients": offloads,
+        "gradients.py:backward": offloads,
         "gradients.py:update": is_scaled,
         "tensor_parallel.py:sum_partial_gradients": offloads
         and "tensor_parallel_size" in case.sharding,
