@@ -209,6 +209,7 @@ def _cosine(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
 def by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
     if quantization.bits is None:
         return None
+    _multiply_dequantized()
     return BitsAndBytesConfig(
         load_in_4bit=quantization.load_in_4bit,
         load_in_8bit=quantization.load_in_8bit,
@@ -216,6 +217,20 @@ def by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
         bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=torch.float32,
     )
+
+
+def _multiply_dequantized() -> None:
+    """Makes bitsandbytes multiply by weights that it dequantizes as one row: its kernel for CPUs with AVX-512 (0.50.2) mixes up
+    blocks where a row is shorter than one."""
+    import bitsandbytes
+
+    def multiply(inputs: Any, weight: Any, quant_state: Any, bias: Any = None) -> Any:
+        as_one_row = copy.copy(quant_state)
+        as_one_row.shape = torch.Size([1, quant_state.shape.numel()])
+        dense = bitsandbytes.functional.dequantize_4bit(weight, as_one_row)
+        return F.linear(inputs, dense.view(quant_state.shape), bias)
+
+    bitsandbytes.matmul_4bit = multiply
 
 
 def quantize_experts(model: PreTrainedModel, quantization: Quantization) -> None:
