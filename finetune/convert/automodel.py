@@ -294,6 +294,11 @@ HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
 AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat16; bfloat16 here"
+# resolve_storage_dtype, which recipes/llm/kd.py and recipes/vlm/kd.py of 0.6 alone call
+AS_FILED_BUT_IN_06 = (
+    "weights have the dtype of the model's files there, as a rule bfloat16, and are in float32 in "
+    "0.6; bfloat16 here"
+)
 WIDENED = (
     "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
 )
@@ -344,7 +349,10 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
-        conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
+        optimizer = str(read_section(settings, "optimizer").get("_target_"))
+        is_widened = "teacher_model" in settings and optimizer.startswith("torch.optim.")
+        note = AS_FILED_BUT_IN_06 if is_widened else AS_FILED
+        conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), note)
     elif model.get("force_hf") or not is_own:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
 

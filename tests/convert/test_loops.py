@@ -27,6 +27,7 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import GROUPS
 from finetune.convert.automodel import (
     AS_FILED,
+    AS_FILED_BUT_IN_06,
     BIASES_ROUNDED,
     CUT_BEFORE_ANSWER,
     FIRST_TO_COME,
@@ -750,6 +751,19 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
         AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
     )
     assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "line"), [("torch.optim.AdamW", AS_FILED_BUT_IN_06), ("dion.NorMuon", AS_FILED)]
+)
+def test_weights_that_a_student_of_automodels_has_in_float32_in_one_version_are_said(
+    optimizer: str, line: str, convert: Convert
+) -> None:
+    """resolve_storage_dtype of 0.6, which its recipes that distill call, for optimizers of torch."""
+    optimizers = {"optimizer": {"_target_": optimizer, "lr": 1e-5}}
+    made = convert(AUTOMODEL, **optimizers, teacher_model=dict(MODEL))
+    assert f"model.torch_dtype: null   ({line})" in said(made)
+    assert AS_FILED_BUT_IN_06 not in said(convert(AUTOMODEL, **optimizers))
 
 
 @pytest.mark.parametrize(
