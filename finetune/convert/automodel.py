@@ -114,13 +114,15 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     _adapt_saves(settings, conversion)
     if not settings.get("validation_dataset"):
         return
+    measures_saves = schedule.get("validate_on_checkpoint", True)  # a key of 0.7
     # after _adapt_saves: rows without steps of their own are measured with each save
-    if not schedule.get("val_every_steps") and "save_steps" in recipe:
+    if measures_saves and not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
     if has_stages and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
-    conversion.remarks.append(MEASURED_WITH_SAVES)
+    if measures_saves:
+        conversion.remarks.append(MEASURED_WITH_SAVES)
     if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
 

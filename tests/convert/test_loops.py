@@ -254,6 +254,23 @@ def test_automodel_measures_with_each_save(
     assert MEASURED_WITH_SAVES not in said(nothing)
 
 
+def test_automodel_measures_at_steps_alone_where_its_file_says_so(convert: Convert) -> None:
+    """is_val_step of its components/training/step_scheduler.py, since 0.7."""
+    for steps in ({"val_every_steps": 10}, {}):
+        schedule = {"ckpt_every_steps": 50, "validate_on_checkpoint": False, **steps}
+        made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), step_scheduler=schedule)
+        assert made.recipe.get("eval_steps") == steps.get("val_every_steps")
+        assert MEASURED_WITH_SAVES not in said(made)
+
+
+def test_the_dtype_of_automodels_weights_has_two_names(convert: Convert) -> None:
+    """from_pretrained of its _transformers/auto_model.py, since 0.7, where dtype comes first."""
+    for asked in ({"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "bfloat16"}):
+        made = convert(AUTOMODEL, model=asked)
+        assert made.recipe.get("dtype", "float32") == "float32"
+        assert "model.dtype" not in said(made)
+
+
 @pytest.mark.parametrize(
     ("keys", "leaves_out"),
     [
