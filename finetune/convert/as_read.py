@@ -1,6 +1,6 @@
 """A file as its tool reads it: without the keys that it does not read beside the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +152,7 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     file = deepcopy(dict(settings))
     if tool == "Automodel":
         file = _read_none(file)
+        _rename_dtype(file)
     dropped = [
         key
         for row in UNREAD
@@ -179,6 +180,15 @@ def _read_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_read_none(inner) for inner in value]
     return None if isinstance(value, str) and value in WORDS_OF_NULL else value
+
+
+def _rename_dtype(file: Mapping[str, Any]) -> None:
+    """Gives the weights' dtype the older of its two names, as from_pretrained of Automodel 0.7
+    reads them.
+    """
+    model = file.get("model")
+    if isinstance(model, dict) and model.get("dtype") is not None:
+        model["torch_dtype"] = model.pop("dtype")
 
 
 def _fill_evaluation(tool: Tool, file: dict[str, Any]) -> None:

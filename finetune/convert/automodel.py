@@ -114,13 +114,15 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     _adapt_saves(settings, conversion)
     if not settings.get("validation_dataset"):
         return
+    measures_saves = schedule.get("validate_on_checkpoint", True)  # a key of 0.7
     # after _adapt_saves: rows without steps of their own are measured with each save
-    if not schedule.get("val_every_steps") and "save_steps" in recipe:
+    if measures_saves and not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
     if has_stages and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
-    conversion.remarks.append(MEASURED_WITH_SAVES)
+    if measures_saves:
+        conversion.remarks.append(MEASURED_WITH_SAVES)
     if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
 
@@ -294,6 +296,11 @@ HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
 AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat16; bfloat16 here"
+# resolve_storage_dtype, which recipes/llm/kd.py and recipes/vlm/kd.py of 0.6 alone call
+AS_FILED_BUT_IN_06 = (
+    "weights have the dtype of the model's files there, as a rule bfloat16, and are in float32 in "
+    "0.6; bfloat16 here"
+)
 WIDENED = (
     "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
 )
@@ -344,7 +351,10 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     is_own = family in OWN_CLASSES or guess_family(name) in TOWERS_BY_TEXT
     if asked == "auto":
-        conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), AS_FILED)
+        optimizer = str(read_section(settings, "optimizer").get("_target_"))
+        is_widened = "teacher_model" in settings and optimizer.startswith("torch.optim.")
+        note = AS_FILED_BUT_IN_06 if is_widened else AS_FILED
+        conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), note)
     elif model.get("force_hf") or not is_own:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
 

@@ -7,7 +7,7 @@ from typing import Any
 from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
-from finetune.constants import ALL_LINEAR, HEADS
+from finetune.constants import ALL_LINEAR
 from finetune.convert.as_read import PASSED_ON
 from finetune.convert.asked_layout import count_sharing_ranks
 from finetune.convert.chat_templates import report_turn_ends
@@ -33,7 +33,7 @@ from finetune.convert.shared import (
     PACKED_IN_ORDER,
     SWITCHES_IN_16_BITS,
 )
-from finetune.convert.value_conversion import Conversion, convert_names
+from finetune.convert.value_conversion import Conversion, convert_names, convert_targets
 
 BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
 
@@ -181,12 +181,9 @@ def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
 def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
     """Names the adapted layers where two keys do, and none where parameters alone are adapted."""
     names = convert_names(settings.get("lora_target_modules")) or ()
-    heads = HEADS.intersection(names)
-    if settings.get("lora_target_linear") and heads:
-        recipe["lora_target_modules"] = [ALL_LINEAR, *sorted(heads)]
-    elif settings.get("lora_target_parameters") and not (
-        settings.get("lora_target_linear") or names
-    ):
+    if settings.get("lora_target_linear"):
+        recipe["lora_target_modules"] = convert_targets([ALL_LINEAR, *names])
+    elif settings.get("lora_target_parameters") and not names:
         recipe["lora_target_modules"] = []
 
 

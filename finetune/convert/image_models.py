@@ -250,8 +250,8 @@ TOWER_PART = re.compile(r"self\.(vision_tower|visual|vision_model|embed_vision) 
 PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
 TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
 EMBEDDING_THERE = (
-    "not read there since 0.3, nor here: the embedding is trained; frozen_modules: [embed_tokens] "
-    "freezes it, as 0.2 does"
+    "not read there since 0.3, and refused since 0.7; nor read here: the embedding is trained; "
+    "frozen_modules: [embed_tokens] freezes it, as 0.2 does"
 )
 SOUND_THERE = "the tower of sound is trained there by rows with sound, which are not read here"
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
+from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -210,9 +211,9 @@ NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
     """Reports layers that all-linear is there, or is not."""
-    targets = conversion.recipe.get("lora_target_modules", "all-linear")
+    targets = conversion.recipe.get("lora_target_modules", ALL_LINEAR)
     family = guess_family(name_model(settings)) or ""
-    if targets != "all-linear" or not conversion.recipe.get("use_peft", True):
+    if ALL_LINEAR not in targets or not conversion.recipe.get("use_peft", True):
         return
     if family in MAMBA_FAMILIES:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
@@ -311,8 +312,9 @@ WITHOUT_METHOD = "no quantization there without quant_method: bnb"
 SMOOTHED_MEANS = (
     "the mean of each micro-batch over its labels there; here the mean over those of the whole step"
 )
-# get_target_modules and get_modules_to_save of its pipelines/train/tuner.py
-FOUND_THERE = ("all-embedding", "all-norm")
+# get_target_modules and get_modules_to_save of its pipelines/train/tuner.py, and of its
+# megatron/utils/utils.py
+FOUND_THERE = ("all-embedding", "all-norm", "all-router")
 FOUND_BY_CLASS = "all modules of this kind there; here modules are named"
 # _init_new_special_tokens of its arguments/base_args/model_args.py
 FILES_OF_TOKENS = "a file of tokens there; added_tokens names each"

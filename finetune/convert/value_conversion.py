@@ -9,6 +9,7 @@ from typing import Any, get_args
 from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts
 from finetune.config.optimization import convert_optimizer
 from finetune.config.schema import recipe_keys
+from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.foreign_values import convert_number, read_number, shorten
 
@@ -88,6 +89,7 @@ LINEAR_LAYERS = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 
+ALL_LAYERS = ("all", ALL_LINEAR, "*", "*_proj", "linear")  # names of all of them
 # of the names of a model's layers
 STARTS = ("", "model.", "model.language_model.", "model.text_model.")
 SOME_LAYERS = (0, 1, 17)  # of any number of digits
@@ -127,16 +129,20 @@ def convert_targets(value: Any) -> Any:
     ['q_proj', 'o_proj']
     >>> convert_targets(r"model.layers.[\\d]+.mlp.(up|down)_proj")
     ['up_proj', 'down_proj']
+    >>> convert_targets(["all-linear", "q_proj", "lm_head"])
+    ['all-linear', 'lm_head']
     """
     if not isinstance(value, str | list):
         return None
     names = convert_names(value) or []
     names = [TORCHTUNE_LAYERS.get(name, name) for name in names]
-    if any(name in ("all", "all-linear", "*", "*_proj", "linear") for name in names):
-        return "all-linear"
+    is_all = any(name in ALL_LAYERS for name in names)
     plain: list[str] = []
     for name in names:
         plain += [name] if re.fullmatch(r"[\w.]+", name) else _matching_layers(name)
+    if is_all:
+        others = [name for name in plain if name not in (*ALL_LAYERS, *LINEAR_LAYERS)]
+        return [ALL_LINEAR, *dict.fromkeys(others)] if others else ALL_LINEAR
     return list(dict.fromkeys(plain)) or None
 
 

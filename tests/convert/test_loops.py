@@ -27,6 +27,7 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import GROUPS
 from finetune.convert.automodel import (
     AS_FILED,
+    AS_FILED_BUT_IN_06,
     BIASES_ROUNDED,
     CUT_BEFORE_ANSWER,
     FIRST_TO_COME,
@@ -251,6 +252,23 @@ def test_automodel_measures_with_each_save(
     # translate_value of its components/config/loader.py takes the word as null
     nothing = convert(AUTOMODEL, step_scheduler=steps, validation_dataset="none")
     assert MEASURED_WITH_SAVES not in said(nothing)
+
+
+def test_automodel_measures_at_steps_alone_where_its_file_says_so(convert: Convert) -> None:
+    """is_val_step of its components/training/step_scheduler.py, since 0.7."""
+    for steps in ({"val_every_steps": 10}, {}):
+        schedule = {"ckpt_every_steps": 50, "validate_on_checkpoint": False, **steps}
+        made = convert(AUTOMODEL, validation_dataset=dict(HELLASWAG), step_scheduler=schedule)
+        assert made.recipe.get("eval_steps") == steps.get("val_every_steps")
+        assert MEASURED_WITH_SAVES not in said(made)
+
+
+def test_the_dtype_of_automodels_weights_has_two_names(convert: Convert) -> None:
+    """from_pretrained of its _transformers/auto_model.py, since 0.7, where dtype comes first."""
+    for asked in ({"torch_dtype": "float32"}, {"dtype": "float32", "torch_dtype": "bfloat16"}):
+        made = convert(AUTOMODEL, model=asked)
+        assert made.recipe.get("dtype", "float32") == "float32"
+        assert "model.dtype" not in said(made)
 
 
 @pytest.mark.parametrize(
@@ -750,6 +768,19 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
         AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
     )
     assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "line"), [("torch.optim.AdamW", AS_FILED_BUT_IN_06), ("dion.NorMuon", AS_FILED)]
+)
+def test_weights_that_a_student_of_automodels_has_in_float32_in_one_version_are_said(
+    optimizer: str, line: str, convert: Convert
+) -> None:
+    """resolve_storage_dtype of 0.6, which its recipes that distill call, for optimizers of torch."""
+    optimizers = {"optimizer": {"_target_": optimizer, "lr": 1e-5}}
+    made = convert(AUTOMODEL, **optimizers, teacher_model=dict(MODEL))
+    assert f"model.torch_dtype: null   ({line})" in said(made)
+    assert AS_FILED_BUT_IN_06 not in said(convert(AUTOMODEL, **optimizers))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from finetune.convert.datasets import REPEATED
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
+from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.swift import (
     COPIES_IN_16_BITS,
     DRAWN_ANEW,
@@ -20,6 +21,7 @@ from finetune.convert.swift import (
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
     EXPERTS_UNDER_4,
+    FOUND_BY_CLASS,
     LOSS_OF_MESSAGES,
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
@@ -144,6 +146,39 @@ def test_ms_swift_puts_no_adapter_on_mambas_out_proj(convert: Convert) -> None:
     name = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
     assert NOT_ON_MAMBA in said(convert(SWIFT, model=name))
     assert NOT_ON_MAMBA not in said(convert(SWIFT, model=name, target_modules=["q_proj"]))
+    assert NOT_ON_MAMBA in said(convert(SWIFT, model=name, target_modules=["all-linear", "a"]))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        SWIFT
+        | {
+            "model": "Qwen/Qwen2.5-1.5B",
+            "target_modules": ["all-linear", "q_proj", "embed_tokens", "lm_head"],
+        },
+        {
+            "base_model": "Qwen/Qwen2.5-1.5B",
+            "datasets": [{"path": "a/rows", "type": "chat_template"}],
+            "adapter": "lora",
+            "lora_target_linear": True,
+            "lora_target_modules": ["q_proj", "embed_tokens", "lm_head"],
+        },
+    ],
+)
+def test_what_is_named_beside_all_linear_layers_is_adapted_too_or_said(
+    file: dict[str, Any], convert: Convert
+) -> None:
+    """get_target_modules of ms-swift and _build_peft_lora_config of Axolotl add the layers that they find to the names."""
+    made = convert(file)
+    assert made.recipe["lora_target_modules"] == ["all-linear", "lm_head"]
+    embedding = f'lora_target_modules: ["embed_tokens"]   ({EMBEDDING_ADAPTED})'
+    assert embedding in said(made) and NO_LAYER not in said(made)
+
+
+def test_routers_that_ms_swift_finds_are_said(convert: Convert) -> None:
+    text = said(convert(SWIFT, target_modules=["all-linear", "all-router"]))
+    assert f'target_modules: ["all-router"]   ({FOUND_BY_CLASS})' in text
 
 
 def test_experts_that_ms_swift_adapts_under_transformers_4_are_said(convert: Convert) -> None:
