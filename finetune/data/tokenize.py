@@ -273,7 +273,7 @@ def _cut_long_piece(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
             continue
         yield replace(piece, text=text[start:border], prefix=prefix)
         start = border
-        prefix = "\n"
+        prefix = "\n"  # else a tokenizer may put a space before the text
         search_from = border + LONG_TEXT
     yield replace(piece, text=text[start:], prefix=prefix)
 

@@ -172,11 +172,11 @@ def _gathered_beside(memory: LayoutMemory, layers: int) -> int:
     """Bytes gathered beside a unit in its backward, which `layers` layers and the embedding follow:
     what stays, and the next unit, which arrives unless it stays.
     """
-    gathered = layers * memory.staying_until_backward + memory.staying_embedding
+    gathered = layers * memory.each_layer_until_backward + memory.staying_embedding
     if memory.tail_has_embedding:
         gathered += memory.tail.gathered
     if layers:
-        next_stays = memory.staying_until_backward > 0
+        next_stays = memory.each_layer_until_backward > 0
         next_unit = memory.layer
     else:
         next_stays = memory.staying_embedding > 0
@@ -278,7 +278,7 @@ def unsharded_points(
         name = _name_layer(done, memory.layers)
         if not name:
             continue
-        staying = (memory.layers - done - 1) * memory.staying_until_backward
+        staying = (memory.layers - done - 1) * memory.each_layer_until_backward
         point = replace(
             before,
             name=f"backward of {name}",
@@ -315,7 +315,7 @@ def _updated_head(
             before,
             name="update of the head",
             activations=kept_for_backward(spec),
-            gathered=memory.layers * memory.staying_until_backward,
+            gathered=memory.layers * memory.each_layer_until_backward,
             gradients=update.gradients,
             temporaries=update.temporaries,
             communication=memory.buckets,

@@ -222,11 +222,11 @@ def _gathered_in_forward(spec: RunSpec) -> int:
     where layers stay until the loss, all of them. And an embedding that stays.
     """
     layout = plan_layout_memory(spec)
-    if layout.staying_until_loss:
+    if layout.all_layers_until_loss:
         layer = 0  # among them
     else:
         layer = layout.layer.gathered + 2 * layout.layer.arriving
     if layout.tail_has_embedding:  # gathered for the embedding, it is there in every layer
         layer += layout.tail.gathered
     tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
-    return max(layer, tail) + layout.staying_until_loss + layout.staying_embedding
+    return max(layer, tail) + layout.all_layers_until_loss + layout.staying_embedding

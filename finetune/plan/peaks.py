@@ -237,7 +237,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
     """The loss and the head's backward, when the activations of all layers are kept.
 
     When the backward begins, either every layer has stayed gathered, or the last one is being
-    gathered again.
+    gathered again. What stays until the backward has stayed until the loss, too.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered + layout.staying_embedding
@@ -247,11 +247,11 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
         loss=loss_bytes(spec) if spec.is_last_stage else 0,
         gathered=gathered
         + layout.tail.arriving
-        + layout.staying_until_loss
+        + layout.all_layers_until_loss
         + teacher_tail_bytes(spec),
     )
-    if layout.staying_until_backward:
-        gathered += layout.layers * layout.staying_until_backward
+    if layout.each_layer_until_backward:
+        gathered += layout.layers * layout.each_layer_until_backward
     else:
         gathered += layout.layer.arriving
     yield replace(

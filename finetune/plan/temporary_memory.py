@@ -150,7 +150,7 @@ class ExpertFactors:
 
 
 def expert_factor_bytes(architecture: Architecture, computation: Computation) -> ExpertFactors:
-    """The copies of a model with adapters on its experts, on one rank; nothing without."""
+    """The copies that all layers' experts take of their adapters, on one rank; 0 without any."""
     if computation.lora is None or not computation.lora.lora_target_parameters:
         return ExpertFactors()
     sizes = [
@@ -162,7 +162,7 @@ def expert_factor_bytes(architecture: Architecture, computation: Computation) ->
         kept = sum(sizes)
     else:  # every `every`-th layer is computed again
         kept = sum(size for layer, size in enumerate(sizes) if layer % every)
-    return ExpertFactors(kept, max(sizes))
+    return ExpertFactors(kept=kept, layer=max(sizes))
 
 
 def _factor_bytes_of_layer(architecture: Architecture, computation: Computation, layer: int) -> int:
@@ -243,9 +243,12 @@ def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-    roots = ceil_div(largest, spec.shards)  # a rank updates its shard
-    temporaries = _count_temporaries(spec, tensors, roots)
-    return UpdateMemory(waiting + largest, temporaries, waiting)
+    own_shard = ceil_div(largest, spec.shards)
+    return UpdateMemory(
+        gradients=waiting + largest,
+        temporaries=_count_temporaries(spec, tensors, roots=own_shard),
+        waiting=waiting,
+    )
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int) -> int:
@@ -296,8 +299,8 @@ class LayoutMemory:
     layers: int  # how many units such as `layer`; 1 where all layers are one
     # Where layers stay gathered after their forward. Under autocast with activation checkpointing
     # they stay until the loss alone: the backward casts each one again.
-    staying_until_loss: int = 0  # bytes of all layers
-    staying_until_backward: int = 0  # bytes of each layer, until its own backward
+    all_layers_until_loss: int = 0  # bytes of all layers
+    each_layer_until_backward: int = 0  # bytes of each layer, until its own backward
     staying_embedding: int = 0  # bytes of the embedding, until its own backward
     tail_has_embedding: bool = False
     buckets: int = 0  # of DDP, an fp32 number for each trained number
@@ -337,10 +340,10 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         layer=layer,
         tail=tail,
         layers=count,
-        staying_until_loss=(
+        all_layers_until_loss=(
             units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
         ),
-        staying_until_backward=layer.gathered if units.stay_gathered else 0,
+        each_layer_until_backward=layer.gathered if units.stay_gathered else 0,
         staying_embedding=embedding.gathered if units.embedding_stays else 0,
         tail_has_embedding=tail_has_embedding,
     )
@@ -411,8 +414,8 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         layer=UnitMemory(gathered=cast, shard=layer),
         tail=UnitMemory(shard=_trained_bytes(spec, "tail")),
         layers=architecture.layers,
-        staying_until_loss=cast * architecture.layers,
-        staying_until_backward=cast if computation.checkpoint_every is None else 0,
+        all_layers_until_loss=cast * architecture.layers,
+        each_layer_until_backward=cast if computation.checkpoint_every is None else 0,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         tied_head_gradient=embedding if architecture.tied else 0,
     )

@@ -149,7 +149,7 @@ class Sampler:
         """Samples completions by `sample` on the main rank alone, in a thread, while all ranks
         train. No other rank gets them from here.
         """
-        return self._sample_turns(batch, sample, lambda action: action())
+        return self._sample_turns(batch, sample, on_main=lambda action: action())
 
     def reward(self, batch: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
         """Scores the completions of a batch. All ranks call it.
