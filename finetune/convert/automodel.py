@@ -262,6 +262,15 @@ SEES_LATER = (
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+# _build_causal_mask_mapping of the same; transformers' class adds one to sliding_window_size
+NARROWER_WINDOW = (
+    "in the layers with a sliding window a token attends to one fewer before it there: to 127 and "
+    "itself"
+)
+# inv_freq of its MiMoV2FlashRotaryEmbedding, which is rounded before it is kept in float32
+ROTATION_ROUNDED = (
+    "positions are rotated by frequencies that are rounded to bfloat16 there, in float32 here"
+)
 # from_hf and to_hf of its models/gemma4_moe/state_dict_adapter.py
 SCALES_FOLDED = (
     "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
@@ -276,6 +285,8 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
     (("mimo_v2_flash",), SINKS_FROZEN),
+    (("mimo_v2_flash",), NARROWER_WINDOW),
+    (("mimo_v2_flash",), ROTATION_ROUNDED),
     (("nemotron_h",), STEPS_UNCLAMPED),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
 )
@@ -329,7 +340,8 @@ OWN_CLASSES = (
     "qwen3_vl",
     "qwen3_vl_moe",
 )
-TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForConditionalGeneration
+# supports_config of its classes of Mistral3ForConditionalGeneration
+TOWERS_BY_TEXT = ("ministral3", "mistral4")
 
 
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:

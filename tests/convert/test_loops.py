@@ -42,11 +42,13 @@ from finetune.convert.automodel import (
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
+    NARROWER_WINDOW,
     NEXT_IN_PLACE,
     NOT_APART,
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
+    ROTATION_ROUNDED,
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
     SCALES_FOLDED,
@@ -392,7 +394,7 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
-        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, NARROWER_WINDOW, ROTATION_ROUNDED]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
         ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
@@ -414,6 +416,8 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
+        NARROWER_WINDOW,
+        ROTATION_ROUNDED,
         SCALES_FOLDED,
         UNKNOWN_CLASS,
         STEPS_UNCLAMPED,
@@ -422,6 +426,12 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+def test_transformers_adds_one_to_the_window_of_mimo() -> None:
+    """Its files have both keys, and Automodel's masks are of the first."""
+    config = AutoConfig.for_model("mimo_v2_flash", sliding_window=128, sliding_window_size=128)
+    assert config.sliding_window == 129
 
 
 @pytest.mark.parametrize(
@@ -738,6 +748,7 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
         ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
+        ("mistralai/Mistral-Medium-3.5-128B", {"torch_dtype": "bf16"}, None),
     ],
 )
 def test_the_dtype_of_weights_that_automodel_loads_is_said(
