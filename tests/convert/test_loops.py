@@ -168,6 +168,13 @@ AUTOMODEL = {
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
     "step_scheduler": {"local_batch_size": 1, "ckpt_every_steps": 50},
 }
+IMAGES = {
+    "recipe": "FinetuneRecipeForVLM",
+    "dataset": {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    },
+}
 AXOLOTL = {
     "base_model": "Qwen/Qwen3-8B",
     "datasets": [{"path": "a/rows", "type": "chat_template"}],
@@ -426,6 +433,24 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "recipe", "is_said"),
+    [
+        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "bf16"}, {}, True),
+        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "float32"}, {}, False),
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, IMAGES, True),
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, {}, False),
+        ("mistralai/Ministral-3-3B-Instruct-2512", {"torch_dtype": "bf16"}, IMAGES, False),
+    ],
+)
+def test_rotary_frequencies_that_automodel_rounds_are_said(
+    name: str, keys: dict[str, Any], recipe: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """By runs of its classes on a CPU: that of Mistral 4 with images sets them anew, and casts."""
+    model = {"pretrained_model_name_or_path": name} | keys
+    assert (ROTATION_ROUNDED in said(convert(AUTOMODEL | recipe, model=model))) == is_said
 
 
 def test_transformers_adds_one_to_the_window_of_mimo() -> None:
