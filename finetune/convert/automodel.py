@@ -264,6 +264,16 @@ SEES_LATER = (
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
+# _build_causal_mask_mapping of the same; transformers' class adds one to sliding_window_size
+NARROWER_WINDOW = (
+    "in the layers with a sliding window a token attends to one fewer before it there: to 127 and "
+    "itself"
+)
+# inv_freq of its MiMoV2FlashRotaryEmbedding, which is rounded before it is kept in float32, and the
+# cast at the end of initialize_weights of its Mistral 4 with images
+ROTATION_ROUNDED = (
+    "positions are rotated by frequencies that are rounded to bfloat16 there, in float32 here"
+)
 # from_hf and to_hf of its models/gemma4_moe/state_dict_adapter.py
 SCALES_FOLDED = (
     "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
@@ -278,6 +288,7 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
     (("mimo_v2_flash",), SINKS_FROZEN),
+    (("mimo_v2_flash",), NARROWER_WINDOW),
     (("nemotron_h",), STEPS_UNCLAMPED),
     *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
 )
@@ -336,7 +347,8 @@ OWN_CLASSES = (
     "qwen3_vl",
     "qwen3_vl_moe",
 )
-TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForConditionalGeneration
+# supports_config of its classes of Mistral3ForConditionalGeneration
+TOWERS_BY_TEXT = ("ministral3", "mistral4")
 
 
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
@@ -388,6 +400,8 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("model", name, note)
     if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
+    if _rounds_rotation(family, settings, conversion):
+        conversion.add_difference("model", name, ROTATION_ROUNDED)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
     _report_attention(family, settings, conversion)
@@ -398,6 +412,15 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     )
     if guess_family(name) is None and not is_image_file:
         conversion.remarks.append(UNKNOWN_CLASS)
+
+
+def _rounds_rotation(family: str, settings: ToolFile, conversion: Conversion) -> bool:
+    """Whether a class of Automodel's own rounds the frequencies of its positions to 16 bits, as all
+    its weights are.
+    """
+    is_in_32_bits = "32" in str(read_section(settings, "model").get("torch_dtype"))
+    is_cast = family == "mimo_v2_flash" or (family == "mistral4" and bool(conversion.images))
+    return is_cast and not is_in_32_bits
 
 
 def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -108,6 +108,8 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if recipe.get("use_peft"):
         _report_quantized_base(settings, conversion)
+    else:
+        _report_small_moments(settings, conversion)
     _report_adapters_under_zero_3(settings, conversion)
     report_axolotls_adapters(settings, conversion)
     if conversion.tool == "Automodel":
@@ -122,6 +124,29 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
+
+
+TORCHAO_4_OR_8_BITS = "torch.*[48]bit"  # names of its optimizers
+# _new_buffer of its _AdamBase, which quantizes a rank's part of a tensor from 4096 numbers on
+SMALL_MOMENTS = (
+    "the moments of small tensors, as of norms, are not quantized: in bfloat16 there, as the "
+    "weights are, in float32 here"
+)
+
+
+def _report_small_moments(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the dtype of the moments that torchao's optimizers do not quantize."""
+    section = read_section(settings, "optimizer")
+    asked = {
+        "optim": settings.get("optim"),
+        "optimizer": None if section else settings.get("optimizer"),
+        "optimizer._component_": section.get("_component_"),
+        "optimizer._target_": section.get("_target_"),
+    }
+    for key, name in asked.items():
+        is_torchaos = re.search(TORCHAO_4_OR_8_BITS, str(name).lower())
+        if is_torchaos and conversion.recipe.get("dtype") == "bfloat16":
+            conversion.add_remark(key, name, SMALL_MOMENTS)
 
 
 # autocast_adapter_dtype=False of TRL's trainers under ZeRO-3, since 1.16

@@ -43,11 +43,13 @@ from finetune.convert.automodel import (
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
+    NARROWER_WINDOW,
     NEXT_IN_PLACE,
     NOT_APART,
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
+    ROTATION_ROUNDED,
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
     SCALES_FOLDED,
@@ -166,6 +168,13 @@ AUTOMODEL = {
     "dataset": HELLASWAG,
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
     "step_scheduler": {"local_batch_size": 1, "ckpt_every_steps": 50},
+}
+IMAGES = {
+    "recipe": "FinetuneRecipeForVLM",
+    "dataset": {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    },
 }
 AXOLOTL = {
     "base_model": "Qwen/Qwen3-8B",
@@ -410,7 +419,7 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
-        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, NARROWER_WINDOW, ROTATION_ROUNDED]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
         ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
@@ -432,6 +441,8 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
+        NARROWER_WINDOW,
+        ROTATION_ROUNDED,
         SCALES_FOLDED,
         UNKNOWN_CLASS,
         STEPS_UNCLAMPED,
@@ -440,6 +451,30 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     assert find(force_hf=True) == []
     if WIDER_WINDOW in lines:
         assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "recipe", "is_said"),
+    [
+        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "bf16"}, {}, True),
+        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "float32"}, {}, False),
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, IMAGES, True),
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, {}, False),
+        ("mistralai/Ministral-3-3B-Instruct-2512", {"torch_dtype": "bf16"}, IMAGES, False),
+    ],
+)
+def test_rotary_frequencies_that_automodel_rounds_are_said(
+    name: str, keys: dict[str, Any], recipe: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """By runs of its classes on a CPU: that of Mistral 4 with images sets them anew, and casts."""
+    model = {"pretrained_model_name_or_path": name} | keys
+    assert (ROTATION_ROUNDED in said(convert(AUTOMODEL | recipe, model=model))) == is_said
+
+
+def test_transformers_adds_one_to_the_window_of_mimo() -> None:
+    """Its files have both keys, and Automodel's masks are of the first."""
+    config = AutoConfig.for_model("mimo_v2_flash", sliding_window=128, sliding_window_size=128)
+    assert config.sliding_window == 129
 
 
 @pytest.mark.parametrize(
@@ -756,6 +791,7 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
         ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
+        ("mistralai/Mistral-Medium-3.5-128B", {"torch_dtype": "bf16"}, None),
     ],
 )
 def test_the_dtype_of_weights_that_automodel_loads_is_said(

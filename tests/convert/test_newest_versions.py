@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -32,6 +34,7 @@ from finetune.convert.by_tool import (
     OF_EPOCHS,
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
+    SMALL_MOMENTS,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
@@ -82,6 +85,7 @@ from finetune.convert.shared import (
 )
 from finetune.convert.torchtune import MERGED_DEQUANTIZED
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
+from finetune.optim.optimizers import adamw_8bit_moments
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {
@@ -273,6 +277,35 @@ def test_moments_in_32_bits_are_those_of_an_embedding_that_is_trained_as_such(
 ) -> None:
     text = said(convert(AXOLOTL, optimizer="adamw_bnb_8bit", **keys))
     assert (EMBEDDING_MOMENTS in text) == are_in_32_bits
+
+
+def test_torchao_keeps_the_moments_of_small_tensors_in_the_dtype_of_the_weights() -> None:
+    """Through `_new_buffer` of its AdamW8bit, and of ours, which is made of it."""
+    optim = pytest.importorskip("torchao.optim")
+    norm = torch.nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
+    classes: list[Any] = [optim.AdamW8bit, adamw_8bit_moments()]
+    made = [each([norm])._new_buffer(norm, signed=False).dtype for each in classes]
+    assert made == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "is_said"),
+    [
+        (AXOLOTL, {"optimizer": "adamw_torch_8bit"}, True),
+        (AXOLOTL, {"optimizer": "adamw_bnb_8bit"}, False),
+        (
+            AXOLOTL,
+            {"optimizer": "adamw_torch_8bit", "adapter": "lora", "lora_r": 8, "lora_alpha": 8},
+            False,
+        ),
+        (FACTORY, {"optim": "adamw_torch_8bit"}, False),  # over weights in float32
+        (FACTORY, {"optim": "adamw_torch_8bit", "pure_bf16": True}, True),
+    ],
+)
+def test_moments_of_small_tensors_are_said_where_weights_in_16_bits_are_trained(
+    tool: dict[str, object], keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    assert (SMALL_MOMENTS in said(convert(tool, **keys))) == is_said
 
 
 @pytest.mark.parametrize(
