@@ -161,7 +161,8 @@ def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smal
         for line in lines(judged / "metrics.jsonl")
         if "eval_rewards/number" in line
     )
-    assert before <= 0.5 and after >= 0.75
+    # how much the preferred model knows before depends on the processor: 0.3, and 0.86 with AVX-512
+    assert after >= 0.75 and 1 - after <= (1 - before) / 2, "half of its mistakes are gone"
     last = [line for line in lines(judged / "metrics.jsonl") if "eval_rewards/scored" in line][-1]
     assert float(str(last["eval_rewards/scored"])) >= 2, "the separator stays"
 
