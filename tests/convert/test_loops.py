@@ -466,7 +466,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
 def test_rotary_frequencies_that_automodel_rounds_are_said(
     name: str, keys: dict[str, Any], recipe: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
-    """By runs of its classes on a CPU: that of Mistral 4 with images sets them anew, and casts."""
+    """By runs of its classes on a CPU: that of Mistral 4 with images writes them again, and casts."""
     model = {"pretrained_model_name_or_path": name} | keys
     assert (ROTATION_ROUNDED in said(convert(AUTOMODEL | recipe, model=model))) == is_said
 
