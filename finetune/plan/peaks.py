@@ -236,8 +236,9 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
     """The loss and the head's backward, when the activations of all layers are kept.
 
-    When the backward begins, either every layer has stayed gathered, or the last one is being
-    gathered again. What stays until the backward has stayed until the loss, too.
+    When the backward begins, what stays until then is there; else the last layer is being gathered
+    again, which takes nothing where nothing is sharded. What stays until the backward has stayed
+    until the loss, too.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
     gathered = layout.tail.gathered + layout.staying_embedding

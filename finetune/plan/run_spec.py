@@ -48,7 +48,9 @@ EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSpec:
-    """A frozen model that the trained one learns from; `quantization`: as its files are stored."""
+    """A frozen model beside the trained one, which learns from it: a teacher, or the reference of a
+    method that samples. `quantization`: as its files are stored.
+    """
 
     architecture: Architecture
     quantization: Quantization

@@ -218,7 +218,7 @@ class Rollout:
     sampled: list[Sampled]
     scores: NDArray[np.float64]  # [completions, reward functions]; nan: no score
     rewards: NDArray[np.float64]  # [completions]: the weighted sum of the scores; nan: no score
-    failures: int  # completions whose reward functions failed
+    failures: int  # completions of which a score failed: a function, an environment or a model
     generations: int
     sampled_groups: int  # with the groups that were dropped
     flat_groups: int  # sampled groups whose rewards are all equal

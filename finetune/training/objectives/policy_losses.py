@@ -117,7 +117,7 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
 
 def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
     """The lowest and the highest ratio that the loss does not bound: 1 - epsilon and 1 +
-    epsilon_high (DAPO); 0 and epsilon_high itself for CISPO.
+    epsilon_high (DAPO; epsilon where it is null); 0 and epsilon_high itself for CISPO.
     """
     epsilon, epsilon_high = _epsilons(recipe)
     if loss_facts(recipe).bound == "weight":
