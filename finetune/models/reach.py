@@ -90,7 +90,7 @@ def freeze_cross_attention(model: nn.Module) -> tuple[str, ...]:
     for parameter in named.values():
         parameter.requires_grad_(False)
     if named and not has_trained(model):
-        raise UserError(f"trainable_modules, lora_target_modules: {ONLY_IMAGES}")
+        raise UserError(f"trainable_modules or lora_target_modules {ONLY_IMAGES}")
     return tuple(named)
 
 
