@@ -285,11 +285,15 @@ UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
 )
-SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping|lm_head_multiplier")
+SCALED_SCORES = "logits_scaling|logit_scale|lm_head_multiplier"
+CAPPED_SCORES = "final_logit_softcapping"
+# validate_lm_head of its components/loss/chunked_ce.py refuses a cap and a head with an adapter
+CHUNKED_LOSS = "ChunkedCrossEntropy"
 UNSCALED = (
     "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
     "config, which has effect here"
 )
+UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
 # _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -412,13 +416,17 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
 
 
 def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the scale and the cap of scores that the fused loss does not know."""
+    """Reports the scale and the cap of scores that losses by the head's weight do not know."""
     loss = read_section(settings, "loss_fn")
     family = conversion.images or guess_family(name_model(settings)) or ""
-    is_fused = str(loss.get("_target_")).endswith(FUSED_LOSS)
+    source = read_family_source(family)
+    target = str(loss.get("_target_"))
     is_capped = bool(loss.get("logit_softcapping"))
-    if is_fused and not is_capped and SCALED_SCORES.search(read_family_source(family)):
+    scores = f"{SCALED_SCORES}|{CAPPED_SCORES}"
+    if target.endswith(FUSED_LOSS) and not is_capped and re.search(scores, source):
         conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+    elif target.endswith(CHUNKED_LOSS) and re.search(SCALED_SCORES, source):
+        conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, UNSCALED_BUT_IN_06)
 
 
 def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
@@ -638,7 +646,10 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     if is_tokenized and are_texts and dataset.get("inject_fake_images", True):
         asked = dataset.get("inject_fake_images")
         conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
-    if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
+    # the recipe for texts reads it since 0.7
+    is_frozen = read_section(settings, "freeze_config").get("freeze_language_model")
+    has_text_part = runs_for_images(settings) or has_tower(name)
+    if is_frozen and has_text_part and not reads_images(settings):
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
         conversion.add_difference("model", name, FOUND_BY_WORDS)

@@ -61,6 +61,7 @@ from finetune.convert.automodel import (
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
+    UNSCALED_BUT_IN_06,
     WIDENED,
     WIDER_WINDOW,
     WITH_BIAS,
@@ -557,6 +558,35 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
     assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("ibm-granite/granite-3.3-2b-instruct", True),
+        ("CohereLabs/c4ai-command-r7b-12-2024", True),
+        ("google/gemma-2-2b-it", False),  # whose cap it refuses
+        ("Qwen/Qwen2.5-3B", False),
+    ],
+)
+def test_scores_that_automodels_chunked_loss_does_not_scale_since_0_7_are_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    model = {"pretrained_model_name_or_path": name}
+    loss = {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy"}
+    assert (UNSCALED_BUT_IN_06 in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen2.5-3B", False)]
+)
+def test_automodels_recipe_for_texts_reads_its_freeze_config_since_0_7(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """A model of texts alone has no part that is called so."""
+    model = {"pretrained_model_name_or_path": name}
+    made = convert(AUTOMODEL, model=model, freeze_config={"freeze_language_model": True})
+    assert any(line.startswith("freeze_language_model") for line in made.differences) == is_said
 
 
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
