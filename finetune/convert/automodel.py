@@ -73,7 +73,7 @@ NOT_APART = (
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
-BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
+BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 MOVED_BIASES = (
     "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
     "here"
@@ -199,22 +199,24 @@ def _may_flash(settings: ToolFile) -> bool:
 
 
 # whose own classes give their Gate, of components/moe/layers.py, no dtype by default
-GATED_IN_16_BITS = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
+GATED_IN_16_BITS = ("hy_v3",)
+GATED_IN_16_BITS_IN_06 = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 IN_16_BITS = (
     "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
-SCORED_IN_16_BITS = (
-    "the experts' scores for a token are rounded to bfloat16 there, in float32 here, and choose "
-    "some other experts"
+IN_16_BITS_IN_06 = (
+    "routers are computed in bfloat16 in 0.6 there, and choose some other experts; in float32 "
+    "since, as here"
 )
 IN_32_BITS = (
     "routers are computed in float32 there, in the run's 16 bits here, and choose some other "
     "experts"
 )
+IN_32_BITS_SINCE_07 = f"{IN_32_BITS}; in 0.6 as here, but the scores are rounded to bfloat16 too"
 # by the default of the class there, where it is another than that of transformers' code
 GATES: Mapping[str, str] = {
     **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
-    "minimax_m2": SCORED_IN_16_BITS,
+    "minimax_m2": IN_32_BITS_SINCE_07,
     "laguna": IN_32_BITS,
     "gemma4_text": IN_32_BITS,
 }
@@ -226,17 +228,21 @@ GATE_IN_FP32 = re.compile(
     r"self\.weight\.(type\(torch\.float32\)|float\(\))\)"
 )
 # the indexers of its models/glm_moe_dsa and models/deepseek_v32, and those of transformers
-OTHER_TOKENS = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones there: "
-    "the indexer rotates "
+INDEXED_OTHERWISE = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones there, "
+    "in 0.7 where the config does not say indexer_rope_interleave: true: the indexer rotates "
+    "halves of a query there, neighboring pairs here"
 )
-INDEXED_OTHERWISE = {
-    "glm_moe_dsa": f"{OTHER_TOKENS}halves of a query there, neighboring pairs here",
-    "deepseek_v32": (
-        f"{OTHER_TOKENS}neighboring pairs of a query's last numbers there, halves of its first "
-        "ones here"
-    ),
-}
+INDEXED_OTHERWISE_IN_06 = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones in 0.6 "
+    "there: the indexer rotates neighboring pairs of a query's last numbers; halves of its first "
+    "ones since, as here"
+)
+MOVED_BIASES_IN_06 = (
+    "each step moves the routers' biases by 0.001 toward an even load in 0.6 there; they stay as "
+    "they are since, as here"
+)
+OF_CLASSES_IN_06 = {"deepseek_v32": INDEXED_OTHERWISE_IN_06, "mistral4": MOVED_BIASES_IN_06}
 # router_weight_uses_score_correction_bias of its models/kimi_linear, as the model's own code has it
 BIASED_WEIGHTS = ("kimi_linear",)
 WITH_BIAS = (
@@ -279,7 +285,7 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASED_WEIGHTS, WITH_BIAS),
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
-    *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
+    (("glm_moe_dsa",), INDEXED_OTHERWISE),
 )
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
@@ -390,6 +396,8 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in OF_CLASSES:
         if family in families:
             conversion.add_difference("model", name, note)
+    if family in OF_CLASSES_IN_06:
+        conversion.add_remark("model", name, OF_CLASSES_IN_06[family])
     if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
@@ -458,6 +466,8 @@ def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> No
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
     elif asked is None and is_listed and not is_of_transformers(settings):
         conversion.add_difference("model", name, GATES[family])
+    elif asked is None and family in GATED_IN_16_BITS_IN_06 and not is_of_transformers(settings):
+        conversion.add_remark("model", name, IN_16_BITS_IN_06)
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
