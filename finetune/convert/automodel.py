@@ -73,7 +73,7 @@ NOT_APART = (
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
-BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
 MOVED_BIASES = (
     "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
     "here"
@@ -88,7 +88,14 @@ AHEAD = (
 # _resolve_mtp_num_layers
 LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # _fp32_params of its own classes of these families
-DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+DECAYS_IN_FP32 = (
+    "kimi_linear",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp_text",
+)
 RATES_IN_FP32 = (
     "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
     "are in the run's 16 bits here"
@@ -324,6 +331,8 @@ OWN_CLASSES = (
     "gemma4_unified",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm5_next",
+    "glm5_next_text",
     "glm_moe_dsa",
     "gpt_oss",
     "hy_v3",
@@ -345,6 +354,8 @@ OWN_CLASSES = (
     "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen4_exp",
+    "qwen4_exp_text",
 )
 TOWERS_BY_TEXT = ("mistral4",)  # supports_config of its class of Mistral3ForConditionalGeneration
 

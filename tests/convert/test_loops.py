@@ -628,6 +628,7 @@ def test_automodel_quantizes_the_head_too(
     ("name", "line"),
     [
         ("zai-org/GLM-5.2", MOVED_BIASES),
+        ("zai-org/GLM-5.3-Flash", MOVED_BIASES),
         ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
         ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
         ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES_IN_06),
@@ -635,6 +636,7 @@ def test_automodel_quantizes_the_head_too(
         ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY.format(OTHER_EXPERTS["ernie4_5_moe"])),
         ("poolside/Laguna-S-2.1", AUXILIARY.format(OTHER_EXPERTS["laguna"])),
         ("Qwen/Qwen3-30B-A3B", AUXILIARY.format(BY_LAYER)),
+        ("Qwen/Qwen3.8-Flash-Next", AUXILIARY.format(BY_LAYER)),
         ("baidu/ERNIE-4.5-0.3B-PT", None),
     ],
 )
@@ -727,6 +729,7 @@ def test_the_auxiliary_losses_of_layers_are_as_many_times_that_of_all() -> None:
     [
         ("Qwen/Qwen3.5-4B", True),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ("Qwen/Qwen3.8-Flash-Next", True),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", True),
         ("Qwen/Qwen3-4B", False),
@@ -794,6 +797,8 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
         ("Qwen/Qwen3-8B", {}, AS_FILED),
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+        ("zai-org/GLM-5.3-Flash", {"torch_dtype": "bf16"}, None),
+        ("Qwen/Qwen3.8-Flash-Next", {"torch_dtype": "bf16"}, None),
         ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
     ],
