@@ -73,7 +73,7 @@ NOT_APART = (
 RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # update_moe_gate_bias of its own classes of these families, and gate_bias_update_factor
-BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mistral4")
+BIASES_MOVED = ("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
 MOVED_BIASES = (
     "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
     "here"
@@ -88,7 +88,14 @@ AHEAD = (
 # _resolve_mtp_num_layers
 LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # _fp32_params of its own classes of these families
-DECAYS_IN_FP32 = ("kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+DECAYS_IN_FP32 = (
+    "kimi_linear",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "qwen4_exp_text",
+)
 RATES_IN_FP32 = (
     "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
     "are in the run's 16 bits here"
@@ -199,22 +206,24 @@ def _may_flash(settings: ToolFile) -> bool:
 
 
 # whose own classes give their Gate, of components/moe/layers.py, no dtype by default
-GATED_IN_16_BITS = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
+GATED_IN_16_BITS = ("hy_v3",)
+GATED_IN_16_BITS_IN_06 = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 IN_16_BITS = (
     "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
-SCORED_IN_16_BITS = (
-    "the experts' scores for a token are rounded to bfloat16 there, in float32 here, and choose "
-    "some other experts"
+IN_16_BITS_IN_06 = (
+    "routers are computed in bfloat16 in 0.6 there, and choose some other experts; in float32 "
+    "since, as here"
 )
 IN_32_BITS = (
     "routers are computed in float32 there, in the run's 16 bits here, and choose some other "
     "experts"
 )
+IN_32_BITS_SINCE_07 = f"{IN_32_BITS}; in 0.6 as here, but the scores are rounded to bfloat16 too"
 # by the default of the class there, where it is another than that of transformers' code
 GATES: Mapping[str, str] = {
     **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
-    "minimax_m2": SCORED_IN_16_BITS,
+    "minimax_m2": IN_32_BITS_SINCE_07,
     "laguna": IN_32_BITS,
     "gemma4_text": IN_32_BITS,
 }
@@ -226,17 +235,21 @@ GATE_IN_FP32 = re.compile(
     r"self\.weight\.(type\(torch\.float32\)|float\(\))\)"
 )
 # the indexers of its models/glm_moe_dsa and models/deepseek_v32, and those of transformers
-OTHER_TOKENS = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones there: "
-    "the indexer rotates "
+INDEXED_OTHERWISE = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones there, "
+    "in 0.7 where the config does not say indexer_rope_interleave: true: the indexer rotates "
+    "halves of a query there, neighboring pairs here"
 )
-INDEXED_OTHERWISE = {
-    "glm_moe_dsa": f"{OTHER_TOKENS}halves of a query there, neighboring pairs here",
-    "deepseek_v32": (
-        f"{OTHER_TOKENS}neighboring pairs of a query's last numbers there, halves of its first "
-        "ones here"
-    ),
-}
+INDEXED_OTHERWISE_IN_06 = (
+    "a document of more tokens than the config's index_topk (2048) attends to other ones in 0.6 "
+    "there: the indexer rotates neighboring pairs of a query's last numbers; halves of its first "
+    "ones since, as here"
+)
+MOVED_BIASES_IN_06 = (
+    "each step moves the routers' biases by 0.001 toward an even load in 0.6 there; they stay as "
+    "they are since, as here"
+)
+OF_CLASSES_IN_06 = {"deepseek_v32": INDEXED_OTHERWISE_IN_06, "mistral4": MOVED_BIASES_IN_06}
 # router_weight_uses_score_correction_bias of its models/kimi_linear, as the model's own code has it
 BIASED_WEIGHTS = ("kimi_linear",)
 WITH_BIAS = (
@@ -290,17 +303,21 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("mimo_v2_flash",), NARROWER_WINDOW),
     (("nemotron_h",), STEPS_UNCLAMPED),
-    *(((family,), note) for family, note in INDEXED_OTHERWISE.items()),
+    (("glm_moe_dsa",), INDEXED_OTHERWISE),
 )
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
 )
-SCALED_SCORES = re.compile("logits_scaling|logit_scale|final_logit_softcapping|lm_head_multiplier")
+SCALED_SCORES = "logits_scaling|logit_scale|lm_head_multiplier"
+CAPPED_SCORES = "final_logit_softcapping"
+# validate_lm_head of its components/loss/chunked_ce.py refuses a cap and a head with an adapter
+CHUNKED_LOSS = "ChunkedCrossEntropy"
 UNSCALED = (
     "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
     "config, which has effect here"
 )
+UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
 # _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -325,6 +342,8 @@ OWN_CLASSES = (
     "gemma4_unified",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm5_next",
+    "glm5_next_text",
     "glm_moe_dsa",
     "gpt_oss",
     "hy_v3",
@@ -346,6 +365,8 @@ OWN_CLASSES = (
     "qwen3_next",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen4_exp",
+    "qwen4_exp_text",
 )
 # supports_config of its classes of Mistral3ForConditionalGeneration
 TOWERS_BY_TEXT = ("ministral3", "mistral4")
@@ -398,6 +419,8 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in OF_CLASSES:
         if family in families:
             conversion.add_difference("model", name, note)
+    if family in OF_CLASSES_IN_06:
+        conversion.add_remark("model", name, OF_CLASSES_IN_06[family])
     if family in PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, AHEAD)
     if _rounds_rotation(family, settings, conversion):
@@ -435,13 +458,17 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
 
 
 def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the scale and the cap of scores that the fused loss does not know."""
+    """Reports the scale and the cap of scores that losses by the head's weight do not know."""
     loss = read_section(settings, "loss_fn")
     family = conversion.images or guess_family(name_model(settings)) or ""
-    is_fused = str(loss.get("_target_")).endswith(FUSED_LOSS)
+    source = read_family_source(family)
+    target = str(loss.get("_target_"))
     is_capped = bool(loss.get("logit_softcapping"))
-    if is_fused and not is_capped and SCALED_SCORES.search(read_family_source(family)):
+    scores = f"{SCALED_SCORES}|{CAPPED_SCORES}"
+    if target.endswith(FUSED_LOSS) and not is_capped and re.search(scores, source):
         conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+    elif target.endswith(CHUNKED_LOSS) and re.search(SCALED_SCORES, source):
+        conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, UNSCALED_BUT_IN_06)
 
 
 def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
@@ -473,6 +500,8 @@ def _report_gates(family: str, settings: ToolFile, conversion: Conversion) -> No
         conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
     elif asked is None and is_listed and not is_of_transformers(settings):
         conversion.add_difference("model", name, GATES[family])
+    elif asked is None and family in GATED_IN_16_BITS_IN_06 and not is_of_transformers(settings):
+        conversion.add_remark("model", name, IN_16_BITS_IN_06)
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
@@ -661,7 +690,10 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     if is_tokenized and are_texts and dataset.get("inject_fake_images", True):
         asked = dataset.get("inject_fake_images")
         conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
-    if are_texts and read_section(settings, "freeze_config").get("freeze_language_model"):
+    # the recipe for texts reads it since 0.7
+    is_frozen = read_section(settings, "freeze_config").get("freeze_language_model")
+    has_text_part = runs_for_images(settings) or has_tower(name)
+    if is_frozen and has_text_part and not reads_images(settings):
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
         conversion.add_difference("model", name, FOUND_BY_WORDS)

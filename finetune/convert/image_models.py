@@ -266,15 +266,17 @@ def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
     source = read_family_source(conversion.images or "")
     parts = sorted(set(PROJECTOR.findall(source)))
     parts = [part for part in parts if not any(name in part for name in OF_TOWER)]
+    trains_tower = not _freezes_tower(frozen)
     peft = read_section(settings, "peft")
-    if peft:  # adapters alone are trained
-        _report_adapted_parts(peft, parts, conversion)
+    if peft:  # adapters alone are trained, of parts that are not frozen
+        _report_adapted_parts(peft, parts, trains_tower, conversion)
+        if frozen.get("freeze_language_model"):
+            conversion.add_difference("freeze_language_model", True, ADAPTERS_OF_TEXT)
         return
     if frozen.get("freeze_embeddings"):
         conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     text = sorted(set(TEXT_PART.findall(source)))
     tower = sorted(set(TOWER_PART.findall(source)))
-    trains_tower = not frozen.get("freeze_vision_tower", bool(frozen))
     if frozen.get("freeze_language_model") or (trains_tower and not (text and tower)):
         _report_frozen({"freeze_vision_tower": not trains_tower} | frozen, conversion)
     elif trains_tower:
@@ -283,11 +285,23 @@ def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts]
 
 
+def _freezes_tower(frozen: Mapping[str, Any]) -> bool:
+    """Whether a freeze_config freezes the tower, as one that names no modules does by itself.
+
+    >>> [_freezes_tower(each) for each in ({}, {"freeze_audio_tower": 1}, {"freeze_modules": []})]
+    [False, True, False]
+    """
+    names_modules = "freeze_modules" in frozen or "unfreeze_modules" in frozen
+    asked = frozen.get("freeze_vision_tower")
+    return bool(frozen) and not names_modules if asked is None else bool(asked)
+
+
+ADAPTERS_OF_TEXT = "adapters of the language model are frozen there, and trained here"
 PART_ADAPTED = "layers of this part get adapters too there; those of the language model here"
 
 
 def _report_adapted_parts(
-    peft: Mapping[str, Any], projectors: Sequence[str], conversion: Conversion
+    peft: Mapping[str, Any], projectors: Sequence[str], trains_tower: bool, conversion: Conversion
 ) -> None:
     """Reports which parts beside the language model get adapters there: ModuleMatcher of its
     components/_peft/module_matcher.py, by names of layers as its own classes have them.
@@ -295,7 +309,7 @@ def _report_adapted_parts(
     family = conversion.images or ""
     source = read_family_source(family)
     of_tower = find_vision_layers(family) or ("q_proj",)  # as in other families' towers
-    towers = set(TOWER_PART.findall(source))
+    towers = set(TOWER_PART.findall(source)) if trains_tower else set()
     layers = [f"model.{part}.{name}" for part in towers for name in of_tower]
     classes = re.split(r"^(?=class )", source, flags=re.MULTILINE)
     of_projector = "".join(each for each in classes if re.match(r"class \w*Projector", each))

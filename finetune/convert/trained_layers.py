@@ -17,7 +17,10 @@ from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert
 
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
 # Automodel's own classes with an auxiliary loss
-BALANCED = re.compile(r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|ernie-4\.5.*a\d+b|laguna")
+BALANCED = re.compile(
+    r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|qwen-?3\.\d-flash-next|qwen-?4-exp|"
+    r"ernie-4\.5.*a\d+b|laguna"
+)
 AUTOMODEL_ADAPTERS = (
     "peft: adapters have the base's dtype and another start there, fp32 and peft's start here"
 )

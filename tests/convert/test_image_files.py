@@ -33,7 +33,13 @@ from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZ
 from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
-from finetune.convert.image_models import DECAYS_ALONE, PART_ADAPTED, STOPS_TOO, UNREAD
+from finetune.convert.image_models import (
+    ADAPTERS_OF_TEXT,
+    DECAYS_ALONE,
+    PART_ADAPTED,
+    STOPS_TOO,
+    UNREAD,
+)
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
 from finetune.models.load import names_of_parameters, text_names
@@ -484,9 +490,22 @@ TEXT_ALONE = ["*vision*", "*visual*", "*lm_head*"]
 def test_the_parts_beside_the_language_model_that_automodel_adapts_are_said(
     name: str, peft: dict[str, object], parts: list[str], tmp_path: Path
 ) -> None:
-    made = convert_automodels(tmp_path, name, peft={"dim": 8} | peft)
+    frozen = {"freeze_vision_tower": False}
+    made = convert_automodels(tmp_path, name, peft={"dim": 8} | peft, freeze_config=frozen)
     lines = [line for line in made.differences if PART_ADAPTED in line]
     assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
+
+
+@pytest.mark.parametrize("names_modules", [False, True])
+def test_automodel_freezes_adapters_of_frozen_parts(names_modules: bool, tmp_path: Path) -> None:
+    """apply_parameter_freezing, after the adapters: of the tower too where no modules are named."""
+    frozen = {"freeze_language_model": True} | ({"freeze_modules": []} if names_modules else {})
+    peft = {"dim": 8, "match_all_linear": True}
+    made = convert_automodels(
+        tmp_path, "Qwen/Qwen2.5-VL-3B-Instruct", peft=peft, freeze_config=frozen
+    )
+    assert any(ADAPTERS_OF_TEXT in line for line in made.differences)
+    assert any(PART_ADAPTED in line for line in made.differences) == names_modules
 
 
 def test_gradients_that_automodel_adds_in_16_bits_are_said(tmp_path: Path) -> None:

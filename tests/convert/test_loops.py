@@ -33,16 +33,20 @@ from finetune.convert.automodel import (
     FIRST_TO_COME,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
+    GATED_IN_16_BITS_IN_06,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
     IN_16_BITS,
+    IN_16_BITS_IN_06,
     IN_32_BITS,
+    IN_32_BITS_SINCE_07,
     IN_OWN_DTYPE,
     KEEPS_BIASES,
     LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
     MOVED_BIASES,
+    MOVED_BIASES_IN_06,
     NARROWER_WINDOW,
     NEXT_IN_PLACE,
     NOT_APART,
@@ -53,7 +57,6 @@ from finetune.convert.automodel import (
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
     SCALES_FOLDED,
-    SCORED_IN_16_BITS,
     SEES_LATER,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
@@ -63,6 +66,7 @@ from finetune.convert.automodel import (
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
+    UNSCALED_BUT_IN_06,
     WIDENED,
     WIDER_WINDOW,
     WITH_BIAS,
@@ -417,7 +421,7 @@ def test_automodels_ranks_have_as_many_rows_each(
     ("name", "lines"),
     [
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
-        ("MiniMaxAI/MiniMax-M2.5", [SCORED_IN_16_BITS, ROUNDED_BIASES]),
+        ("MiniMaxAI/MiniMax-M2.5", [IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, NARROWER_WINDOW, ROTATION_ROUNDED]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
@@ -433,11 +437,11 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
 ) -> None:
     def find(**keys: Any) -> list[str]:
         text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, **keys}))
-        return [each for each in known if each in text]
+        return [each for each in known if f"{each})" in text or f"{each}\n" in f"{text}\n"]
 
     known = (
         WIDER_WINDOW,
-        SCORED_IN_16_BITS,
+        IN_32_BITS_SINCE_07,
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
@@ -594,6 +598,35 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
     assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
 
 
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [
+        ("ibm-granite/granite-3.3-2b-instruct", True),
+        ("CohereLabs/c4ai-command-r7b-12-2024", True),
+        ("google/gemma-2-2b-it", False),  # whose cap it refuses
+        ("Qwen/Qwen2.5-3B", False),
+    ],
+)
+def test_scores_that_automodels_chunked_loss_does_not_scale_since_0_7_are_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    model = {"pretrained_model_name_or_path": name}
+    loss = {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy"}
+    assert (UNSCALED_BUT_IN_06 in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"), [("Qwen/Qwen3.5-4B", True), ("Qwen/Qwen2.5-3B", False)]
+)
+def test_automodels_recipe_for_texts_reads_its_freeze_config_since_0_7(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """A model of texts alone has no part that is called so."""
+    model = {"pretrained_model_name_or_path": name}
+    made = convert(AUTOMODEL, model=model, freeze_config={"freeze_language_model": True})
+    assert any(line.startswith("freeze_language_model") for line in made.differences) == is_said
+
+
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
     for family in BIASES_ROUNDED:
         source = read_family_source(family)
@@ -630,20 +663,26 @@ def test_automodel_quantizes_the_head_too(
     ("name", "line"),
     [
         ("zai-org/GLM-5.2", MOVED_BIASES),
+        ("zai-org/GLM-5.3-Flash", MOVED_BIASES),
         ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
         ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
-        ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES),
+        ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES_IN_06),
         ("zai-org/GLM-4.7-Flash", None),
         ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY.format(OTHER_EXPERTS["ernie4_5_moe"])),
         ("poolside/Laguna-S-2.1", AUXILIARY.format(OTHER_EXPERTS["laguna"])),
         ("Qwen/Qwen3-30B-A3B", AUXILIARY.format(BY_LAYER)),
+        ("Qwen/Qwen3.8-Flash-Next", AUXILIARY.format(BY_LAYER)),
         ("baidu/ERNIE-4.5-0.3B-PT", None),
     ],
 )
 def test_what_automodels_own_classes_do_with_routers_is_said(
     name: str, line: str | None, convert: Convert
 ) -> None:
-    lines = [MOVED_BIASES, *map(AUXILIARY.format, (BY_LAYER, *OTHER_EXPERTS.values()))]
+    lines = [
+        MOVED_BIASES,
+        MOVED_BIASES_IN_06,
+        *map(AUXILIARY.format, (BY_LAYER, *OTHER_EXPERTS.values())),
+    ]
     text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}))
     assert [each for each in lines if f"({each})" in text] == [line] * bool(line)
     plain = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "force_hf": True})
@@ -725,6 +764,7 @@ def test_the_auxiliary_losses_of_layers_are_as_many_times_that_of_all() -> None:
     [
         ("Qwen/Qwen3.5-4B", True),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", True),
+        ("Qwen/Qwen3.8-Flash-Next", True),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", True),
         ("moonshotai/Kimi-Linear-48B-A3B-Instruct", True),
         ("Qwen/Qwen3-4B", False),
@@ -748,11 +788,11 @@ def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
 @pytest.mark.parametrize(
     ("name", "asked", "line"),
     [
-        ("zai-org/GLM-5.2", None, IN_16_BITS),
+        ("zai-org/GLM-5.2", None, IN_16_BITS_IN_06),
         ("zai-org/GLM-5.2", "float32", None),
         ("zai-org/GLM-5.2", "torch.float32", None),
         ("zai-org/GLM-5.2", "bfloat16", IN_OWN_DTYPE),
-        ("zai-org/GLM-4.7-Flash", None, IN_16_BITS),
+        ("zai-org/GLM-4.7-Flash", None, IN_16_BITS_IN_06),
         ("moonshotai/Moonlight-16B-A3B", None, None),  # whose class there has float32 by default
         ("Qwen/Qwen3-30B-A3B", "float32", IN_OWN_DTYPE),
         ("Qwen/Qwen3-30B-A3B", None, None),
@@ -768,13 +808,16 @@ def test_the_dtype_of_automodels_routers_is_said(
     text = said(
         convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "backend": backend})
     )
-    assert [each for each in (IN_16_BITS, IN_OWN_DTYPE) if each in text] == [line] * bool(line)
+    known = (IN_16_BITS, IN_16_BITS_IN_06, IN_OWN_DTYPE)
+    assert [each for each in known if each in text] == [line] * bool(line)
     forced = {"pretrained_model_name_or_path": name, "backend": backend, "force_hf": True}
-    assert IN_16_BITS not in said(convert(AUTOMODEL, model=forced))
+    plain = said(convert(AUTOMODEL, model=forced))
+    assert IN_16_BITS not in plain and IN_16_BITS_IN_06 not in plain
 
 
 def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transformers() -> None:
-    read = [family for family in GATED_IN_16_BITS if read_family_source(family)]
+    families = (*GATED_IN_16_BITS, *GATED_IN_16_BITS_IN_06)
+    read = [family for family in families if read_family_source(family)]
     assert "glm_moe_dsa" in read
     assert all(GATE_IN_FP32.search(read_family_source(family)) for family in read)
 
@@ -789,6 +832,8 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("Qwen/Qwen3-8B", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
         ("Qwen/Qwen3-8B", {}, AS_FILED),
         ("google/gemma-4-31B-it", {"torch_dtype": "bf16"}, None),
+        ("zai-org/GLM-5.3-Flash", {"torch_dtype": "bf16"}, None),
+        ("Qwen/Qwen3.8-Flash-Next", {"torch_dtype": "bf16"}, None),
         ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
         ("mistralai/Mistral-Medium-3.5-128B", {"torch_dtype": "bf16"}, None),
