@@ -249,7 +249,16 @@ MOVED_BIASES_IN_06 = (
     "each step moves the routers' biases by 0.001 toward an even load in 0.6 there; they stay as "
     "they are since, as here"
 )
-OF_CLASSES_IN_06 = {"deepseek_v32": INDEXED_OTHERWISE_IN_06, "mistral4": MOVED_BIASES_IN_06}
+# config.sliding_window and inv_freq of its models/mimo_v2_flash
+MIMO_IN_06 = (
+    "in 0.6 there a token attends to one fewer before it in the layers with a sliding window (127 "
+    "and itself), and frequencies of positions are rounded to bfloat16; since as here"
+)
+OF_CLASSES_IN_06 = {
+    "deepseek_v32": INDEXED_OTHERWISE_IN_06,
+    "mistral4": MOVED_BIASES_IN_06,
+    "mimo_v2_flash": MIMO_IN_06,
+}
 # router_weight_uses_score_correction_bias of its models/kimi_linear, as the model's own code has it
 BIASED_WEIGHTS = ("kimi_linear",)
 WITH_BIAS = (
@@ -277,13 +286,7 @@ SEES_LATER = (
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
 # attention_sink_bias of its models/mimo_v2_flash, which is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
-# _build_causal_mask_mapping of the same; transformers' class adds one to sliding_window_size
-NARROWER_WINDOW = (
-    "in the layers with a sliding window a token attends to one fewer before it there: to 127 and "
-    "itself"
-)
-# inv_freq of its MiMoV2FlashRotaryEmbedding, which is rounded before it is kept in float32, and the
-# cast at the end of initialize_weights of its Mistral 4 with images
+# the cast at the end of initialize_weights of its Mistral 4 with images
 ROTATION_ROUNDED = (
     "positions are rotated by frequencies that are rounded to bfloat16 there, in float32 here"
 )
@@ -301,7 +304,6 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (BIASES_MOVED, MOVED_BIASES),
     (BIASED_WEIGHTS, WITH_BIAS),
     (("mimo_v2_flash",), SINKS_FROZEN),
-    (("mimo_v2_flash",), NARROWER_WINDOW),
     (("nemotron_h",), STEPS_UNCLAMPED),
     (("glm_moe_dsa",), INDEXED_OTHERWISE),
 )
@@ -442,8 +444,7 @@ def _rounds_rotation(family: str, settings: ToolFile, conversion: Conversion) ->
     its weights are.
     """
     is_in_32_bits = "32" in str(read_section(settings, "model").get("torch_dtype"))
-    is_cast = family == "mimo_v2_flash" or (family == "mistral4" and bool(conversion.images))
-    return is_cast and not is_in_32_bits
+    return family == "mistral4" and bool(conversion.images) and not is_in_32_bits
 
 
 def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -45,9 +45,9 @@ from finetune.convert.automodel import (
     LAST_OF_RANKS,
     LAST_ROWS,
     MEASURED_WITH_SAVES,
+    MIMO_IN_06,
     MOVED_BIASES,
     MOVED_BIASES_IN_06,
-    NARROWER_WINDOW,
     NEXT_IN_PLACE,
     NOT_APART,
     NOTHING_SAVED,
@@ -423,7 +423,7 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
-        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, NARROWER_WINDOW, ROTATION_ROUNDED]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, MIMO_IN_06]),
         ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
         ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
@@ -445,7 +445,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
-        NARROWER_WINDOW,
+        MIMO_IN_06,
         ROTATION_ROUNDED,
         SCALES_FOLDED,
         UNKNOWN_CLASS,
@@ -460,8 +460,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
 @pytest.mark.parametrize(
     ("name", "keys", "recipe", "is_said"),
     [
-        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "bf16"}, {}, True),
-        ("XiaomiMiMo/MiMo-V2-Flash", {"torch_dtype": "float32"}, {}, False),
+        ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "float32"}, IMAGES, False),
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, IMAGES, True),
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, {}, False),
         ("mistralai/Ministral-3-3B-Instruct-2512", {"torch_dtype": "bf16"}, IMAGES, False),
@@ -476,7 +475,7 @@ def test_rotary_frequencies_that_automodel_rounds_are_said(
 
 
 def test_transformers_adds_one_to_the_window_of_mimo() -> None:
-    """Its files have both keys, and Automodel's masks are of the first."""
+    """Its files have both keys, and the masks of Automodel 0.6 are of the first."""
     config = AutoConfig.for_model("mimo_v2_flash", sliding_window=128, sliding_window_size=128)
     assert config.sliding_window == 129
 
