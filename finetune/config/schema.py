@@ -341,8 +341,8 @@ class Data:
         Gt(0),
         SameOnResume,
         (
-            "Held out from datasets where no eval_datasets are named: a share below 1, rounded up, "
-            "else a count of rows."
+            "Held out from datasets where no eval_datasets are named: a share below 1, else a "
+            "count of rows."
         ),
     ] = None
     chat_template: Annotated[

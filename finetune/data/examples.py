@@ -2,7 +2,6 @@
 held out, asked.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -301,8 +300,7 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
 
     Args:
         examples: Of all sources.
-        size: The rows to hold out: a share of all below 1, rounded up as train_test_split of
-            datasets does, else their number.
+        size: The rows to hold out: a share of all below 1, else their number.
         seed: It decides which.
 
     Returns:
@@ -314,7 +312,7 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     row_keys = _make_keys(examples.store, examples.look_up(number_rows))
     rows, row_of_example = np.unique(row_keys, return_inverse=True)
     total = len(rows)
-    count = math.ceil(size * total) if size < 1 else int(size)
+    count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
         raise UserError(
             f"eval_split_size: {size:g} of {total} rows is {count}, which leaves none to "

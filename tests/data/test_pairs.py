@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,14 +115,6 @@ def test_sources_are_weighed_held_out_and_compared_by_pairs() -> None:
         assert find_held_out_in_training(training, held_out) == []
     (leak,) = find_held_out_in_training(pairs, pairs.take_groups(np.array([4, 7])))
     assert (leak.rows, leak.of, leak.where) == (2, 2, ("made-up.jsonl:5", "made-up.jsonl:8"))
-
-
-@pytest.mark.parametrize(("share", "rows"), [(0.05, 74), (0.01, 30), (0.07, 100), (0.1, 50)])
-def test_as_many_rows_are_held_out_as_by_train_test_split(share: float, rows: int) -> None:
-    """Of datasets, by which TRL, Axolotl and LLaMA-Factory hold out a share."""
-    theirs = Dataset.from_dict({"row": range(rows)}).train_test_split(share)
-    training, held_out = hold_out(examples_of([9] * rows), share, seed=1)
-    assert (len(training), len(held_out)) == (len(theirs["train"]), len(theirs["test"]))
 
 
 def test_what_is_too_long_or_untrained_is_left_out_with_its_other_side() -> None:
