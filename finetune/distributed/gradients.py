@@ -79,9 +79,9 @@ def backward(loss: torch.Tensor, world: World) -> None:
 
 def refuse_missing_gradients(model: nn.Module) -> None:
     """Raises `UserError` where a trained weight got no gradient under DDP, which then averages none
-    that stands in one bucket with it. No effect in other layouts.
+    that stands in one bucket with it. No effect in other layouts, or where DDP looks for such.
     """
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
+    if not isinstance(model, nn.parallel.DistributedDataParallel) or model.find_unused_parameters:
         return
     missing = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
     if missing:

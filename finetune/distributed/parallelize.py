@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
@@ -156,6 +157,8 @@ def parallelize(
     world: World,
     unfilled: frozenset[str] = frozenset(),
     shared: Mapping[str, torch.Tensor] = NOTHING,
+    *,
+    misses_gradients: bool = False,
 ) -> nn.Module:
     """Shards or replicates a model over the ranks and fills every rank's shards.
 
@@ -166,6 +169,9 @@ def parallelize(
         unfilled: Names of parameters that get memory but no values (not under FSDP1).
         shared: Of `frozen_parts`: frozen parameters take this memory in place of their own (not
             under FSDP1).
+        misses_gradients: Whether a trained parameter may get no gradient in a step. DDP then looks
+            for such in every step; else it would wait for them, and reduce no gradient that
+            stands in one bucket with theirs.
 
     Returns:
         The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
@@ -189,6 +195,9 @@ def parallelize(
     # Accelerate would wrap the model of a single process in DDP too, if a launcher started it on a
     # CPU; evaluation_mode keeps it from that.
     is_single = world.sharding.layout == "single"
+    world.accelerator.ddp_handler = DistributedDataParallelKwargs(
+        find_unused_parameters=misses_gradients
+    )
     prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=is_single)
     return prepared
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from finetune.constants import CACHE_VARIABLE
 from finetune.distributed.model_parts import decoder_layers, expert_modules, head_of, text_modules
+from finetune.errors import UserError
 from finetune.files.network import find_cache
 from finetune.models.loss_chunks import compute_fused_chunk
 
@@ -228,10 +229,17 @@ def checkpoint_activations(
     By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that
     its gradients are wrong with dropout (relative error 0.5), and renames modules under LoRA, so
     that the saved adapter is empty.
+
+    Raises `UserError` where transformers cannot recompute layers of the model's class.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     transformer: Any = model
+    if not transformer.supports_gradient_checkpointing:
+        raise UserError(
+            f"{type(model).__name__}: transformers has no activation checkpointing of this class; "
+            "set fsdp_activation_checkpointing: false in the Accelerate file"
+        )
     # Renamed in transformers 5.23; the older name goes in 6.
     enable = (
         getattr(transformer, "activation_checkpointing_enable", None)

@@ -1,6 +1,6 @@
 """Loads a recipe's model onto the ranks: builds it, adapts it, shards it, fills it with weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ from finetune.models.lora import add_adapters, names_of_parameters, read_adapter
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
-from finetune.models.reach import BlankDocument, freeze_cross_attention, freeze_unreached
+from finetune.models.reach import BlankDocument, find_unread, freeze_unreached
 from finetune.models.routing import install_routing
 from finetune.models.value_head import add_value_head, train_value_head
 from finetune.models.vision import record_outputs
@@ -114,7 +114,6 @@ class BuildOptions:
     # Whether the loss uses the head. Else the head is frozen, unless it is tied to the embedding.
     trains_head: bool = True
     blank_document: BlankDocument | None = None  # finds what an image reaches; None without images
-    holds_no_image: bool = False  # all rows are known, and none holds an image
 
 
 PLAIN = BuildOptions()
@@ -156,6 +155,7 @@ class BuiltModel:
     stored: Mapping[str, StoredQuantized]  # weights that the files hold quantized
     frozen_dtype: torch.dtype  # of a base under adapters
     offload: ActivationOffload | None
+    misses_gradients: bool  # under DDP: some that are trained may get none in a step
 
 
 def build_model(
@@ -179,6 +179,7 @@ def build_model(
     set_head(config, *options.scores)
     forget_quantization(config)  # files are dequantized here, and the export is not quantized
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
+    unread = find_unread(built) if world.sharding.layout == "ddp" else set()
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     has_values = options.scores[0].has_values
     if has_values:
@@ -197,8 +198,6 @@ def build_model(
     unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
         unreached = freeze_unreached(built, options.blank_document)
-    elif options.holds_no_image:
-        unreached = freeze_cross_attention(built)
     offload = _checkpoint_activations(built, model, world)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if not options.trains_head:
@@ -208,7 +207,14 @@ def build_model(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the "
             "unquantized model"
         )
-    return BuiltModel(built, size, values, base, stored, frozen, offload)
+    misses_gradients = _trains_beside(built, unread)
+    return BuiltModel(built, size, values, base, stored, frozen, offload, misses_gradients)
+
+
+def _trains_beside(model: nn.Module, names: Set[str]) -> bool:
+    """Whether a module that holds one of these parameters is trained, by itself or by adapters."""
+    modules = tuple(f"{name.rpartition('.')[0]}." for name in names)
+    return any(p.requires_grad and name.startswith(modules) for name, p in model.named_parameters())
 
 
 def _freeze(built: nn.Module, model: Model, options: BuildOptions) -> None:
@@ -288,7 +294,9 @@ def load_model(
         multiply_by_factors(built)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
-    sharded = parallelize(built, made.values, world, unfilled, shared)
+    sharded = parallelize(
+        built, made.values, world, unfilled, shared, misses_gradients=made.misses_gradients
+    )
     record_outputs(unwrap(sharded))
     fill_quantized_layers(unwrap(sharded), made.base, made.stored, world, shared)
     if model.torch_compile:

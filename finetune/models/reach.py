@@ -1,11 +1,14 @@
-"""Which parameters a run's rows reach, images among them: the others are not trained.
+"""Which parameters a run's rows reach.
 
 CLIP's last norm, or the layers after `vision_feature_layer`, work on nothing that the language
 model reads. No gradient reaches them: the optimizer would keep no state for them, and DDP would
-wait for their gradients in vain.
+wait for their gradients in vain. So they are frozen. One forward over a small image finds them,
+before the weights are read: the training forward up to the language model.
 
-One forward over a small image finds them, before the weights are read. It is the training forward
-up to the language model. No number in it matters, so parameters are one zero that is read at every
+In the language model too some parameters get no gradient, but which ones depends on the text. One
+forward over a short text says whether there may be any: DDP then looks for them in every step.
+
+No number in these forwards matters, so parameters are one zero that is read at every
 place, and products are zeros that nobody has multiplied: a tower of any size takes neither memory
 nor time.
 """
@@ -19,9 +22,9 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from finetune.distributed.model_parts import decoder_layers, has_trained, text_names, trunk_of
+from finetune.distributed.model_parts import text_names, trunk_of
 from finetune.errors import UserError, on_one_line
-from finetune.models.vision import forward_images, reads_across
+from finetune.models.vision import forward_images
 
 aten = torch.ops.aten
 PRODUCTS = {
@@ -32,6 +35,7 @@ PRODUCTS = {
     aten.convolution.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+SHORT_TEXT = 8  # tokens
 ONLY_IMAGES = (
     "names parts of the model that only images reach, and no row holds one; name parts of the "
     "language model"
@@ -68,30 +72,27 @@ def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[st
     return unreached
 
 
-def freeze_cross_attention(model: nn.Module) -> tuple[str, ...]:
-    """Freezes the layers of cross attention, which rows without images do not enter; returns the
-    names of what was trained in them.
+def find_unread(model: nn.Module) -> set[str]:
+    """The names of the parameters on which the logits of a short text do not depend, by
+    transformers' own forward; all names where it cannot run.
 
-    Else DDP would wait for their gradients, and reduce none that stands in one bucket with them.
+    No gradient reaches some in any run: a router's bias that only chooses experts, the indexer of
+    sparse attention. Others wait for longer texts, or for images.
 
-    Raises:
-        UserError: Nothing else is trained.
+    model: On the meta device, with real buffers on the host, as `build_on_meta` returns it.
     """
-    if not reads_across(model):
-        return ()
-    layers = decoder_layers(model)
-    unread = {
-        id(parameter)
-        for index in trunk_of(model).config.cross_attention_layers
-        for parameter in layers[index].parameters()
-        if parameter.requires_grad
-    }
-    named = {name: p for name, p in model.named_parameters() if id(p) in unread}
-    for parameter in named.values():
-        parameter.requires_grad_(False)
-    if named and not has_trained(model):
-        raise UserError(f"trainable_modules or lora_target_modules {ONLY_IMAGES}")
-    return tuple(named)
+    weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
+    tensors = weights | _buffers_of(model)
+    inputs = {"input_ids": torch.arange(1, SHORT_TEXT + 1)[None], "use_cache": False}
+    model.eval()  # no layer is skipped at random
+    try:
+        with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():  # type: ignore[no-untyped-call]
+            logits = torch.func.functional_call(model, tensors, (), inputs).logits
+    except Exception:  # each family has its own
+        return set(weights)
+    finally:
+        model.train()
+    return weights.keys() - _names_reached([logits], weights)
 
 
 def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -> set[str]:
@@ -99,13 +100,12 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
     model.
     """
     weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
-    tensors = weights | {name: _in_fp32(buffer) for name, buffer in model.named_buffers()}
-    names = {id(tensor): name for name, tensor in weights.items()}
+    tensors = weights | _buffers_of(model)
     with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():  # type: ignore[no-untyped-call]
         try:
             torch.func.functional_call(_UpToTrunk(model), _within("model", tensors), (ids, images))
         except _TrunkEntered as entered:
-            return {names[id(leaf)] for leaf in _leaves_of(entered.inputs) if id(leaf) in names}
+            return _names_reached(entered.inputs, weights)
         except UserError:
             raise
         except Exception as error:  # each family has its own
@@ -170,8 +170,10 @@ def _stand_in(parameter: nn.Parameter) -> Tensor:
     return zeros.requires_grad_(parameter.requires_grad)
 
 
-def _in_fp32(buffer: Tensor) -> Tensor:
-    return buffer.float() if buffer.is_floating_point() else buffer
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of `model`, in fp32 as the stand-ins of its parameters are."""
+    buffers = dict(model.named_buffers())
+    return {name: b.float() if b.is_floating_point() else b for name, b in buffers.items()}
 
 
 def _within(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -180,6 +182,12 @@ def _within(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _never(_: Any) -> Tensor:
     raise AssertionError("there is no backward")
+
+
+def _names_reached(outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> set[str]:
+    """The names of those of `weights` on which `outputs` depend."""
+    reached = {id(leaf) for leaf in _leaves_of(outputs)}
+    return {name for name, weight in weights.items() if id(weight) in reached}
 
 
 def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -53,7 +53,6 @@ class OpenedRun:
             scores=(self.recipe.score_head, find_pad_id(self.tokenizer)),
             trains_head=not self.recipe.method_facts.embeds,
             blank_document=self._blank_document,
-            holds_no_image=self._holds_no_image,
         )
 
     @property

@@ -156,11 +156,7 @@ def test_every_key_of_trls_own_trainer_is_known() -> None:
     known = {
         pair.key for pair in list_counterparts("TRL") + list_counterparts(GRPO)
     } | recipe_keys().keys()
-    listed = {
-        "max_tool_calling_iterations",
-        "chat_template_kwargs",
-        "model_init_kwargs",
-    }  # as not known here
+    listed = {"chat_template_kwargs", "model_init_kwargs"}  # as not known here
     own = config.GRPOConfig.__annotations__.keys()
     assert own - known == listed
 
