@@ -87,6 +87,8 @@ class Family:
     document_mask: Literal["transformers", "here"] | None = None
     # whether its layers do not hand attention the arguments of the model's forward
     drops_arguments: bool = False
+    # whether its embedding of positions counts the tokens of a row, padding among them
+    counts_positions: bool = False
     # None: no layer carries a state from token to token, or none that is known
     recurrence: Recurrence | None = None
     # the language model of a vision-language one, without a class of its own
@@ -403,7 +405,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("falcon", "mpt", "xglm"), BY_OUR_MASK),
     **dict.fromkeys(
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
-        BY_OUR_MASK,
+        replace(BY_OUR_MASK, counts_positions=True),
     ),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),

@@ -164,9 +164,12 @@ def _names_apart(key: str) -> Rule:
 SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
 
 
-def _has_other_states(case: Case) -> bool:
-    recurrence = case.model.family.recurrence
-    return recurrence is not None and not recurrence.can_be_sampled
+def _is_sampled_otherwise(case: Case) -> bool:
+    """Whether a forward with a cache computes something else than the training forward."""
+    family = case.model.family
+    if family.recurrence is None:
+        return family.counts_positions
+    return not family.recurrence.can_be_sampled
 
 
 def _names_student(case: Case) -> bool:
@@ -593,13 +596,13 @@ RULES: tuple[Rule, ...] = (
     ),
     *map(_names_apart, ("rewards", "tools")),
     Rule(
-        name="layers that are sampled otherwise",
+        name="models that are sampled otherwise",
         keys=("method", "model_name_or_path", "vllm_server_base_url"),
         needs=("model",),
-        when=lambda c: samples_itself(c) and _has_other_states(c),
+        when=lambda c: samples_itself(c) and _is_sampled_otherwise(c),
         message=(
-            "method: {method} cannot sample {name} here: with a cache, transformers computes "
-            "other states of {model.model_type} than without one"
+            "method: {method} cannot sample {name} here: with a cache, {model.model_type} computes "
+            "other states or positions than without one"
         ),
         advice="set vllm_server_base_url",
     ),

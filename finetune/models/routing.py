@@ -176,9 +176,10 @@ class Routing:
         ones = torch.ones(chosen.shape, device=chosen.device)
         if self._mask is not None:
             ones = ones * self._mask[:, None]
-        # the last: none of them (Zaya)
+        # the last: none of them (Zaya), or one that passes its input on (LongCat Flash)
         counts = torch.zeros(self.experts + 1, device=chosen.device)
-        return counts.scatter_add_(0, chosen.flatten(), ones.flatten())[:-1]
+        indices = chosen.flatten().clamp(max=self.experts)
+        return counts.scatter_add_(0, indices, ones.flatten())[:-1]
 
     def selected(self) -> Tensor:
         """Tokens for each expert in the last forward, over all layers, by their probabilities

@@ -195,7 +195,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
     ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
     (PPO, TP, 4, None, None, "tp_size cannot be combined with method: ppo"),
-    (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, transformers computes other states of mamba2"),
+    (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, mamba2 computes other states or positions than without one"),
+    (GRPO, FSDP2, 2, LLAMA | {"model_type": "bart"}, None, "method: grpo cannot sample M here: with a cache, bart computes other states or positions than without one"),
     # masked tokens
     (MASKED, SP, 4, None, None, "cp_size cannot be combined with method: masked_diffusion: a token and the state that predicts it may be on two ranks"),
     (MASKED, replace(FSDP2, pipeline_parallel_size=2), 2, None, None, "the first stage would read the tokens unmasked"),

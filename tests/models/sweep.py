@@ -136,6 +136,7 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
         "head_dim": 24,
     }
     | {"initializer_range": 0.1},  # with 0.3 gradients round by more than 1e-5
+    "hrm_text": {"initializer_range": 0.1},  # with 0.3 its recurrence makes much of rounding
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {
