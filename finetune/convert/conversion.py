@@ -28,6 +28,7 @@ from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
     adapt_tool,
+    name_saved_dtype,
     report_dtypes,
     report_epochs,
     report_evaluation,
@@ -556,6 +557,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         )
         conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
     _set_dtype(layout, conversion)
+    name_saved_dtype(settings, layout, conversion)
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]
         conversion.remarks.append(
