@@ -1,8 +1,12 @@
 """What a tool writes when it has trained, and which token it scores: where that is another than here."""
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
+from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
 
@@ -37,3 +41,50 @@ def test_an_export_has_the_dtype_that_trainer_saves(
     made = convert(file)
     assert made.recipe.get("export_dtype") == exported
     assert (SAVED_BY_LAUNCH in said(made)) == (file == TRL)
+
+
+@pytest.mark.parametrize(
+    ("model", "template", "eos"),
+    [
+        ("Qwen/Qwen2.5-7B", "qwen", "<|im_end|>"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen", None),
+        ("google/gemma-3-4b-it", "gemma3", "<end_of_turn>"),
+        ("google/gemma-2-2b-it", "gemma2", None),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi", "<|end|>"),
+        ("microsoft/Phi-4", "phi4", None),
+        ("01-ai/Yi-6B", "yi", None),
+    ],
+)
+def test_a_template_of_llama_factorys_names_the_eos_token(
+    model: str, template: str, eos: str | None, convert: Convert
+) -> None:
+    """Source: replace_eos in its data/template.py."""
+    for stage in ("sft", "pt"):
+        made = convert(TEXT, model_name_or_path=model, template=template, stage=stage)
+        assert made.recipe.get("special_tokens", {}).get("eos_token") == eos
+
+
+def test_an_eos_token_that_is_named_leaves_a_line_break_behind_it_a_token() -> None:
+    """add_special_tokens makes it a token that takes no space with it: LLaMA-Factory's, and ours."""
+    characters = {token: index for index, token in enumerate(["?", "a", "\n"])}
+    end = AddedToken("<|end|>", rstrip=True, normalized=False, special=True)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(characters, [], unk_token="?")),
+        additional_special_tokens=[end],
+        eos_token="<|endoftext|>",
+    )
+    assert len(tokenizer("a<|end|>\na").input_ids) == 3
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    assert len(tokenizer("a<|end|>\na").input_ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [("phi", SCORED_END), ("gemma2", SCORED_EOS_THERE), ("qwen", None), ("gemma3", None)],
+)
+def test_the_token_whose_score_is_read_is_said_where_it_is_another(
+    template: str, line: str | None, convert: Convert
+) -> None:
+    """Source: efficient_eos in PairwiseDatasetProcessor of LLaMA-Factory, whose trainer reads the last token."""
+    text = said(convert(TEXT, stage="rm", template=template))
+    assert [each for each in (SCORED_END, SCORED_EOS_THERE) if each in text] == [line] * bool(line)
