@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
+from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
 
@@ -88,3 +89,22 @@ def test_the_token_whose_score_is_read_is_said_where_it_is_another(
     """Source: efficient_eos in PairwiseDatasetProcessor of LLaMA-Factory, whose trainer reads the last token."""
     text = said(convert(TEXT, stage="rm", template=template))
     assert [each for each in (SCORED_END, SCORED_EOS_THERE) if each in text] == [line] * bool(line)
+
+
+@pytest.mark.parametrize(
+    ("keys", "lines"),
+    [
+        ({"stage": "dpo"}, []),
+        ({"stage": "dpo", "pref_loss": "orpo"}, [NO_CROSS_ENTROPY]),
+        ({"stage": "kto"}, [NO_CROSS_ENTROPY]),
+        ({"stage": "kto", "pref_ftx": None}, []),
+    ],
+)
+def test_a_cross_entropy_that_is_not_added_is_said_once(
+    keys: dict[str, object], lines: list[str], convert: Convert
+) -> None:
+    """Source: get_batch_loss_metrics of LLaMA-Factory's train/dpo/trainer.py and train/kto/trainer.py."""
+    made = convert(TEXT | {"pref_ftx": 0.1} | keys)
+    about = [line for line in said(made).splitlines() if line.startswith("pref_ftx: ")]
+    assert [NO_CROSS_ENTROPY] * any(NO_CROSS_ENTROPY in line for line in about) == lines
+    assert len(about) == (keys.get("pref_ftx", 0.1) is not None)
