@@ -642,7 +642,10 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
         return
     if not length and collated.get("max_length"):
         length = collated["max_length"]
-        if not collated.get("drop_overlong"):
+        is_dropped = collated.get("drop_overlong")
+        if not (is_dropped or reads_images(settings)):
+            overlength = "truncate"
+        elif not is_dropped:
             conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
     if length:
         conversion.recipe |= {"max_length": length, "overlength": overlength}

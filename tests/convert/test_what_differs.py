@@ -741,6 +741,11 @@ def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: C
     cut = convert(VLM, dataloader={"collate_fn": {"_target_": "a.collate_fn", "max_length": 2048}})
     assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
     assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
+    mix = {"_target_": f"{COLLATERS}vlm.datasets.make_tulu3_magicoder_text_mix_dataset"}
+    function = {"_target_": f"{COLLATERS}vlm.collate_fns.default_collate_fn", "max_length": 2048}
+    for keys, overlength in (({}, "truncate"), ({"drop_overlong": True}, "drop")):
+        text = convert(VLM, dataset=mix, dataloader={"collate_fn": function | keys})
+        assert text.recipe["overlength"] == overlength and CUT_IN_BATCHES not in said(text)
     packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
     assert (packed.recipe["max_length"], packed.recipe["packing"]) == (4096, True)
     assert UNLIMITED_NOTE not in said(packed)
