@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
+from finetune.config.module_names import is_within
 from finetune.config.schema import recipe_keys
 from finetune.convert.automodel import (
     AHEAD,
@@ -76,7 +77,13 @@ from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_S
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
-from finetune.convert.trained_layers import AUTOMODEL_ADAPTERS, AUTOMODELS_START, BY_ITS_END
+from finetune.convert.trained_layers import (
+    ADAPTERS_LEFT_ALONE,
+    AUTOMODEL_ADAPTERS,
+    AUTOMODELS_START,
+    BY_ITS_END,
+    TRAINED_BESIDE,
+)
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer, read_template
@@ -735,6 +742,20 @@ def test_a_value_of_automodels_that_does_otherwise_is_listed(
     if other is not None:
         made = convert(NEMO, **{section: inner | {name: other}})
         assert key in said(made) and not any(each.startswith(key) for each in made.ignored)
+
+
+def test_modules_that_automodels_selectors_freeze_are_frozen(convert: Convert) -> None:
+    """Source: ModuleSelector and apply_parameter_freezing of its components/utils/model_utils.py, in 0.7."""
+    frozen = {"freeze_modules": [{"path": "lm_head"}, {"glob": "model.layers.[01].*"}]}
+    made = convert(NEMO, freeze_config=frozen)
+    names = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.weight"]
+    patterns = made.recipe["frozen_modules"]
+    assert [is_within(name, patterns) for name in names] == [True, True, False]
+    assert "freeze" not in said(made)
+    other = {"unfreeze_modules": [{"glob": "*.embed_tokens"}]}
+    assert TRAINED_BESIDE in said(convert(NEMO, freeze_config=frozen | other))
+    adapted = convert(NEMO, freeze_config=frozen, peft={"dim": 8, "target_modules": "*_proj"})
+    assert ADAPTERS_LEFT_ALONE in said(adapted) and "frozen_modules" not in adapted.recipe
 
 
 def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: Convert) -> None:
