@@ -5,6 +5,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
 from finetune.convert.objectives import NO_CROSS_ENTROPY
@@ -108,3 +109,15 @@ def test_a_cross_entropy_that_is_not_added_is_said_once(
     about = [line for line in said(made).splitlines() if line.startswith("pref_ftx: ")]
     assert [NO_CROSS_ENTROPY] * any(NO_CROSS_ENTROPY in line for line in about) == lines
     assert len(about) == (keys.get("pref_ftx", 0.1) is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "is_said"),
+    [("TinyLlama/TinyLlama_v1.1", 4096, True), ("meta-llama/Llama-3.1-8B", 8192, False)],
+)
+def test_positions_that_axolotl_adds_to_the_saved_config_are_said(
+    model: str, length: int, is_said: bool, convert: Convert
+) -> None:
+    """Source: _adjust_model_config of its loaders/model.py."""
+    made = convert(AXOLOTL, base_model=model, sequence_len=length)
+    assert (MORE_POSITIONS in said(made)) == is_said
