@@ -426,7 +426,7 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
             conversion.remarks.append(HELD_OUT_SMOOTHED)
 
 
-BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
+BITSANDBYTES_8_BITS = "^(?!ao_|.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 

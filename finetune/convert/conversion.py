@@ -242,6 +242,8 @@ OPTIMIZER_NOTES = {
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"
     ),
+    # _configure_custom_optimizer of its core/builders/base.py, in 0.19 and 0.21
+    "^ao_adamw_[48]bit": "Axolotl names this optimizer and refuses it; torchao's in 8 bits here",
 }
 # AdamW by name -> what is another's of its update, or of its state
 OTHER_ADAMWS = {
@@ -507,7 +509,7 @@ def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     for pattern, note in OPTIMIZER_NOTES.items():
         if re.search(pattern, name):
             conversion.add_remark(key, value, note)
-    if "4bit" in name:
+    if "4bit" in name and not name.startswith("ao_"):
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     for pattern, note in OTHER_ADAMWS.items():
         if re.search(pattern, name.rpartition(".")[2]):

@@ -343,6 +343,16 @@ def test_ranks_that_share_no_row_here_have_more_rows_a_step(
     assert is_dropped == is_said
 
 
+@pytest.mark.parametrize("optimizer", ["ao_adamw_8bit", "ao_adamw_4bit"])
+def test_an_optimizer_that_axolotl_names_and_refuses_is_said_to_be_so(
+    optimizer: str, convert: Convert
+) -> None:
+    """Source: _configure_custom_optimizer of its core/builders/base.py."""
+    made = convert(AXOLOTL, optimizer=optimizer)
+    assert made.recipe["optim"] == "adamw_8bit" and "refuses it" in said(made)
+    assert "bitsandbytes" not in said(made) and EMBEDDING_MOMENTS not in said(made)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "is_adamw"),
     [
