@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
+from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT
 from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
@@ -121,3 +122,28 @@ def test_positions_that_axolotl_adds_to_the_saved_config_are_said(
     """Source: _adjust_model_config of its loaders/model.py."""
     made = convert(AXOLOTL, base_model=model, sequence_len=length)
     assert (MORE_POSITIONS in said(made)) == is_said
+
+
+PAIRS = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
+ALPACA = {"datasets": [{"path": "a/rows", "type": "alpaca"}]}
+
+
+@pytest.mark.parametrize(
+    ("file", "end"),
+    [
+        (TRL, ""),
+        (TRL | {"beta": 0.1}, LEFT_OUT["TRL", "dpo"]),
+        (TRL | {"desirable_weight": 1.0}, LEFT_OUT["TRL", "kto"]),
+        (AXOLOTL, ""),
+        (AXOLOTL | PAIRS, LEFT_OUT["Axolotl", "dpo"]),
+        (AXOLOTL | ALPACA, None),
+        (AXOLOTL | {"chat_template": "phi_4"}, None),
+        (TEXT, None),
+    ],
+)
+def test_line_breaks_that_join_to_one_token_are_said(
+    file: dict[str, object], end: str | None, convert: Convert
+) -> None:
+    """Source: tokenize_fn of TRL's trainers, and ChatTemplateStrategy of Axolotl."""
+    lines = [line for line in convert(file).remarks if "one token there" in line]
+    assert lines == ([] if end is None else [JOINED_BREAKS.format(end)])
