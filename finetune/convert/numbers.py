@@ -107,8 +107,8 @@ EMPTY_ANSWERS = (
     "rows: an empty answer trains nothing there, and a message's train or weight is read by "
     "message_field_training alone; here the end of an empty answer is trained, and both are read"
 )
-# tokenize_fn of TRL's trainers, and ChatTemplateStrategy of Axolotl,
-# which encode a prompt and its answer as one text
+# tokenize_fn of TRL's trainers, ChatTemplateStrategy of Axolotl, and Automodel's
+# formatting_utils.py, which encode a prompt and its answer as one text
 JOINED_BREAKS = (
     "rows: a line break at the start of an answer and one that ends its prompt, as ChatML's, are "
     "one token there where the tokenizer has one for both{}; two here"
@@ -120,6 +120,8 @@ LEFT_OUT = {
     ("Axolotl", "dpo"): ", which is left out",
     ("Axolotl", "kto"): ", which is left out",
 }
+ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
+ONE_LINE = ("text", "squad", "hellaswag")  # kinds of rows without such a break
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
@@ -241,11 +243,11 @@ def _report_joined_breaks(conversion: Conversion) -> None:
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
     are_turns = any(
-        each.get("type") != "text" and not each.get("answers_apart")
+        each.get("type") not in ONE_LINE and not each.get("answers_apart")
         for each in recipe.get("datasets", ())
     )
     is_compared = rows in ("pairs", "ratings")
-    if conversion.tool not in ("TRL", "Axolotl") or conversion.images or not are_turns:
+    if conversion.tool not in ENCODING_AS_ONE or conversion.images or not are_turns:
         return
     if recipe.get("chat_template") not in (None, *BREAKS) or not (is_compared or rows == "answers"):
         return
