@@ -512,7 +512,15 @@ def test_trl(converted: Convert) -> None:
         "accelerate_config": "fsdp_full_shard_auto",
     }
     assert {key: ours[key] for key in expected} == expected
-    about = "packing completion_only_loss gradients max_length rows rows eval_loss".split()
+    about = [
+        "packing",
+        "completion_only_loss",
+        "gradients",
+        "max_length",
+        "rows",
+        "rows",
+        "eval_loss",
+    ]
     assert [line.split(":")[0] for line in said.splitlines()] == about
     assert "# Without effect here: " in path.read_text()
     read_recipe(str(path))
