@@ -5,13 +5,16 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from finetune.convert.automodel import SAVED_IN_PARTS
 from finetune.convert.axolotl import MORE_POSITIONS
+from finetune.convert.base_model import PADDING_SAVED
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
 from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT
 from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
+from tests.convert.test_what_differs import NEMO
 
 TEXT = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen3"}
 SWIFT = {"model": "Qwen/Qwen3-8B", "tuner_type": "full", "dataset": ["a/rows"]}
@@ -147,3 +150,29 @@ def test_line_breaks_that_join_to_one_token_are_said(
     """Source: tokenize_fn of TRL's trainers, and ChatTemplateStrategy of Axolotl."""
     lines = [line for line in convert(file).remarks if "one token there" in line]
     assert lines == ([] if end is None else [JOINED_BREAKS.format(end)])
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "is_said"),
+    [
+        ({"save_consolidated": False}, True),
+        ({"model_save_format": "torch_save"}, True),
+        ({"model_save_format": "safetensors", "save_consolidated": "final"}, False),
+        ({"save_consolidated": False, "enabled": False}, False),
+        ({}, False),
+    ],
+)
+def test_weights_that_automodel_saves_in_parts_are_said(
+    checkpoint: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """Source: CheckpointingConfig of its components/checkpoint/config.py, whose adapters are whole."""
+    assert (SAVED_IN_PARTS in said(convert(NEMO, checkpoint=checkpoint))) == is_said
+    peft = {"dim": 8, "target_modules": "*_proj"}
+    assert SAVED_IN_PARTS not in said(convert(NEMO, checkpoint=checkpoint, peft=peft))
+
+
+def test_a_padding_token_that_is_left_out_beside_adapters_is_said(convert: Convert) -> None:
+    named = {"special_tokens": {"pad_token": "<|end_of_text|>"}}
+    adapted = convert(AXOLOTL, adapter="lora", lora_target_linear=True, **named)
+    assert PADDING_SAVED in said(adapted) and "special_tokens" not in adapted.recipe
+    assert PADDING_SAVED not in said(convert(AXOLOTL, **named))
