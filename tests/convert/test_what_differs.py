@@ -706,6 +706,11 @@ COLLATERS = "nemo_automodel.components.datasets."
     [
         ("loss_fn.fp32_upcast", True, False),
         ("loss_fn.reduction", "sum", "mean"),
+        (
+            "distributed.pipeline",
+            {"scale_grads_in_schedule": False},
+            {"scale_grads_in_schedule": True},
+        ),
         ("model.mtp_loss_scaling_factor", None, 0.1),
         ("model.drafter_path", None, "a/drafter"),
         ("model.text_config", {"use_cache": False}, {"mtp_num_hidden_layers": 1}),
