@@ -91,8 +91,6 @@ UNREAD = (
         ("clip_grad_norm.max_norm",),
         lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
     ),
-    # which writes no turns; factory.py says what the template does to a text's end
-    Unread(("LLaMA-Factory",), ("template",), lambda file: file.get("stage") == "pt"),
     # null is stage: pt to its hparams/parser.py, as no key is
     Unread(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
     # of its train/dpo/trainer.py and train/kto/trainer.py alone

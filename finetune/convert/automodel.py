@@ -34,6 +34,8 @@ SHUFFLED_BEFORE = "the slice is one of the rows in the order of this seed there,
 SHUFFLED_ONCE = "each epoch has the order of shuffle_seed there, another one by the seed here"
 # is_ckpt_step of its StepScheduler
 SAVED_WITH_EPOCHS = "a checkpoint is saved at the end of each epoch too there"
+# its CheckpointingConfig, which writes Hugging Face's files beside adapters all the same
+SAVED_IN_PARTS = "the weights are saved as parts of tensors there, as Hugging Face's files here"
 NOTHING_SAVED = "nothing is saved there; here a checkpoint and an export at the end"
 # num_epochs and max_steps of its StepScheduler
 FIRST_TO_COME = (
@@ -138,11 +140,17 @@ def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
     """Sets which checkpoints are saved, and reports those that the file does not name."""
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
+    saves = read_section(settings, "checkpoint")
     at_epochs = schedule.get("save_checkpoint_every_epoch")
-    if read_section(settings, "checkpoint").get("enabled", True) is False:
+    if saves.get("enabled", True) is False:
         recipe["save_strategy"] = "no"
         conversion.add_difference("checkpoint.enabled", False, NOTHING_SAVED)
         return
+    asked = ("save_consolidated", "model_save_format")
+    parted = [key for key in asked if saves.get(key) in (False, "false", "torch_save")]
+    if parted and not settings.get("peft"):
+        key = f"checkpoint.{parted[0]}"
+        conversion.add_remark(key, saves[parted[0]], SAVED_IN_PARTS)
     if "ckpt_every_steps" not in schedule and at_epochs is False:
         recipe["save_steps"] = SAVE_STEPS
     elif "ckpt_every_steps" not in schedule:
@@ -642,7 +650,10 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
         return
     if not length and collated.get("max_length"):
         length = collated["max_length"]
-        if not collated.get("drop_overlong"):
+        is_dropped = collated.get("drop_overlong")
+        if not (is_dropped or reads_images(settings)):
+            overlength = "truncate"
+        elif not is_dropped:
             conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
     if length:
         conversion.recipe |= {"max_length": length, "overlength": overlength}

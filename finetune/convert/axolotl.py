@@ -423,12 +423,36 @@ COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
     family = guess_family(str(settings.get("base_model")))
+    _report_positions(settings, conversion)
     _report_trained_copies(settings, conversion)
     _report_family(settings, family, conversion)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
     if settings.get("float16") and not any(map(settings.get, ("fp16", "bf16", "bfloat16"))):
         conversion.add_difference("float16", True, NO_SCALING)
+
+
+# _adjust_model_config of its loaders/model.py
+MORE_POSITIONS = (
+    "a config with a smaller max_position_embeddings is saved with this there, and is as it was "
+    "here; training is the same"
+)
+# names of models -> the fewest that a config of these has
+POSITIONS = (
+    (r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama", 2048),
+    (r"llama-?2|vicuna|stablelm|phi-3-mini-4k", 4096),
+    (r"llama-?3(?!\.)|gemma", 8192),
+    ("", 32768),
+)
+
+
+def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that the exported config has more positions where rows may be longer than those."""
+    name = name_model(settings).lower()
+    positions = next(fewest for pattern, fewest in POSITIONS if re.search(pattern, name))
+    length = convert_number(settings.get("sequence_len"))
+    if isinstance(length, int) and length > positions:
+        conversion.add_remark("sequence_len", length, MORE_POSITIONS)
 
 
 def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:

@@ -50,6 +50,10 @@ ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
     "ms-swift": ("new_special_tokens",),
 }
+PADDING_SAVED = (
+    "saved with the tokenizer there, left out here, for beside adapters a new one would train the "
+    "embedding; name it in special_tokens where the tokenizer has it"
+)
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -91,8 +95,9 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
         or settings.get("adapter")
         or settings.get("finetuning_type") == "lora"
     )
-    if has_adapters and special.pop("pad_token"):
-        conversion.ignored.append("special_tokens.pad_token")  # padding is not trained on
+    padding = special.pop("pad_token") if has_adapters else None
+    if padding:
+        conversion.add_remark("special_tokens.pad_token", padding, PADDING_SAVED)
     given = {name: str(token) for name, token in special.items() if token}
     if given:
         recipe["special_tokens"] = given

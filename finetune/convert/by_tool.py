@@ -6,12 +6,13 @@ from finetune.config.facts import read_family_source
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
-from finetune.convert.asked_layout import find_zero_stage
+from finetune.convert.asked_layout import AskedLayout, find_zero_stage
 from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.factory import adapt_factory
+from finetune.convert.defaults import OF_COMPONENTS
+from finetune.convert.factory import MEGATRON_KEYS, adapt_factory
 from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
@@ -171,6 +172,39 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
         conversion.add_difference("deepspeed", settings["deepspeed"], ADAPTERS_UNDER_ZERO_3)
     elif stage is None:
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
+
+
+# mixed_precision -> the dtype of what is multiplied
+MULTIPLIED = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+LOADED_AS_RUN = ("Axolotl", "ms-swift")  # whose weights are loaded in that dtype
+# save_model of transformers' Trainer, and get_state_dict of Accelerate
+SAVED_BY_LAUNCH = (
+    "export_dtype: the trained weights are saved in float32 there under FSDP, in 16 bits under "
+    "DeepSpeed, and under neither in the dtype that they are loaded in; here in that of the base's "
+    "files, unless this key names another"
+)
+
+
+def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
+    """Names the dtype in which Trainer saves weights that are all trained: their own, and under
+    DeepSpeed that of what is multiplied.
+    """
+    recipe = conversion.recipe
+    are_as_files = settings.get("use_badam") or any(key in settings for key in MEGATRON_KEYS)
+    if recipe.get("use_peft") or conversion.tool in OF_COMPONENTS or are_as_files:
+        return
+    is_loaded_so = (
+        conversion.tool in LOADED_AS_RUN
+        and layout.sharding == "none"
+        and str(settings.get("torch_dtype")) != "float32"
+    )
+    is_of_deepspeed = settings.get("deepspeed") and find_zero_stage(settings["deepspeed"]) != 0
+    if is_of_deepspeed or is_loaded_so or layout.pure_bf16:
+        recipe["export_dtype"] = MULTIPLIED[layout.precision]
+    elif conversion.tool == "TRL":
+        conversion.remarks.append(SAVED_BY_LAUNCH)
+    else:
+        recipe["export_dtype"] = "float32"
 
 
 # its calculate_total_num_steps
@@ -392,7 +426,7 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
             conversion.remarks.append(HELD_OUT_SMOOTHED)
 
 
-BITSANDBYTES_8_BITS = "^(?!.*torch).*8bit"  # names of its optimizers
+BITSANDBYTES_8_BITS = "^(?!ao_|.*torch).*8bit"  # names of its optimizers
 # of bitsandbytes, for which Trainer leaves them so (register_module_override)
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 

@@ -91,8 +91,10 @@ MAYBE_EARLIER_THOUGHTS = (
 EARLIER_ENDS = (
     "answers before the last one of a row end with <|end|> there, all with <|return|> here"
 )
-SCORED_END = (
-    "the EOS token follows an answer here, and is scored; there the line break before it is"
+SCORED_END = "the EOS token follows an answer here, and is scored; there what stands before it is"
+# efficient_eos of a name that is known here, in PairwiseDatasetProcessor of LLaMA-Factory
+SCORED_EOS_THERE = (
+    "the EOS token follows an answer there, and is scored; here the line break before it is"
 )
 EMPTY_SYSTEM = (
     "a row whose system column is empty has a system message without words there, none here"
@@ -549,6 +551,8 @@ def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
     template = settings.get("chat_template") or settings.get("template")
     if conversion.recipe.get("chat_template") == "phi3":
         conversion.add_difference("chat_template", template, SCORED_END)
+    if conversion.tool == "LLaMA-Factory" and template == "gemma2":
+        conversion.add_difference("template", template, SCORED_EOS_THERE)
     if conversion.tool == "Axolotl":
         note = SYSTEM_REFUSED if template in REFUSING_SYSTEMS else EMPTY_SYSTEM
         conversion.add_difference("datasets.type", "bradley_terry.chat_template", note)

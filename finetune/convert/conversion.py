@@ -28,6 +28,7 @@ from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
     adapt_tool,
+    name_saved_dtype,
     report_dtypes,
     report_epochs,
     report_evaluation,
@@ -241,6 +242,8 @@ OPTIMIZER_NOTES = {
         "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded "
         "differently"
     ),
+    # _configure_custom_optimizer of its core/builders/base.py, in 0.19 and 0.21
+    "^ao_adamw_[48]bit": "Axolotl names this optimizer and refuses it; torchao's in 8 bits here",
 }
 # AdamW by name -> what is another's of its update, or of its state
 OTHER_ADAMWS = {
@@ -506,7 +509,7 @@ def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     for pattern, note in OPTIMIZER_NOTES.items():
         if re.search(pattern, name):
             conversion.add_remark(key, value, note)
-    if "4bit" in name:
+    if "4bit" in name and not name.startswith("ao_"):
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     for pattern, note in OTHER_ADAMWS.items():
         if re.search(pattern, name.rpartition(".")[2]):
@@ -556,6 +559,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         )
         conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
     _set_dtype(layout, conversion)
+    name_saved_dtype(settings, layout, conversion)
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]
         conversion.remarks.append(

@@ -1,5 +1,8 @@
 """What only several keys of a LLaMA-Factory file together determine."""
 
+import re
+
+from finetune.convert.chat_templates import ENDS_AS_EOS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import adapt_v1
 from finetune.convert.foreign_values import read_number
@@ -21,11 +24,22 @@ JOINED = (
 )
 # PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
 LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
-# PretrainDatasetProcessor, and fix_special_tokens of its data/template.py
-ENDS_BY_TEMPLATE = (
-    "stage: pt   (a text ends with the template's end of a turn there where that replaces the EOS "
-    "token, as <|im_end|> of qwen and <end_of_turn> of gemma, and with <|end_of_text|> under "
-    "llama3; here with the tokenizer's EOS token)"
+# PretrainDatasetProcessor
+ENDS_OF_LLAMA = (
+    "stage: pt   (a text ends with <|end_of_text|> there, and <|eot_id|> is saved as the EOS "
+    "token; here both are the tokenizer's EOS token)"
+)
+# replace_eos of its data/template.py: the beginnings of its names -> what is the EOS token there
+REPLACED_EOS = (
+    (r"chatml|qwen|keye|lfm2|mimo|moss|moonlight|dbrx|phi4$|llava_next_qwen", "<|im_end|>"),
+    (r"gemma(3n?)?$|paligemma_chat", "<end_of_turn>"),
+    ("gemma4", "<turn|>"),
+    ("llama3|mllama|llava_next_llama3", "<|eot_id|>"),
+    ("llama4", "<|eot|>"),
+    (r"phi($|_small|4_mini)", "<|end|>"),
+    ("hy3", "<｜hy_eos｜>"),
+    ("ernie_vl", "<|end_of_sentence|>"),
+    (r"youtu$", "<|end_of_text|>"),
 )
 # PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
 NOT_NEAT = (
@@ -59,8 +73,9 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
     recipe = conversion.recipe
     stage = settings.get("stage")
     _report_loaded_dtype(settings, conversion)
-    if stage == "pt" and "template" in conversion.ignored:
-        conversion.remarks.append(ENDS_BY_TEMPLATE)
+    _name_eos(settings, conversion)
+    if stage == "pt" and settings.get("template"):
+        _drop_turns(conversion)
     if stage == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
         conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
@@ -75,6 +90,27 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     if packs:
         _report_packing(settings, conversion)
+
+
+def _name_eos(settings: ToolFile, conversion: Conversion) -> None:
+    """Names the EOS token by which a template replaces the tokenizer's, where it is not that."""
+    template = str(settings.get("template"))
+    if settings.get("stage") == "pt" and template == "llama3":
+        conversion.remarks.append(ENDS_OF_LLAMA)
+        return
+    eos = next((token for start, token in REPLACED_EOS if re.match(start, template)), None)
+    name = name_model(settings).lower()
+    is_own = any(end == eos and re.search(pattern, name) for pattern, end in ENDS_AS_EOS)
+    if eos is not None and not is_own:
+        conversion.recipe["special_tokens"] = {"eos_token": eos}
+
+
+def _drop_turns(conversion: Conversion) -> None:
+    """Drops what is said of the turns of a template, which writes none in pretraining."""
+    conversion.recipe.pop("chat_template", None)
+    conversion.ignored.append("template")
+    for lines in (conversion.differences, conversion.remarks):
+        lines[:] = [line for line in lines if not line.startswith("template: ")]
 
 
 # keys that LLaMA-Factory's v0 reads under Megatron alone: by mcore_adapter (USE_MCA), or by

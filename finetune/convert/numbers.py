@@ -6,6 +6,7 @@ import re
 
 from finetune.config.schema import recipe_keys
 from finetune.convert.axolotl import TEXTS_CUT
+from finetune.convert.chat_templates import BREAKS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_mcore
 from finetune.convert.foreign_values import convert_number
@@ -106,6 +107,21 @@ EMPTY_ANSWERS = (
     "rows: an empty answer trains nothing there, and a message's train or weight is read by "
     "message_field_training alone; here the end of an empty answer is trained, and both are read"
 )
+# tokenize_fn of TRL's trainers, ChatTemplateStrategy of Axolotl, and Automodel's
+# formatting_utils.py, which encode a prompt and its answer as one text
+JOINED_BREAKS = (
+    "rows: a line break at the start of an answer and one that ends its prompt, as ChatML's, are "
+    "one token there where the tokenizer has one for both{}; two here"
+)
+# those of its versions that take as many tokens from the whole as the prompt has alone
+LEFT_OUT = {
+    ("TRL", "dpo"): ", which TRL 0.29 to 1.14 leaves out, and earlier ones do not join",
+    ("TRL", "kto"): ", which TRL 1.3 to 1.14 leaves out",
+    ("Axolotl", "dpo"): ", which is left out",
+    ("Axolotl", "kto"): ", which is left out",
+}
+ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
+ONE_LINE = ("text", "squad", "hellaswag")  # kinds of rows without such a break
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
@@ -139,6 +155,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_prompts(settings, conversion)
     _report_masked_end(settings, conversion)
     _report_ends(settings, conversion)
+    _report_joined_breaks(conversion)
 
 
 def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
@@ -219,6 +236,23 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ENDS_OF_ANSWERS)
     elif any(each.get("type") != "text" for each in sources):
         conversion.remarks.append(EMPTY_ANSWERS)
+
+
+def _report_joined_breaks(conversion: Conversion) -> None:
+    """Reports where the first token of an answer is the last one of its prompt, too."""
+    recipe = conversion.recipe
+    rows = find_method_facts(recipe).rows
+    are_turns = any(
+        each.get("type") not in ONE_LINE and not each.get("answers_apart")
+        for each in recipe.get("datasets", ())
+    )
+    is_compared = rows in ("pairs", "ratings")
+    if conversion.tool not in ENCODING_AS_ONE or conversion.images or not are_turns:
+        return
+    if recipe.get("chat_template") not in (None, *BREAKS) or not (is_compared or rows == "answers"):
+        return
+    left_out = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), "")
+    conversion.remarks.append(JOINED_BREAKS.format(left_out))
 
 
 def _report_copies(conversion: Conversion) -> None:

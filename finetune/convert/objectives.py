@@ -77,6 +77,7 @@ WHOLE_ROW = (
     "alike; over the answer here, a mean over the whole step"
 )
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
+NO_CROSS_ENTROPY = "the cross entropy of the wanted answers is added there; not here"
 KTO_ROWS = (
     "the KL term is estimated on the answers of a batch there, here on each row's successor in the "
     "data"
@@ -612,8 +613,10 @@ def _list_factory_differences(method: str, settings: ToolFile, conversion: Conve
     if method == "orpo":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if settings.get("pref_ftx") and method != "dpo":
-        note = f"no cross entropy is added under method: {method}"
-        conversion.add_difference("pref_ftx", settings["pref_ftx"], note)
+        conversion.remarks = [
+            line for line in conversion.remarks if not line.startswith("pref_ftx: ")
+        ]
+        conversion.add_difference("pref_ftx", settings["pref_ftx"], NO_CROSS_ENTROPY)
 
 
 def _list_trl_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:

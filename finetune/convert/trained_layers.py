@@ -265,9 +265,42 @@ def adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
         if unfrozen and recipe.get("use_peft") and not names_adapters:
             conversion.add_difference("unfrozen_parameters", unfrozen, ADAPTERS_FROZEN)
     _report_unnamed(settings, conversion)
+    if conversion.tool == "Automodel":
+        _adapt_selectors(read_section(settings, "freeze_config"), settings, conversion)
     if settings.get("finetuning_type") == "freeze" and conversion.tool == "LLaMA-Factory":
         recipe["use_peft"] = False
         _train_layers(settings, conversion)
+
+
+# FreezeConfig of Automodel's components/utils/model_utils.py
+ADAPTERS_LEFT_ALONE = "adapters in these modules are frozen there, trained here"
+TRAINED_BESIDE = "these modules are trained there, whatever else freezes them; not here"
+
+
+def _adapt_selectors(
+    section: Mapping[str, Any], settings: ToolFile, conversion: Conversion
+) -> None:
+    """Freezes the modules that Automodel's selectors name."""
+    frozen = section.get("freeze_modules") or []
+    patterns = [_read_selector(each) for each in frozen if isinstance(each, dict)]
+    if patterns and settings.get("peft"):
+        conversion.add_difference("freeze_config.freeze_modules", frozen, ADAPTERS_LEFT_ALONE)
+    elif patterns:
+        conversion.recipe["frozen_modules"] = patterns
+    unfrozen = section.get("unfreeze_modules")
+    if unfrozen and (settings.get("peft") or len(section) > 1):
+        conversion.add_difference("freeze_config.unfreeze_modules", unfrozen, TRAINED_BESIDE)
+
+
+def _read_selector(selector: Mapping[str, Any]) -> str:
+    """Returns our pattern for a whole name (path), or a shell's pattern of one (glob).
+
+    >>> _read_selector({"path": "lm_head"}), _read_selector({"glob": "model.layers.[!0].*"})
+    ('lm_head', 'model.layers.[^0]..*')
+    """
+    if selector.get("path") is not None:
+        return str(selector["path"])
+    return str(selector.get("glob")).replace("?", ".").replace("*", ".*").replace("[!", "[^")
 
 
 def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:

@@ -55,7 +55,7 @@ from finetune.convert.chat_templates import (
 from finetune.convert.conversion import REDUCED_IN_16_BITS
 from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
 from finetune.convert.factory import (
-    ENDS_BY_TEMPLATE,
+    ENDS_OF_LLAMA,
     FEWER_ROWS,
     FUSED_ADAPTERS,
     LEFT_OVER,
@@ -341,6 +341,16 @@ def test_ranks_that_share_no_row_here_have_more_rows_a_step(
     assert (MORE_ROWS.format(2, 2, 2) in made.remarks) == is_said
     is_dropped = any("_size: 1 " in line for line in made.differences)
     assert is_dropped == is_said
+
+
+@pytest.mark.parametrize("optimizer", ["ao_adamw_8bit", "ao_adamw_4bit"])
+def test_an_optimizer_that_axolotl_names_and_refuses_is_said_to_be_so(
+    optimizer: str, convert: Convert
+) -> None:
+    """Source: _configure_custom_optimizer of its core/builders/base.py."""
+    made = convert(AXOLOTL, optimizer=optimizer)
+    assert made.recipe["optim"] == "adamw_8bit" and "refuses it" in said(made)
+    assert "bitsandbytes" not in said(made) and EMBEDDING_MOMENTS not in said(made)
 
 
 @pytest.mark.parametrize(
@@ -1072,13 +1082,15 @@ def test_pref_ftx_is_no_key_of_a_stage_that_does_not_read_it(
     assert ("pref_ftx" in said(convert(FACTORY, pref_ftx=0.1, **keys))) == is_read
 
 
-@pytest.mark.parametrize(("stage", "template"), [("pt", "qwen"), ("pt", None), ("sft", "qwen")])
+@pytest.mark.parametrize(
+    ("stage", "template"), [("pt", "qwen"), ("pt", "llama3"), ("pt", None), ("sft", "qwen")]
+)
 def test_a_template_of_llama_factorys_ends_texts_and_writes_no_turns_of_them(
     stage: str, template: str | None, convert: Convert
 ) -> None:
     """Source: PretrainDatasetProcessor, and fix_special_tokens of its data/template.py."""
     keys = {"model_name_or_path": "Qwen/Qwen3-8B", "template": template, "stage": stage}
     made = convert(FACTORY, **keys)
-    assert (ENDS_BY_TEMPLATE in made.remarks) == (stage == "pt" and template is not None)
+    assert (ENDS_OF_LLAMA in made.remarks) == (template == "llama3")
     assert ("chat_template" in made.recipe) == (stage == "sft")
     assert (BREAK_TRAINED in said(made)) == (stage == "sft")

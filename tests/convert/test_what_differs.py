@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from finetune.config.facts import find_linear_layers
+from finetune.config.module_names import is_within
 from finetune.config.schema import recipe_keys
 from finetune.convert.automodel import (
     AHEAD,
@@ -76,7 +77,13 @@ from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_S
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
 from finetune.convert.shared import FIRST_TRAINED, MICRO_BATCHES_ALIKE
-from finetune.convert.trained_layers import AUTOMODEL_ADAPTERS, AUTOMODELS_START, BY_ITS_END
+from finetune.convert.trained_layers import (
+    ADAPTERS_LEFT_ALONE,
+    AUTOMODEL_ADAPTERS,
+    AUTOMODELS_START,
+    BY_ITS_END,
+    TRAINED_BESIDE,
+)
 from finetune.data.formats import Conversation
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer, read_template
@@ -699,6 +706,11 @@ COLLATERS = "nemo_automodel.components.datasets."
     [
         ("loss_fn.fp32_upcast", True, False),
         ("loss_fn.reduction", "sum", "mean"),
+        (
+            "distributed.pipeline",
+            {"scale_grads_in_schedule": False},
+            {"scale_grads_in_schedule": True},
+        ),
         ("model.mtp_loss_scaling_factor", None, 0.1),
         ("model.drafter_path", None, "a/drafter"),
         ("model.text_config", {"use_cache": False}, {"mtp_num_hidden_layers": 1}),
@@ -737,10 +749,29 @@ def test_a_value_of_automodels_that_does_otherwise_is_listed(
         assert key in said(made) and not any(each.startswith(key) for each in made.ignored)
 
 
+def test_modules_that_automodels_selectors_freeze_are_frozen(convert: Convert) -> None:
+    """Source: ModuleSelector and apply_parameter_freezing of its components/utils/model_utils.py, in 0.7."""
+    frozen = {"freeze_modules": [{"path": "lm_head"}, {"glob": "model.layers.[01].*"}]}
+    made = convert(NEMO, freeze_config=frozen)
+    names = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.weight"]
+    patterns = made.recipe["frozen_modules"]
+    assert [is_within(name, patterns) for name in names] == [True, True, False]
+    assert "freeze" not in said(made)
+    other = {"unfreeze_modules": [{"glob": "*.embed_tokens"}]}
+    assert TRAINED_BESIDE in said(convert(NEMO, freeze_config=frozen | other))
+    adapted = convert(NEMO, freeze_config=frozen, peft={"dim": 8, "target_modules": "*_proj"})
+    assert ADAPTERS_LEFT_ALONE in said(adapted) and "frozen_modules" not in adapted.recipe
+
+
 def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: Convert) -> None:
     cut = convert(VLM, dataloader={"collate_fn": {"_target_": "a.collate_fn", "max_length": 2048}})
     assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
     assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
+    mix = {"_target_": f"{COLLATERS}vlm.datasets.make_tulu3_magicoder_text_mix_dataset"}
+    function = {"_target_": f"{COLLATERS}vlm.collate_fns.default_collate_fn", "max_length": 2048}
+    for keys, overlength in (({}, "truncate"), ({"drop_overlong": True}, "drop")):
+        text = convert(VLM, dataset=mix, dataloader={"collate_fn": function | keys})
+        assert text.recipe["overlength"] == overlength and CUT_IN_BATCHES not in said(text)
     packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
     assert (packed.recipe["max_length"], packed.recipe["packing"]) == (4096, True)
     assert UNLIMITED_NOTE not in said(packed)
