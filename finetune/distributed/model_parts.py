@@ -134,10 +134,15 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def base_of(model: Any) -> Any:
-    """Returns the module that is `model` without its output head."""
-    inner = getattr(model, model.base_model_prefix, model)
-    # the prefix of Llama 4's text class is not the name of its module
-    return getattr(model, "model", model) if inner is model else inner
+    """Returns the module that is `model` without its output head, as the forward of `model` calls
+    it.
+    """
+    base = getattr(model, model.base_model_prefix, model)
+    if base is model:  # the prefix of Llama 4's text class is not the name of its module
+        base = getattr(model, "model", model)
+    children = dict(base.named_children())
+    # OPT's forward, and those of BART's kin, pass over the module that holds the decoder alone
+    return children["decoder"] if children.keys() == {"decoder"} else base
 
 
 def has_trained(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ the files of weights.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -204,11 +204,12 @@ def parallelize(
 
 def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """Finds the classes that become units: those that the config names, else the model's decoder
-    layers; and the parts beside the language model.
+    layers, without layers that have a parameter in common; and the parts beside the language model.
 
     Raises `UserError` if the config names a class that no module of the model has.
     """
-    layer_classes = tuple(sorted({type(module).__name__ for module in decoder_layers(model)}))
+    layers = decoder_layers(model)
+    layer_classes = tuple(sorted({type(module).__name__ for module in layers}))
     present = {type(module).__name__ for module in model.modules()}
     missing = [name for name in sharding.wrap_classes if name not in present]
     if missing and sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
@@ -221,7 +222,21 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         return _find_large_classes(model, sharding.min_num_params)
     # a unit each, since a forward of text alone does not gather them
     beside = tuple(type(part).__name__ for part in other_parts(model))
-    return (sharding.wrap_classes or layer_classes) + beside
+    wrapped = sharding.wrap_classes or layer_classes
+    tied = _find_tied_classes(layers)
+    return tuple(name for name in wrapped if name not in tied) + beside
+
+
+def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
+    """Finds the classes of layers that have a parameter in common, as Zamba's. Two units would each
+    keep and train one of their own.
+    """
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters())
+    return {
+        type(layer).__name__
+        for layer in layers
+        if any(owners[parameter] > 1 for parameter in layer.parameters())
+    }
 
 
 def _find_large_classes(model: Any, min_num_params: int) -> tuple[str, ...]:

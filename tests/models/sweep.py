@@ -129,7 +129,11 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
         "num_decoder_attention_heads": 4,
     },
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 32], "attention_head_size": 12},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "hybrid_layer_ids": [1, 2],
+        "num_hidden_layers": 3,
+    },
     "zamba": {
         "layers_block_type": ["mamba", "hybrid", "hybrid"],
         "num_hidden_layers": 3,

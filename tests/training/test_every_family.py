@@ -1,5 +1,6 @@
 """Given a recipe of any causal family of transformers, when it trains on one rank, on two replicas, or sharded with activation
-checkpointing, whole or by adapters, then every step has the same loss and gradient norm."""
+checkpointing, whole or by adapters, then every step has the same loss and gradient norm; and the trainer gives what the model samples the probabilities with
+which it was sampled."""
 
 import json
 import re
@@ -7,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from finetune.config.families import find_family
 from tests.conftest import make_chat, make_tokenizer, slow_but
 from tests.models import sweep
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
@@ -16,6 +19,8 @@ from tests.training.layouts import assert_losses, steps_of, train_all, write_con
 QUICK = ["ernie4_5_moe"]
 WHOLE: list[str] = []
 ADAPTERS = ["use_peft=true", "lora_r=4"]
+# Its class's own forward passes over the module that holds its decoder, where documents are told apart.
+QUICK_SAMPLED = ["opt"]
 RANDOM = ("phimoe",)  # draws experts while it trains
 NOT_RECOMPUTED = (
     "ctrl",
@@ -46,6 +51,14 @@ def read_page() -> dict[str, dict[str, Any]]:
 
 
 KEYS = read_page()
+
+
+def is_sampled(family: str) -> bool:
+    """Whether a rule lets the model sample itself."""
+    facts = find_family(family)
+    return not facts.counts_positions and (
+        facts.recurrence is None or facts.recurrence.can_be_sampled
+    )
 
 
 @pytest.fixture
@@ -91,3 +104,29 @@ def test_each_layout_has_the_losses_of_one_rank(family: str, recipe: Path, tmp_p
         expected = [(line["loss"], line["grad_norm"]) for line in steps_of(tmp_path / kind)]
         for config in (ddp, sharded):
             assert_losses(tmp_path / f"{kind}-{config.stem}", expected, norms=1e-3)
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK_SAMPLED, filter(is_sampled, KEYS)))
+def test_the_trainer_scores_what_was_sampled_as_the_sampler_did(
+    family: str, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def other(completion_ids, **_):\n    return [float(sum(ids)) for ids in completion_ids]\n"
+    )
+    prompts = [{"prompt": f"What is {i}?" + " Tell me." * (i % 5)} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in prompts))
+    online = yaml.safe_load(recipe.read_text()) | {
+        "method": "grpo",
+        "datasets": [{"path": str(tmp_path / "prompts.jsonl")}],
+        "rewards": [f"{tmp_path / 'rewards.py'}:other"],
+        "num_generations": 2,
+        "max_completion_length": 12,
+        "max_length": 96,
+        "max_steps": 2,
+        "output_dir": str(tmp_path / "run"),
+    }
+    recipe.write_text(yaml.safe_dump(online))
+    train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
+    for line in steps_of(tmp_path / "run"):
+        assert line["grad_norm"] > 0
+        assert line["log_ratio/max"] < 1e-3
