@@ -49,7 +49,7 @@ from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
 from finetune.units import counted
 
-Record = Callable[[list[dict[str, Any]]], None]
+WriteLines = Callable[[list[dict[str, Any]]], None]
 MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
 """A step's batch -> for each micro-batch, fp32[positions] by name: "old", "reference", "values"
 (`OF_TOKENS` in engine.py).
@@ -430,7 +430,7 @@ class RolloutBatches:
     _requested: dict[int, RequestBatch] = field(default_factory=dict)
 
     def batches(
-        self, from_step: int = 0, record: Record = lambda lines: None
+        self, from_step: int = 0, record: WriteLines = lambda lines: None
     ) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end, each made when it is asked for; the first
         of a generation samples for all of it, or takes what was sampled ahead.
@@ -442,7 +442,7 @@ class RolloutBatches:
         for step in range(from_step, self.prompts.steps):
             yield self.step_batch(step, record)
 
-    def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
+    def step_batch(self, step: int, record: WriteLines = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
         if self.schedule.begins_at(step):
             self._sample_generation(step)
