@@ -1,4 +1,4 @@
-"""The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
+"""The numbers, rules and types that data, loss, checkpoint and plan share. Imports no torch."""
 
 import math
 import os
@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from typing import Any
+
+Record = dict[str, Any]
+"""Values by their names: an object of a JSON or YAML file, a line of metrics, keyword arguments."""
+Fields = Mapping[str, Any]
+"""A `Record` that is only read."""
 
 # the label of a position that is not trained on; torch's cross_entropy skips it
 IGNORE_INDEX = -100

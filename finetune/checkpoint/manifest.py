@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import parse_json, read_bounded
@@ -38,9 +39,9 @@ class Progress:
     best_eval_loss: float | None = None  # the lowest held-out loss so far
     best_step: int | None = None  # the step of that loss
     evaluations_since_best: int = 0
-    scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
+    scaler: Record | None = None  # the fp16 gradient scaler's state
     # in a checkpoint: the states of the user's callbacks, by name
-    callbacks: dict[str, Any] | None = None
+    callbacks: Record | None = None
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool = False) -> "Progress":
         """Returns the progress after the step of `batch`.
@@ -78,7 +79,7 @@ NAME_LIMIT_BYTES = 255  # of one name in a path, on common file systems
 PATH_LIMIT_BYTES = 4096
 
 
-def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
+def read_object(path: Path) -> tuple[Record, bytes]:
     """Returns (the JSON object in `path`, the file's bytes).
 
     Raises `ValueError` with a sentence for any other content, and `OSError`.
@@ -93,7 +94,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     return content, encoded
 
 
-def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
+def read_state(checkpoint: Path, name: str = "state.json") -> Record:
     """Reads state.json of a checkpoint.
 
     Raises `ValueError` with a sentence where it is unreadable, or a key is missing or wrong.
@@ -106,7 +107,7 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
     return content
 
 
-def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
+def refuse_malformed_manifest(name: str, content: Fields) -> None:
     """Raises `ValueError` with a sentence if `content` is no manifest.
 
     It is none either if it names a file outside the checkpoint.
@@ -129,7 +130,7 @@ def _is_file_name(path: PurePosixPath) -> bool:
     return is_short and "\0" not in str(path)
 
 
-def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+def _refuse_wrong_kinds(name: str, content: Fields, kinds: Mapping[str, str]) -> None:
     """Raises `ValueError` with a sentence where a value is of none of the kinds of its key.
 
     Args:
@@ -210,7 +211,7 @@ class Manifest:
     ranks: int
     recipe_sha256: str
     packages: dict[str, str]  # name -> version
-    files: dict[str, dict[str, Any]]  # path inside the checkpoint -> size in bytes, and checksum
+    files: dict[str, Record]  # path inside the checkpoint -> size in bytes, and checksum
     format_version: int = FORMAT_VERSION
 
     @property
@@ -323,9 +324,7 @@ def _file_problems(
                 yield f"{path.relative_to(checkpoint)} {problem}"
 
 
-def _compare_checksum(
-    advance: Callable[[int], object], path: Path, entry: dict[str, Any]
-) -> str | None:
+def _compare_checksum(advance: Callable[[int], object], path: Path, entry: Record) -> str | None:
     """Returns the problem of a file's content, a predicate; None without one."""
     try:
         if durable.checksum(path, advance) == entry:
@@ -354,12 +353,12 @@ def complete(staging: Path, manifest: Manifest) -> None:
         )
 
 
-def hash_recipe(recipe: dict[str, Any]) -> str:
+def hash_recipe(recipe: Record) -> str:
     """Returns the hash of a recipe with every key filled in."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-def _encode(content: dict[str, Any]) -> bytes:
+def _encode(content: Record) -> bytes:
     """Encodes `content` as JSON with its own checksum.
 
     There is one encoding of a content, so that any changed byte is found.

@@ -41,7 +41,7 @@ from finetune.config.reader import to_dict
 from finetune.config.reward_names import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, recipe_keys
 from finetune.config.user_code import file_of
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Fields, Record
 from finetune.data.prepare import PreparedData
 from finetune.data.sources import hash_file
 from finetune.distributed.world import RankGroup, World
@@ -393,7 +393,7 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def compare_to_saved(
-    state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
+    state: Fields, recipe: Recipe, inputs: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Lists the differences between the run that saved `state` (state.json) and this one.
 
@@ -420,7 +420,7 @@ def compare_to_saved(
     return deciding, other + held_out
 
 
-def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def compare_recipes(then: Record, now: Record) -> tuple[list[str], list[str]]:
     """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
     A key that `then` lacks had its default.

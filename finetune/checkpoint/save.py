@@ -51,7 +51,13 @@ from finetune.checkpoint.shards import (
 )
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, compute_global_batch_size
-from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, read_versions
+from finetune.constants import (
+    COMPUTE_DTYPE,
+    GENERATION_FILE,
+    PROCESSOR_FILES,
+    Record,
+    read_versions,
+)
 from finetune.distributed.model_parts import has_other_parts, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import RankGroup, World
@@ -319,7 +325,7 @@ class Saver:
         return size
 
     def _complete(
-        self, staging: Path, progress: Progress, entries_by_rank: list[dict[str, dict[str, Any]]]
+        self, staging: Path, progress: Progress, entries_by_rank: list[dict[str, Record]]
     ) -> Manifest:
         """Writes the files beside the shards, and last the manifest. Rank 0 calls it.
 
@@ -328,7 +334,7 @@ class Saver:
         state = describe_state(progress, self.recipe, self.world, self.inputs)
         state_json = json.dumps(state, indent=1).encode()
         contents = {**self._descriptions, **self._files, STATE: state_json}
-        entries: dict[str, dict[str, Any]] = {}
+        entries: dict[str, Record] = {}
         for of_rank in entries_by_rank:
             entries |= of_rank
         for name, content in contents.items():
@@ -356,12 +362,10 @@ class Saver:
             print(problem, flush=True)
 
 
-def write_shards(
-    staging: Path, shards: list[TensorShard], world: World
-) -> dict[str, dict[str, Any]]:
+def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict[str, Record]:
     """Writes this rank's files and reads them back; returns their entries in the manifest."""
 
-    def write(part: str) -> tuple[str, dict[str, Any]]:
+    def write(part: str) -> tuple[str, Record]:
         name = f"{part}/pieces-{world.rank:05d}-of-{world.size:05d}.safetensors"
         own = [shard for shard in shards if shard.part == part]
         entry = durable.write_file(staging / name, encode_file(own))
@@ -455,7 +459,7 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
 
 def describe_state(
     progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]
-) -> dict[str, Any]:
+) -> Record:
     """Returns the content of state.json."""
     base = recipe.model.model_name_or_path
     if base is not None and Path(base).is_dir():

@@ -34,6 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
+from finetune.constants import Fields, Record
 from finetune.distributed.model_parts import local_part, text_names, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
@@ -157,14 +158,14 @@ class TensorShard:
 
 def get_model_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+) -> Record:
     """Returns the model's tensors by transformers' names, a tied one under one name only.
 
     They are not copies. With adapters only trained tensors are returned: the adapters and
     `modules_to_save`. An offloaded optimizer's master weights replace the model's.
     """
     names = {clean_tensor_name(name) for name, _ in unwrap(model).named_parameters()}
-    state: dict[str, Any]
+    state: Record
     if any(map(is_adapter, names)):
         state = get_model_state_dict(model, options=_TRAINABLE)
         state = {name: value for name, value in state.items() if name in names}  # no buffers
@@ -177,23 +178,23 @@ def get_model_state(
     return state
 
 
-def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Record:
     """Returns the optimizer's state, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     complete_state(optimizer)
     with optimizer_state_without_pickles():
-        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        state: Record = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
 
 
-def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def select_tensors(state: Fields) -> Record:
     """Returns the entries of a flat state that are tensors."""
     kinds = torch.Tensor | ShardedTensor | OffloadedTensor
     return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
-def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[TensorShard]:
+def list_shards(state: Fields, part: str, stages: int = 1) -> list[TensorShard]:
     """Lists this rank's shards of all tensors of `state`, in order of name; they are not copies.
 
     Tensors that every rank has (under DDP, or scalars) are dealt to the ranks, so that each writes
@@ -233,7 +234,7 @@ def list_shards(state: Mapping[str, Any], part: str, stages: int = 1) -> list[Te
     return listed
 
 
-def _choose_writers(tensors: Mapping[str, Any], ranks: int) -> dict[str, int]:
+def _choose_writers(tensors: Fields, ranks: int) -> dict[str, int]:
     """Chooses the rank that writes each tensor that is not sharded: name -> rank in its stage."""
     replicated = {
         name: tensor.nbytes
@@ -307,11 +308,7 @@ def names_beside_text(model: torch.nn.Module) -> frozenset[str]:
 
 
 def read_shards(
-    state: Mapping[str, Any],
-    part: str,
-    checkpoint: Path,
-    world: World,
-    optional: Collection[str] = (),
+    state: Fields, part: str, checkpoint: Path, world: World, optional: Collection[str] = ()
 ) -> None:
     """Fills this rank's shards of `state` from the checkpoint's `part`, by name and shape.
 
@@ -395,7 +392,7 @@ def _parameter_of(name: str) -> str:
     return name.removeprefix("state.").rpartition(".")[0]
 
 
-def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
+def set_model_state(model: torch.nn.Module, state: Record) -> None:
     """Loads a state, which `get_model_state` returned and `read_shards` filled, into the model.
 
     Where master weights are in files, `read_shards` has filled the parameters with them.
@@ -413,7 +410,7 @@ def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def set_optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Record
 ) -> None:
     """Loads a state, which `get_optimizer_state` returned and `read_shards` filled."""
     if not isinstance(optimizer, OffloadedOptimizer):  # whose state was filled in place
@@ -430,7 +427,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     for name, layer in quantized_layers(unwrap(model)):
         skipped.update((f"{name}.{CODES}", f"{name}.{SCALES}"))
         count += math.prod(layer.full_shape)
-    state: dict[str, Any] = get_model_state_dict(model)
+    state: Record = get_model_state_dict(model)
     for name, tensor in state.items():
         if name not in skipped:
             count += math.prod(tensor.size())
@@ -541,7 +538,7 @@ def _all_gather_json(
         gathered[index] = [_OptimStateKey(tuple(names), is_managed) for names, is_managed in keys]
 
 
-def _encode_state(info: StateInfo) -> dict[str, Any]:
+def _encode_state(info: StateInfo) -> Record:
     """Returns the state's names, shapes, dtypes and scalars as values of JSON."""
     return {
         "tensors": {
@@ -556,7 +553,7 @@ def _encode_state(info: StateInfo) -> dict[str, Any]:
     }
 
 
-def _decode_state(plain: dict[str, Any]) -> StateInfo:
+def _decode_state(plain: Record) -> StateInfo:
     """Reads what `_encode_state` returned."""
     return StateInfo(
         {

@@ -28,6 +28,7 @@ from finetune.config.other_names import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import Entry, read_entries
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files.json_files import parse_json, read_bounded
 
@@ -111,10 +112,10 @@ class Settings:
     distributed_type: str
     mixed_precision: str
     use_cpu: bool
-    fsdp: dict[str, Any]
-    mesh: dict[str, Any]
+    fsdp: Record
+    mesh: Record
     num_machines: int = 1
-    fp8: dict[str, Any] = field(default_factory=dict)
+    fp8: Record = field(default_factory=dict)
     # a line for each setting of another engine, with what it became, and for each without effect
     translated: tuple[str, ...] = ()
     # (a recipe's key, the number that the file gives for it)
@@ -219,7 +220,7 @@ def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
     return where
 
 
-def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
+def _refuse_recipe(path: Path, values: Fields) -> None:
     """Raises `UserError` where the file has the keys of a recipe."""
     has_recipe_keys = values.keys() & {"model_name_or_path", "model_config", "datasets"}
     if has_recipe_keys and "distributed_type" not in values:
@@ -288,7 +289,7 @@ def _refuse_broken_json(path: Path) -> None:
         return
 
 
-def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
+def _list_ignored(mesh: Fields, fp8: Fields) -> Iterator[str]:
     """Yields a line for each thing that a file asks for and that has no effect."""
     sequences = []
     for key, default in OTHER_MESH_KEYS.items():
@@ -333,13 +334,13 @@ def _with_translation(settings: Settings, translation: Translation) -> Settings:
 
 
 def _read_section(
-    values: dict[str, Any],
+    values: Record,
     name: str,
     prefix: str,
     known: set[str],
     where: dict[str, str],
     problems: list[str],
-) -> dict[str, Any]:
+) -> Record:
     """Reads a section of an Accelerate file.
 
     Args:
@@ -431,7 +432,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     )
 
 
-def _read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _read_fp8_environment(environ: Mapping[str, str]) -> Record:
     """Rebuilds the fp8_config section from the launcher's variables.
 
     The launcher writes 1 and 0 for true and false.
@@ -655,7 +656,7 @@ class _SettingsReader:
             self.refuse(key, f"{prefix}{key}: {value} does not fit; true or false")
         return str(value).lower() == "true"
 
-    def integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
+    def integer(self, key: str, section: Fields, at_least: int = 0) -> int | None:
         value = section.get(key)
         if value is None:
             return None

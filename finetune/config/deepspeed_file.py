@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.config.layout import GROUP_KEYS
 from finetune.config.yaml_file import read_entries
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 
 STAGES = {
@@ -87,14 +88,14 @@ class Translation:
     """A DeepSpeed section in our keys."""
 
     distributed_type: str  # of an Accelerate file
-    fsdp: dict[str, Any]  # keys of fsdp_config, without their prefix
+    fsdp: Record  # keys of fsdp_config, without their prefix
     mixed_precision: str | None  # None: the section leaves it to the file
     lines: tuple[str, ...]  # what was translated into what
     asked: tuple[tuple[str, float], ...]  # (a recipe's key, the number that it must have)
 
 
 def translate_deepspeed(
-    section: Mapping[str, Any], source: str, mixed_precision: str | None, folder: Path | None = None
+    section: Fields, source: str, mixed_precision: str | None, folder: Path | None = None
 ) -> Translation:
     """Translates `deepspeed_config`.
 
@@ -151,7 +152,7 @@ class _DeepspeedReader:
             asked=tuple(self._asked.items()),
         )
 
-    def read_section(self, section: Mapping[str, Any]) -> None:
+    def read_section(self, section: Fields) -> None:
         """Reads Accelerate's `deepspeed_config`, which prevails over the JSON file's `auto`."""
         for key, value in section.items():
             if key in ("offload_optimizer_device", "offload_param_device"):
@@ -195,7 +196,7 @@ class _DeepspeedReader:
         self._read_content(content)
         self._where = before
 
-    def _read_content(self, content: Mapping[str, Any]) -> None:
+    def _read_content(self, content: Fields) -> None:
         for key, value in content.items():
             if key == "zero_optimization":
                 self._read_zero(value)

@@ -26,6 +26,7 @@ from finetune.config.rule import (
     samples_itself,
 )
 from finetune.config.schema import recipe_keys
+from finetune.constants import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Feature:
     keys: tuple[str, ...]
     is_on: Callable[[Case], object]
     otherwise: str = ""
-    off: Mapping[str, Any] | None = None
+    off: Fields | None = None
     needs: tuple[Need, ...] = ()
     of_teacher: bool = False  # whether a teacher may do it too
 
@@ -50,7 +51,7 @@ def _layout(
     name: str,
     is_on: Callable[[Case], object],
     otherwise: str = "",
-    off: Mapping[str, Any] | None = None,
+    off: Fields | None = None,
     needs: tuple[Need, ...] = ("layout",),
 ) -> Feature:
     """A feature of the layout, under the name of its key."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.served import CONTEXT, list_server_options, serve_model
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Fields
 from finetune.errors import UserError
 
 SAFETENSORS = "safetensors"
@@ -93,7 +93,7 @@ class ExportFormat:
     keys: tuple[ExportKey, ...] = ()
     without: str = ""  # what its keys are refused with where the format is not asked for
     # raises `UserError`
-    check: Callable[[Mapping[str, Any], bool], None] = lambda keys, is_model: None
+    check: Callable[[Fields, bool], None] = lambda keys, is_model: None
     # a condition of the rulebook on model and recipe
     refuses: Callable[[Any], object] = lambda case: False
     refused: str = ""  # its message
@@ -106,7 +106,7 @@ class ExportFormat:
     start: Callable[[Path, Path | None, int], list[str]] | None = None
 
 
-def _check_gguf(keys: Mapping[str, Any], is_model: bool) -> None:
+def _check_gguf(keys: Fields, is_model: bool) -> None:
     types = tuple(keys["gguf_types"])
     refuse_unknown("--gguf-type", types, GGUF_TYPES + GGUF_K_TYPES)
     made = [each for each in types if each in GGUF_K_TYPES]
@@ -160,7 +160,7 @@ def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
     return [*serve_model(folder), *list_server_options(folder, port)]
 
 
-def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:
+def _check_compressed(keys: Fields, is_model: bool) -> None:
     scheme = keys["quantization"]
     group_size = keys["group_size"]
     if scheme not in (None, *EXPORTED):
@@ -272,7 +272,7 @@ def find_format_of(path: Path) -> ExportFormat | None:
     )
 
 
-def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model: bool) -> None:
+def check_formats(formats: tuple[str, ...], keys: Fields, *, is_model: bool) -> None:
     """Checks what is asked of formats; no torch, no file is read.
 
     Args:

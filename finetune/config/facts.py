@@ -16,7 +16,7 @@ from finetune.config.families import Family, find_family
 from finetune.config.layout import Sharding
 from finetune.config.quantization import read_published_form, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe
-from finetune.constants import HEADS
+from finetune.constants import HEADS, Fields
 from finetune.errors import UserError
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -132,7 +132,7 @@ class MachineFacts:
 
 
 def read_model_facts(
-    config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
+    config: Fields, name: str, tokens: int | None = None, *, vision: bool = False
 ) -> ModelFacts:
     """Returns the facts of a config: the text model's part of config.json or `to_dict()`, with the
     family's defaults.
@@ -202,7 +202,7 @@ def refuse_wrong_values(config: Any, name: str) -> None:
         raise UserError.of(problems)
 
 
-def names_vision_language(config: Mapping[str, Any]) -> bool:
+def names_vision_language(config: Fields) -> bool:
     """Whether a config.json is that of a vision-language model, by the class that it names.
 
     >>> names_vision_language(
@@ -217,23 +217,23 @@ def names_vision_language(config: Mapping[str, Any]) -> bool:
     return is_listed and "vision_config" in config
 
 
-def count_experts(config: Mapping[str, Any]) -> int:
+def count_experts(config: Fields) -> int:
     """Counts the routed experts of a layer by the config; 0 for a dense model."""
     return _size(config, *EXPERT_COUNTS) or _size(_experts_section(config), *EXPERT_COUNTS)
 
 
-def count_chosen(config: Mapping[str, Any]) -> int:
+def count_chosen(config: Fields) -> int:
     """Counts the routed experts of one token by the config; 0 where it does not say."""
     return _size(config, *CHOSEN_COUNTS) or _size(_experts_section(config), *CHOSEN_COUNTS)
 
 
-def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _experts_section(config: Fields) -> Fields:
     """Returns the section in which DBRX's config has the sizes of its experts."""
     section = config.get("ffn_config")
     return section if isinstance(section, Mapping) else {}
 
 
-def _find_window(config: Mapping[str, Any]) -> int | None:
+def _find_window(config: Fields) -> int | None:
     """Returns the tokens of the sliding window, or of a chunk, that some layers have."""
     types = config.get("layer_types") or ()
     if "chunked_attention" in types:
@@ -242,7 +242,7 @@ def _find_window(config: Mapping[str, Any]) -> int | None:
     return _size(config, "sliding_window") or None if is_used else None
 
 
-def _size(config: Mapping[str, Any], *keys: str) -> int:
+def _size(config: Fields, *keys: str) -> int:
     """Returns the first of `keys` that has a number; of a list with one for each layer the
     largest.
     """

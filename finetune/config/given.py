@@ -19,6 +19,7 @@ from typing import Any
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.config.user_code import plain_row
 from finetune.config.yaml_file import LOAD_RECIPE
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.network import find_cache
@@ -43,7 +44,7 @@ from {module} import {name}  # noqa: E402, F401
 '''
 
 
-def name_given(keys: Mapping[str, Any]) -> dict[str, Any]:
+def name_given(keys: Fields) -> Record:
     """Returns keys of a recipe with the files' names in place of rows and functions of Python.
 
     Raises:
@@ -194,7 +195,7 @@ def _pickle(code: Any) -> bytes:
 
     find_globals = detect.globalvars
 
-    def find_in_order(*arguments: Any, **keys: Any) -> dict[str, Any]:
+    def find_in_order(*arguments: Any, **keys: Any) -> Record:
         return dict(sorted(find_globals(*arguments, **keys).items()))
 
     Pickler.dispatch[CodeType] = save_code

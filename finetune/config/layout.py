@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any, Literal
+from typing import Literal
 
 from finetune.config.schema import Lora, Model, PipelineSchedule
-from finetune.constants import COMPUTE_DTYPE
+from finetune.constants import COMPUTE_DTYPE, Fields, Record
 from finetune.units import counted
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -67,7 +67,7 @@ DIVISIONS: Mapping[str, tuple[str, str]] = {
     "cp_size": ("sequence_parallel_size", "the tokens of a row"),
     "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
 }
-UNDIVIDED: Mapping[str, Any] = {name: 1 for name, _ in DIVISIONS.values()}
+UNDIVIDED: Fields = {name: 1 for name, _ in DIVISIONS.values()}
 CHUNKS_PER_RANK: Mapping[PipelineSchedule, int] = {"1f1b": 1, "interleaved_1f1b": 2}
 UNTRAINED_STAGE = (
     "pipeline_parallel_size: {}: a rank would hold no parameter that is trained; choose a smaller "
@@ -321,11 +321,11 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{key} {size}" for key, size in shown.items())
 
 
-def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
+def to_accelerate_config(sharding: Sharding, ranks: int) -> Record:
     """Returns the layout as an Accelerate config, every key filled in: what accelerate.yaml of a
     run holds.
     """
-    file: dict[str, Any] = {
+    file: Record = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
         "mixed_precision": sharding.mixed_precision if sharding.fp8 is None else "fp8",
@@ -339,7 +339,7 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
         return file | {
             "fsdp_config": {"fsdp_activation_checkpointing": sharding.activation_checkpointing}
         }
-    fsdp: dict[str, Any] = {
+    fsdp: Record = {
         "fsdp_version": 2 if sharding.layout == "fsdp2" else 1,
         "fsdp_auto_wrap_policy": sharding.wrapping,
         "fsdp_activation_checkpointing": sharding.activation_checkpointing,

@@ -17,6 +17,7 @@ from finetune.config.reward_names import (
     is_reward_model,
     name_of_reward,
 )
+from finetune.constants import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,7 +437,7 @@ class MethodFacts:
     needs_teacher: bool = False  # another model's probabilities
     has_critic: bool = False  # a value of each token's state, by a head beside the vocabulary's
     # of keys that have another default under this method
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Fields = field(default_factory=dict)
     losses: tuple[str, ...] = ()  # the values of loss_type
     # whether tokens are masked, and predicted from what is before and after them
     masks: bool = False
@@ -897,7 +898,7 @@ def choose_layers(numbers: tuple[int, ...] | str, count: int) -> tuple[int, ...]
     return tuple(sorted({*numbers}))
 
 
-def fills_masks(values: Mapping[str, Any]) -> bool:
+def fills_masks(values: Fields) -> bool:
     """Whether a recipe with these `values` trains a model that fills in masked tokens."""
     method = str(values.get("method"))
     return method in METHODS and METHODS[method].masks
@@ -914,7 +915,7 @@ UNSHOWN = (
 )  # of how, not of what
 
 
-def describe_method(values: Mapping[str, Any]) -> str:
+def describe_method(values: Fields) -> str:
     """Returns the method of a recipe with these `values`, and its keys, where they are set.
 
     >>> describe_method(

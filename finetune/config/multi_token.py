@@ -8,8 +8,9 @@ No model class of transformers trains them: each leaves them in the files
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+
+from finetune.constants import Fields, Record
 
 # DeepSeek, GLM and MiMo: num_nextn_predict_layers; Qwen: mtp_num_hidden_layers; MiniMax:
 # num_mtp_modules.
@@ -17,7 +18,7 @@ OF_PREDICTION = re.compile(r"mtp|nextn")
 NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
-def count_predicting_layers(config: Mapping[str, Any]) -> int:
+def count_predicting_layers(config: Fields) -> int:
     """Counts the layers for multi-token prediction that a config promises, whichever key its family
     has for them.
 
@@ -30,7 +31,7 @@ def count_predicting_layers(config: Mapping[str, Any]) -> int:
     return max((section[key] for section, key in _find_counts(config)), default=0)
 
 
-def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+def promise_no_layers(config: Fields) -> Record:
     """Returns `config` with 0 for each count of layers for multi-token prediction.
 
     >>> promise_no_layers({"num_nextn_predict_layers": 1, "vocab_size": 5})
@@ -42,14 +43,12 @@ def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def list_promising_keys(config: Mapping[str, Any]) -> list[str]:
+def list_promising_keys(config: Fields) -> list[str]:
     """Returns the keys that `count_predicting_layers` counts by."""
     return sorted({key for _, key in _find_counts(config)})
 
 
-def _find_counts(
-    config: Mapping[str, Any], above: str = ""
-) -> Iterator[tuple[dict[str, Any], str]]:
+def _find_counts(config: Fields, above: str = "") -> Iterator[tuple[Record, str]]:
     """Lists (section, key) of each such count above 0."""
     for key, value in list(config.items()):
         if isinstance(value, dict):

@@ -17,7 +17,16 @@ from finetune.config.methods import ScoreHead
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Model, Recipe
 from finetune.config.served import NAMES_KEY
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, ALL_LINEAR, CONFIG_FILE, ROTATION, SCORES
+from finetune.constants import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ALL_LINEAR,
+    CONFIG_FILE,
+    ROTATION,
+    SCORES,
+    Fields,
+    Record,
+)
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import load_json, read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
@@ -245,7 +254,7 @@ UNSUPPORTED = (
     "monteclora_config",
 )
 # OFT as it is trained here, which is peft's default.
-ROTATIONS: Mapping[str, Any] = {
+ROTATIONS: Fields = {
     "coft": False,
     "block_share": False,
     "use_cayley_neumann": True,
@@ -305,7 +314,7 @@ LARGEST_RANK = 1 << 16
 RANK_TIMES = 30  # of a rank, as a multiple of the largest in the adapter's file
 
 
-def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
+def check_adapter_config(config: Fields, where: str) -> None:
     """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it
     may have.
     """
@@ -363,7 +372,7 @@ def _check_ranks(ranks: Iterable[float], where: str) -> None:
             )
 
 
-def _check_rotation(config: Mapping[str, Any], where: str) -> None:
+def _check_rotation(config: Fields, where: str) -> None:
     """Raises `UserError` unless `config` describes OFT in blocks of a size."""
     block = config.get("oft_block_size")
     if not isinstance(block, int) or not 1 < block <= LARGEST_RANK:
@@ -384,7 +393,7 @@ def _find_largest_rank(weights: Path) -> int | None:
     return max(rows, default=None)
 
 
-def why_unsupported(config: Mapping[str, Any]) -> str | None:
+def why_unsupported(config: Fields) -> str | None:
     """Says why an adapter cannot be added to its base as it is here; None where it can.
 
     For LoRA: why W + B A, in the original base, is not the model that was trained.
@@ -463,7 +472,7 @@ def complete_lora(recipe: Recipe) -> Recipe:
     return replace(recipe, lora=replace(recipe.lora, **taken))
 
 
-def _find_contradictions(recipe: Recipe, name: str, keys: Mapping[str, Any]) -> Iterator[str]:
+def _find_contradictions(recipe: Recipe, name: str, keys: Fields) -> Iterator[str]:
     """Yields a sentence for each key that the recipe sets otherwise than the adapter `name`."""
     for key, of_adapter in keys.items():
         if key not in COMPARED or key not in recipe.places:
@@ -484,7 +493,7 @@ def _train_scores(recipe: Recipe) -> Recipe:
     return replace(recipe, lora=replace(lora, modules_to_save=(*lora.modules_to_save, SCORES)))
 
 
-def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _read_keys(config: Fields, folder: Path) -> Record:
     """Returns the keys of `Lora` as adapter_config.json has them."""
     saved = config.get("modules_to_save") or ()
     # a name in peft's list is any end of a module's name
@@ -514,7 +523,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _read_targets(config: Mapping[str, Any], folder: Path) -> str | tuple[str, ...]:
+def _read_targets(config: Fields, folder: Path) -> str | tuple[str, ...]:
     """Returns `lora_target_modules` as adapter_config.json has them.
 
     Of a pattern, of excluded modules and of chosen layers they are the modules in the adapter's

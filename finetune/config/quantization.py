@@ -15,7 +15,7 @@ from annotated_types import Ge
 
 from finetune.config.keys import Positive, SameOnResume
 from finetune.config.methods import Method
-from finetune.constants import FP32
+from finetune.constants import FP32, Fields
 from finetune.errors import UserError, name_page
 
 
@@ -163,7 +163,7 @@ class QuantizationAware:
 
 
 LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
-QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}
+QLORA: Fields = {"use_peft": True, "load_in_4bit": True}
 # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross
 # rows
 BLOCK = 64
@@ -248,7 +248,7 @@ def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) 
     )
 
 
-def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
+def read_recipe_quantization(recipe: Fields) -> Quantization:
     """Reads how a run's base is quantized from its recipe as files hold it."""
     bits: Literal[4, 8] | None = None
     if recipe.get("load_in_4bit") is True:
@@ -336,7 +336,7 @@ def read_published_form(settings: Any) -> str | None:
     return name if is_known else None
 
 
-def find_bits(settings: Mapping[str, Any]) -> int:
+def find_bits(settings: Fields) -> int:
     """Returns the bits of a packed number, by a `quantization_config`; 0 where it names several or
     none.
 

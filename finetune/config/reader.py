@@ -47,6 +47,7 @@ from finetune.config.yaml_file import (
     read_entries,
     read_value,
 )
+from finetune.constants import Fields, Record
 from finetune.errors import UserError, name_page
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
@@ -108,7 +109,7 @@ def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> 
 class Hints(Protocol):
     """Hints about other tools' keys: a module, of a room above this one, with these functions."""
 
-    def find_writer(self, file: Mapping[str, Any], /) -> str | None:
+    def find_writer(self, file: Fields, /) -> str | None:
         """Returns the tool that a file was written for; None where it may be a recipe."""
 
     def explain_key(self, key: str, /) -> tuple[str, str] | None:
@@ -177,7 +178,7 @@ def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
     return f"{_shown(value)} does not fit; {expected} is expected{_hint(details, value)}"
 
 
-def _expected(kind: str, context: Mapping[str, Any]) -> str:
+def _expected(kind: str, context: Fields) -> str:
     if kind == "literal_error":
         return f"one of {str(context['expected']).replace(chr(39), '').replace(' or ', ', ')}"
     if kind == "string_pattern_mismatch":
@@ -247,7 +248,7 @@ class _Checked:
     sentence each.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Record = field(default_factory=dict)
     unusable: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
@@ -403,7 +404,7 @@ def _with_adapters(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
     return [_with_adapter(recipe, own, f"{place}: {own['name']}") for own in adapters]
 
 
-def _with_adapter(recipe: Recipe, own: Mapping[str, Any], place: str) -> tuple[Recipe, list[str]]:
+def _with_adapter(recipe: Recipe, own: Fields, place: str) -> tuple[Recipe, list[str]]:
     """Returns the recipe with the keys of one of `adapters` laid over it, and what is wrong with
     them.
     """
@@ -469,14 +470,14 @@ def _model_folder(name: str) -> str:
     return str(model) if is_checkpoint else name
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> Record:
     """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run
     holds.
     """
-    flat: dict[str, Any] = {}
+    flat: Record = {}
     for section in SECTIONS:
         flat |= asdict(getattr(recipe, section))
-    plain: dict[str, Any] = json.loads(json.dumps(flat))  # tuples become lists
+    plain: Record = json.loads(json.dumps(flat))  # tuples become lists
     return plain
 
 
@@ -518,7 +519,7 @@ class _Unfit(ValueError):
     """A value that its key cannot take; the message is the sentence after the key's name."""
 
 
-def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
+def _check_value(entry: Entry, key: Key, folder: Path, values: Record) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
     value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
     if entry.key in NESTED and isinstance(value, tuple):

@@ -3,7 +3,7 @@
 Imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
 from finetune.config.quantization import name_load_key, quantize_teacher
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
+from finetune.constants import Fields
 
 Need = Literal["layout", "model", "machine"]
 
@@ -99,7 +100,7 @@ class Problem:
     rule: str
     place: str
     sentence: str
-    fix: Mapping[str, Any] | None = None
+    fix: Fields | None = None
     is_note: bool = False
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ class Rule:
     when: Callable[[Case], object]
     message: str | Callable[[Case], str | list[str]]
     advice: str | Callable[[Case], str] = ""
-    fix: Mapping[str, Any] | None = None
+    fix: Fields | None = None
     needs: tuple[Need, ...] = ()
     of_teacher: bool = False  # whether a teacher must keep it too
     is_note: bool = False  # worth a line, no reason to stop

@@ -44,7 +44,7 @@ from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
 from finetune.config.quantization import QuantizationAware as QuantizationAware
 from finetune.config.quantization import SchemeName
-from finetune.constants import ALL_LINEAR, HEADS
+from finetune.constants import ALL_LINEAR, HEADS, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Lora:
         "products of low rank (OFT, as peft trains it).",
     ] = None
     adapters: Annotated[
-        tuple[dict[str, Any], ...],
+        tuple[Record, ...],
         "Several adapters that one run trains in turn on one base in memory, each as a run alone, "
         "in a folder of its name: a list of {name: sql, datasets: ..., learning_rate: ...}, with "
         "the keys of data, adapter and optimization in which they differ.",
@@ -317,7 +317,7 @@ class DatasetSource:
         "one. The prompt begins with what the tokenizer writes before every text: no other BOS.",
     ] = False
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None,
+        Record | None,
         "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
         "chat_template_kwargs come before these.",
     ] = None
@@ -470,7 +470,7 @@ class Model:
         "A hub name or a local folder with config.json and safetensors.",
     ] = None
     model_config: Annotated[
-        dict[str, Any] | None,
+        Record | None,
         SameOnResume,
         (
             "An inline architecture to train from random weights, as in config.json; model_type is "

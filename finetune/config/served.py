@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.multi_token import count_predicting_layers
-from finetune.constants import CONFIG_FILE, HEADS
+from finetune.constants import CONFIG_FILE, HEADS, Fields, Record
 from finetune.files.json_files import read_json_object
 
 SERVED_FILE = Path(__file__).with_name("served.json")
@@ -54,11 +54,11 @@ EXPERT_PARAMETERS = {"gate_up_proj", "down_proj"}
 
 
 @cache
-def read_served() -> dict[str, Any]:
+def read_served() -> Record:
     """Returns served.json: "vllm", its version, and "families", by model_type and kind a difference
     or a cause.
     """
-    served: dict[str, Any] = json.loads(SERVED_FILE.read_text(encoding="utf-8"))
+    served: Record = json.loads(SERVED_FILE.read_text(encoding="utf-8"))
     return served
 
 
@@ -73,7 +73,7 @@ def was_served(model_type: str, kinds: Sequence[str]) -> bool:
     return all(isinstance(cells.get(kind), float) and cells[kind] <= CLOSE for kind in kinds)
 
 
-def list_kinds_of_model(config: Mapping[str, Any], has_added_tokens: bool) -> list[str]:
+def list_kinds_of_model(config: Fields, has_added_tokens: bool) -> list[str]:
     """The kinds that a Hugging Face folder is of, by its config.json.
 
     >>> list_kinds_of_model({"mtp_num_hidden_layers": 1}, False)
@@ -87,7 +87,7 @@ def list_kinds_of_model(config: Mapping[str, Any], has_added_tokens: bool) -> li
     return kinds
 
 
-def list_kinds_of_adapter(adapter: Mapping[str, Any]) -> list[str]:
+def list_kinds_of_adapter(adapter: Fields) -> list[str]:
     """The kinds that a PEFT folder is of, by its adapter_config.json.
 
     >>> list_kinds_of_adapter({"target_modules": [], "target_parameters": ["experts.down_proj"]})
@@ -104,7 +104,7 @@ def list_kinds_of_adapter(adapter: Mapping[str, Any]) -> list[str]:
     return kinds
 
 
-def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
+def list_expert_parameters(adapter: Fields) -> set[str]:
     """The names of the experts' parameters that an adapter is on; other target_parameters are
     weights of layers.
 
@@ -117,7 +117,7 @@ def list_expert_parameters(adapter: Mapping[str, Any]) -> set[str]:
     return names - {"weight"}
 
 
-def why_not_loaded(adapter: Mapping[str, Any]) -> str | None:
+def why_not_loaded(adapter: Fields) -> str | None:
     """Says what keeps vLLM from loading an adapter, by its adapter_config.json; None where it
     does.
 
@@ -138,7 +138,7 @@ def why_not_loaded(adapter: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _find_rank(adapter: Mapping[str, Any]) -> int | None:
+def _find_rank(adapter: Fields) -> int | None:
     """The smallest rank that vLLM can be started with for an adapter; None where none is large
     enough.
     """
@@ -166,7 +166,7 @@ def serve_model(folder: Path) -> list[str]:
     return ["vllm", "serve", str(folder)]
 
 
-def serve_adapter(folder: Path, base: str | None, adapter: Mapping[str, Any]) -> list[str] | None:
+def serve_adapter(folder: Path, base: str | None, adapter: Fields) -> list[str] | None:
     """The command that serves a PEFT folder on its base; None where vLLM loads no such adapter.
 
     Args:

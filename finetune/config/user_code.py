@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from finetune.constants import Fields, Record
 from finetune.errors import Preempted, UserError
 
 OURS = str(Path(__file__).resolve().parents[1])
@@ -81,7 +82,7 @@ def load(name: str) -> Any:
     return getattr(module, wanted)
 
 
-def read_rows(name: str) -> Iterator[dict[str, Any]]:
+def read_rows(name: str) -> Iterator[Record]:
     """Yields the rows that the function `FILE.py:NAME` yields.
 
     Raises `UserError` for what it raises.
@@ -115,7 +116,7 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
         yield plain_row(row)
 
 
-def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def plain_row(row: Fields) -> Record:
     """Returns a row of a user's code as a file has it: arrays and tensors as lists.
 
     >>> import numpy

@@ -14,6 +14,7 @@ from yaml.composer import Composer, ComposerError
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
+from finetune.constants import Record
 from finetune.errors import UserError
 
 LIMIT_BYTES = 2**18  # PyYAML reads about 80 KB a second
@@ -147,7 +148,7 @@ def read_entries(
     return entries, problems
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Record:
     """Returns the mapping in a YAML file.
 
     Raises `UserError`, for what is wrong with a value too.
@@ -158,7 +159,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {entry.key: entry.value for entry in entries}
 
 
-def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
+def find_yaml(path: Path, is_foreign: bool = False) -> Record:
     """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or
     none in it.
     """

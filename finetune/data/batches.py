@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Record
 
 Ids = NDArray[np.int64]
 
@@ -72,10 +71,10 @@ class MicroBatch:
     columns: Mapping[str, Tensor] | None = None
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Record:
         """The model's keyword arguments."""
         names = ("input_ids", "labels", "position_ids", "trained_positions")
-        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
+        inputs: Record = {name: getattr(self, name) for name in names}
         if self.token_mask is not None:
             inputs["token_mask"] = self.token_mask
         if self.experts is not None:
@@ -133,7 +132,7 @@ class MicroBatch:
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         """The same with every tensor changed, those of `images`, `columns` and `mismatched` too."""
-        changed: dict[str, Any] = {}
+        changed: Record = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):

@@ -5,13 +5,12 @@ and found.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import ROUND_TOKENS
+from finetune.constants import ROUND_TOKENS, Record
 from finetune.data.batches import Ids
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
@@ -286,7 +285,7 @@ class DataReport:
     def formats(self) -> set[str]:
         return {name for source in (*self.sources, *self.eval_sources) for name in source.formats}
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         return asdict(self)
 
     def lines(self) -> list[str]:
@@ -454,7 +453,7 @@ class StreamReport:
         drawn = [f"held out: {line}" for source in self.eval_sources for line in source.sample()]
         return ["streamed, read while training", *first, *drawn, *shown]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         return {
             "streamed_from_step": self.from_step,
             "max_samples": list(self.first_rows),

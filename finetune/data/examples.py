@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import DatasetSource
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Record
 from finetune.data.images import EncodedImage
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
@@ -68,7 +68,7 @@ class Examples:
 
         No group is taken apart.
         """
-        taken: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
+        taken: Record = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
         return replace(self, **taken)
 
     def take_groups(self, groups: NDArray[np.int64]) -> "Examples":
@@ -265,7 +265,7 @@ def join(parts: Sequence[Examples]) -> Examples:
     store = np.concatenate(
         [part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)]
     )
-    joined: dict[str, Any] = {
+    joined: Record = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS
     }
     return replace(parts[0], stores=stores, store=store, **joined)

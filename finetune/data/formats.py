@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import FORMATS, DatasetSource, Pooling
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.messages import (
     BadRow,
     Message,
@@ -69,7 +69,7 @@ class Conversation:
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
     tools: tuple[Tool, ...] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
+    variables: Fields = field(default_factory=dict)  # the row's own chat_template_kwargs
     images: tuple[Any, ...] = ()  # as the row names them, one for each IMAGE in the contents
 
 

@@ -4,14 +4,13 @@ tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Examples
 from finetune.errors import UserError
@@ -21,7 +20,7 @@ Column = list[NDArray[np.float32]]  # of each row: [1], or [trained tokens]
 
 
 def read_columns(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], examples: Examples, place: str
+    rows: Sequence[Fields], names: Sequence[str], examples: Examples, place: str
 ) -> dict[str, Column]:
     """Reads the columns `names` of rows, each a number or a list with one for each trained token.
 
@@ -52,7 +51,7 @@ def read_columns(
     return columns
 
 
-def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> NDArray[np.float32]:
+def _read_value(row: Fields, name: str, trained: int, place: str) -> NDArray[np.float32]:
     """Reads the number in a row's column, or its list of numbers.
 
     Args:

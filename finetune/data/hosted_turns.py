@@ -5,8 +5,9 @@ and results too.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any
+
+from finetune.constants import Fields, Record
 
 ROLES_OF_PARTS = {"function": "user"}  # Google's, whose results become turns of tools
 # what a part of Google's or Amazon's holds in place of a text
@@ -78,7 +79,7 @@ def _says_something(part: Any) -> bool:
     return not isinstance(text, str) or bool(text.strip())
 
 
-def _separate_call(block: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+def _separate_call(block: Any) -> tuple[list[Any], list[Record]]:
     """Returns (the parts of a block beside a tool call, its calls {name, arguments, id})."""
     if not isinstance(block, dict):
         return [block], []
@@ -95,11 +96,11 @@ def _separate_call(block: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     return [{"text": text}] if text else [], [made]
 
 
-def _make_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
+def _make_call(name: Any, arguments: Any, call_id: Any) -> Record:
     return _without_nulls(name=name, arguments=arguments, id=call_id)
 
 
-def _read_part(part: dict[str, Any]) -> dict[str, Any] | None:
+def _read_part(part: Record) -> Record | None:
     """A part as Anthropic's, Mistral's and OpenAI's; None for a mark of Amazon's cache.
 
     Raises `ValueError` where it holds a text and something else.
@@ -121,7 +122,7 @@ def _read_part(part: dict[str, Any]) -> dict[str, Any] | None:
     return {"type": "image_url", "image_url": {"url": address}} if address else part
 
 
-def _find_image(part: Mapping[str, Any]) -> str | None:
+def _find_image(part: Fields) -> str | None:
     """The address of an image of Anthropic's, Amazon's or Google's; None for another part."""
     source = part.get("source")
     if part.get("type") == "image" and isinstance(source, dict):  # Anthropic
@@ -138,7 +139,7 @@ def _find_image(part: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _read_result(block: Any) -> dict[str, Any] | None:
+def _read_result(block: Any) -> Record | None:
     """Reads a block as the turn of a tool; None for another block."""
     if not isinstance(block, dict):
         return None
@@ -178,16 +179,16 @@ def _read_part_of_result(part: Any) -> list[Any]:
     return parts or [part]
 
 
-def without_keys(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def without_keys(mapping: Fields, *keys: str) -> Record:
     """A copy of a mapping without some of its keys."""
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
-def _without_nulls(**values: Any) -> dict[str, Any]:
+def _without_nulls(**values: Any) -> Record:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _take(mapping: Mapping[str, Any], name: str) -> Any:
+def _take(mapping: Fields, name: str) -> Any:
     """Returns a mapping under its name, or under that of Google's SDK, in snake case."""
     snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     values = (mapping.get(each) for each in (name, snake))

@@ -23,7 +23,7 @@ import xxhash
 
 from finetune.config.pretrained import is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
-from finetune.constants import PROCESSOR_FILES
+from finetune.constants import PROCESSOR_FILES, Fields, Record
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
 from finetune.errors import UserError, install_command
@@ -388,7 +388,7 @@ class ImageProcessor:
             return self.token
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
-    def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
+    def make_inputs(self, images: Sequence[EncodedImage]) -> Record:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         processed = self._process(images)
         # in fp32, to which Llama 4's processor would not round: a tower has the dtype of the files
@@ -398,18 +398,16 @@ class ImageProcessor:
             if name not in TEXT_INPUTS | LAYOUTS
         }
 
-    def _process(self, images: Sequence[EncodedImage]) -> Mapping[str, Any]:
+    def _process(self, images: Sequence[EncodedImage]) -> Fields:
         """Returns all that the processor makes of a text that holds nothing but `images`."""
         pictures = [open_image(image) for image in images]
         text = [self.token * len(pictures)]
-        made: Mapping[str, Any] = self._own(
-            text=text, images=[pictures], return_tensors="pt", verbose=False
-        )
+        made: Fields = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)
         return made
 
     def make_generation_inputs(
         self, model: Any, input_ids: Any, images: Sequence[EncodedImage]
-    ) -> dict[str, Any]:
+    ) -> Record:
         """The arguments of `model.generate` for the `images` whose tokens are in `input_ids`, on
         the model's device.
         """
@@ -428,13 +426,13 @@ class ImageProcessor:
         }
 
     @cached_property
-    def blank_inputs(self) -> dict[str, Any]:
+    def blank_inputs(self) -> Record:
         """Returns the inputs of one small image, for a micro-batch without any: the tower takes
         part in every rank's collectives.
         """
         return self.make_inputs([_make_blank()])
 
-    def make_blank_document(self) -> tuple[Any, dict[str, Any]]:
+    def make_blank_document(self) -> tuple[Any, Record]:
         """Returns (the tokens of a document that holds a small image alone, int64[1, tokens]; the
         model's arguments for it).
         """

@@ -19,7 +19,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.pretrained import load_config, read_facts, text_config_of
 from finetune.config.reader import RECIPES, read_recipe, split_adapters
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Record
 from finetune.data.classes import read_classes
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples, expand_groups
@@ -145,7 +145,7 @@ def _choose_examples(
     return ChosenExamples(examples, ids, turns, rewarded)
 
 
-def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, Any]]:
+def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[Record]:
     """Each example with the turns of its row, and what rewards would read."""
     rows = []
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
@@ -266,7 +266,7 @@ def name_side(examples: Examples, example_id: int) -> str:
     return "good" if rating > 0 else "bad"
 
 
-def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
+def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> Record:
     """One example: its file and row, and its tokens, each with whether it is trained on."""
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
@@ -277,7 +277,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
         token = {"id": token_id, "text": texts[i], "trained": trained[i]}
         tokens.append(token | {"image": True} if is_image[i] else token)
     side = name_side(examples, example_id)
-    described: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
+    described: Record = {"example": example_id, "where": examples.where(example_id)}
     if side:
         described["side"] = side
     return described | {"tokens": tokens}
@@ -486,7 +486,7 @@ class ShownTurn:
     same: int  # characters of the prompt that also stand before the answer as it is trained
     pieces: Pieces  # of the answer as it is trained
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         pieces = [{"text": text, "trained": trained} for text, trained in self.pieces]
         return {
             "message": self.message,

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import islice, takewhile
 from typing import Any
 
 from finetune.config.user_code import load, place_of
+from finetune.constants import Fields, Record
 from finetune.data.hosted_turns import split_turn
 from finetune.errors import UserError, name_page
 from finetune.units import counted
@@ -270,7 +271,7 @@ def parse_if_json(value: Any) -> Any:
         return value
 
 
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> Record:
     """Makes an object of JSON text. Raises `BadRow` where two of its keys have the same name."""
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -480,7 +481,7 @@ def _is_thought(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking"
 
 
-def _read_thought(part: Mapping[str, Any], number: int) -> str:
+def _read_thought(part: Fields, number: int) -> str:
     """Reads the text of a part of type thinking: a text, or parts of type text."""
     thought = part.get("thinking")
     if isinstance(thought, list):
@@ -541,7 +542,7 @@ def _normalize_role(turn: Any) -> str:
     return ""
 
 
-def _parse_call(value: Any, number: int) -> dict[str, Any]:
+def _parse_call(value: Any, number: int) -> Record:
     """One tool call as {"type": "function", "function": {name, arguments}}, its arguments parsed.
 
     Raises `BadRow`.
@@ -578,7 +579,7 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
     return {"type": "function", **call, "function": function}
 
 
-def _check_numbers(arguments: dict[str, Any], place: str) -> None:
+def _check_numbers(arguments: Record, place: str) -> None:
     """Raises `BadRow` for a number that JSON does not have, such as 1e400, which is infinite."""
     try:
         json.dumps(arguments, allow_nan=False, default=str)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from finetune.constants import Fields
 from finetune.data.messages import Tool
 from finetune.errors import UserError
 
@@ -105,7 +106,7 @@ class OpenEnv:
         if result.reward is not None:
             self.reward = float(result.reward)
         self.is_done = bool(result.done)
-        observation: Mapping[str, Any] = result.observation
+        observation: Fields = result.observation
         if "tool_name" not in observation:
             shown = {
                 name: value
@@ -126,7 +127,7 @@ def call_served(environment: OpenEnv) -> dict[str, Callable[..., Any]]:
     return {name: partial(environment.call, name) for name in environment.served_tools}
 
 
-def _make_tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:
+def _make_tool(name: str, description: str, schema: Fields) -> Tool:
     """Describes a tool as chat templates read it, by the JSON schema of its arguments."""
     kept = ("type", "properties", "required", "$defs")
     parameters = {key: schema[key] for key in kept if key in schema}
@@ -134,7 +135,7 @@ def _make_tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:
     return {"type": "function", "function": function}
 
 
-def _write_fields(fields: Mapping[str, Any]) -> str:
+def _write_fields(fields: Fields) -> str:
     """Writes fields for the model: a single text as it is, others as JSON, none as ""."""
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):

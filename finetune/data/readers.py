@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from finetune.constants import Record
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.units import counted, has_lines
@@ -59,7 +60,7 @@ class RepeatedKeys(dict[str, Any]):
     """
 
 
-NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
+NumberedRow = tuple[int, Record | BadRow]  # the number is that of `units.name_place`
 
 
 class RowDecoder(json.JSONDecoder):
@@ -71,7 +72,7 @@ class RowDecoder(json.JSONDecoder):
         super().__init__(object_pairs_hook=_make_object)
 
 
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_object(pairs: list[tuple[str, Any]]) -> Record:
     result = dict(pairs)
     is_repeated = len(result) != len(pairs) or any(map(_has_repeated_keys, result.values()))
     return RepeatedKeys(result) if is_repeated else result
@@ -254,7 +255,7 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
             delimiter = ","
         reader = csv.reader(_decode_lines(path, stream), delimiter=delimiter, strict=True)
         columns: list[str] | None = None
-        row_type: type[dict[str, Any]] = dict
+        row_type: type[Record] = dict
         while True:
             number = reader.line_num + 1
             try:
@@ -319,7 +320,7 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
             ) from None
 
 
-def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
+def parse_line(line: str, decoder: RowDecoder) -> Record | BadRow:
     """Parses the one row in `line`, or returns what is wrong with it."""
     try:
         value, end = decoder.raw_decode(line, _skip_space(line, 0))
@@ -332,7 +333,7 @@ def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
     return _as_row(value)
 
 
-def _as_row(value: Any) -> dict[str, Any] | BadRow:
+def _as_row(value: Any) -> Record | BadRow:
     if isinstance(value, dict):
         return value
     return BadRow(f"a JSON object is expected, found {type(value).__name__}")
@@ -463,7 +464,7 @@ class _Text:
         return bool(chunk)
 
 
-def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
+def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[Record] | None:
     """Returns the rows of the one list of rows in an object, such as `{"data": [{...}, {...}]}`.
 
     The file is read twice: to find the list, and for its rows.

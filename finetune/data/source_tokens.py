@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import count_cores
+from finetune.constants import Record, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, ParsedRow, Question, Row
 from finetune.data.groups import GroupReader, render_group
@@ -83,12 +83,12 @@ class SourceStats:
         self.scores = list(_name_scores(kind, data))
         self.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         """Plain values, for `from_json`."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "SourceStats":
+    def from_json(cls, stored: Record) -> "SourceStats":
         """The stats from the output of `as_json`, as an independent copy."""
         return cls(**deepcopy({**stored, "tally": Tally(**stored["tally"])}))
 

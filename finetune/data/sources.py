@@ -24,7 +24,7 @@ import xxhash
 
 from finetune.config import user_code
 from finetune.config.schema import DatasetSource
-from finetune.constants import ceil_div
+from finetune.constants import Record, ceil_div
 from finetune.data.examples import make_generator
 from finetune.data.messages import BadRow
 from finetune.data.readers import (
@@ -53,7 +53,7 @@ class RowBatch:
 
     file: str
     numbers: tuple[int, ...]  # [rows]: see `units.name_place`
-    rows: tuple[dict[str, Any] | BadRow, ...]
+    rows: tuple[Record | BadRow, ...]
 
 
 def read_rows(
@@ -428,7 +428,7 @@ def _unknown_kind(path: str) -> UserError:
     )
 
 
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: str) -> Iterator[Record]:
     """Yields the rows of a Parquet file, read a few at a time.
 
     A value of a dictionary can stand in every row, and takes its memory each time.
@@ -571,7 +571,7 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
         raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
 
 
-def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
+def remove_none_values(row: Record) -> Record:
     """A row of Arrow without the keys that Arrow added.
 
     The structs of a column all have the keys of every one of them, null where a row had none: a

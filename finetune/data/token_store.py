@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from finetune.config.methods import ROWS, RowKind
 from finetune.config.schema import Data, DatasetSource
+from finetune.constants import Record
 from finetune.data.images import IN_FILE, EncodedImage, load_stored
 from finetune.data.messages import BadRow
 from finetune.data.tokenizer import PLAIN, asks_for_date, find_stop_tokens
@@ -71,7 +72,7 @@ class TokenStore:
     rows: NDArray[np.int64]  # [documents]
     hashes: NDArray[np.uint64]  # [documents]
     ratings: NDArray[np.int8]  # [documents]
-    facts: dict[str, Any]
+    facts: Record
     # [documents + 1]
     kept_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     # memory-mapped
@@ -153,7 +154,7 @@ class TokenStore:
         return name_place(self.facts["files"][self.files[document]], int(self.rows[document]))
 
 
-COLUMNS: dict[str, Any] = {
+COLUMNS: Record = {
     "input_ids": np.int32,
     "labels": np.int32,
     "lengths": np.int32,
@@ -171,14 +172,14 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> TokenStore:
+def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], Record]) -> TokenStore:
     """A store of a few documents that is on no disk. `facts` is called after the last batch."""
     read = list(batches)
     columns = {name: np.concatenate([getattr(batch, name) for batch in read]) for name in COLUMNS}
     return _make_store(columns, facts())
 
 
-def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
+def _make_store(columns: Record, facts: Record) -> TokenStore:
     """Makes a store of the columns that `write_store` writes.
 
     Lengths and counts become the places where each document, kept row and image begins.
@@ -203,9 +204,7 @@ def _find_starts(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
 
-def write_store(
-    folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]
-) -> None:
+def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], Record]) -> None:
     """Writes a store into the existing, empty `folder`.
 
     facts.json lists the size and checksum of every column, and begins with a checksum of its own.
@@ -264,7 +263,7 @@ def open_store(folder: Path) -> TokenStore:
     return store
 
 
-def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
+def _map_column(path: Path, kind: type, written: Record) -> NDArray[Any]:
     """The column in `path`, memory-mapped, once its size and checksum are those of `written`."""
     # read, not mapped, so that the pages do not count as this process's memory
     with path.open("rb") as stream:
@@ -319,7 +318,7 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
         kind: What is read of the rows.
         rows: Whatever describes them.
     """
-    options: dict[str, Any] = {
+    options: Record = {
         "assistant_only_loss": data.assistant_only_loss,
         "on_bad_row": data.on_bad_row,
         "turns": data.turns,

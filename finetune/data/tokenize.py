@@ -4,7 +4,7 @@ pieces are encoded.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from finetune.config.schema import Pooling
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.formats import Conversation, Question
 from finetune.data.render import RenderedText, render
 from finetune.data.token_store import Tokens
@@ -91,7 +91,7 @@ def _encode_documents(
         yield stretches
 
 
-def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) -> list[int]:
+def encode_prompt(row: Fields, renderer: Renderer, encoder: Encoder) -> list[int]:
     """Returns the ids of a prompt of messages, encoded as the data is.
 
     `row`: with the prompt, as reward functions get it. Raises `BadRow` where the chat template

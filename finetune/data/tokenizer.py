@@ -24,6 +24,8 @@ from finetune.constants import (
     GENERATION_FILE,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
+    Fields,
+    Record,
     grow_rows,
 )
 from finetune.data.environments import Environments, choose_environment, describe_environments
@@ -465,7 +467,7 @@ class Renderer:
     template: str
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment
     # the special tokens, under the names that templates use; chat_template_kwargs
-    variables: dict[str, Any]
+    variables: Record
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
     up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
     bos: str  # what the tokenizer itself writes before plain text; may be empty
@@ -553,7 +555,7 @@ def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
     return make_renderer(tokenizer, data.assistant_only_loss, date, turns, data.train_on_reasoning)
 
 
-def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
+def add_variables(renderer: Renderer, variables: Fields | None) -> Renderer:
     """Returns the renderer with `variables` beside its own, as chat_template_kwargs gives them.
 
     Raises `BadRow` for a name that rendering itself sets.
@@ -580,7 +582,7 @@ def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
     return renderer
 
 
-def choose_tools(renderer: Renderer, row: Mapping[str, Any]) -> Tools:
+def choose_tools(renderer: Renderer, row: Fields) -> Tools:
     """The tools that the prompt of a row describes: its own, or the recipe's with those of its
     environment.
 

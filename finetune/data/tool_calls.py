@@ -3,13 +3,14 @@ to the next turn.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Recipe
+from finetune.constants import Fields, Record
 from finetune.data.messages import BadRow, Message, count_common
 from finetune.data.tokenize import encode_after
 from finetune.data.tokenizer import (
@@ -30,7 +31,7 @@ TAGS = {"content": "xml-inline", "transform": CALL}
 VALUES = {"value_parser": {"name": "text"}}  # whose types are those of the tool's schema
 # How families write a call, as fields of transformers' response templates; STOP: a token at which
 # generation stops.
-CALLS: Sequence[Mapping[str, Any]] = (
+CALLS: Sequence[Fields] = (
     {  # Hermes, Qwen up to 3, and most others
         "open": "<tool_call>",
         "close_pattern": r"</tool_call>\s*",
@@ -110,7 +111,7 @@ class ToolTurns:
     response_template: Any  # by which transformers reads an answer
     stops: re.Pattern[str]
 
-    def read(self, ids: list[int], row: Mapping[str, Any]) -> Message:
+    def read(self, ids: list[int], row: Fields) -> Message:
         """Reads a sampled turn as a message.
 
         A turn that cannot be parsed becomes a message whose content is all of its text, without
@@ -126,7 +127,7 @@ class ToolTurns:
         words = self.tokenizer.decode(ids, skip_special_tokens=True)
         return {"role": "assistant", "content": words}
 
-    def parse(self, answer: str, row: Mapping[str, Any]) -> Message | None:
+    def parse(self, answer: str, row: Fields) -> Message | None:
         """Parses the text of an answer, special tokens included; None where that fails."""
         own, tools = self._of_row(row)
         try:
@@ -151,7 +152,7 @@ class ToolTurns:
             message["tool_calls"] = calls
         return message
 
-    def encode_results(self, results: Sequence[Message], row: Mapping[str, Any]) -> list[int]:
+    def encode_results(self, results: Sequence[Message], row: Fields) -> list[int]:
         """Encodes the results of tools: what follows the token at which the turn with calls ended,
         up to where the assistant writes again.
 
@@ -172,7 +173,7 @@ class ToolTurns:
             ) from None
         return encode_after(text[boundary.end() :], boundary[0], self.encoder)
 
-    def _of_row(self, row: Mapping[str, Any]) -> tuple[Renderer, Tools]:
+    def _of_row(self, row: Fields) -> tuple[Renderer, Tools]:
         return add_variables(self.renderer, row.get("variables")), choose_tools(self.renderer, row)
 
 
@@ -232,7 +233,7 @@ def _choose_response_template(
     )
 
 
-def _list_response_templates(stop: str) -> Iterator[Mapping[str, Any]]:
+def _list_response_templates(stop: str) -> Iterator[Fields]:
     """Yields a response template of transformers for each way of CALLS to write a call."""
     for calls in CALLS:
         own = {
@@ -260,7 +261,7 @@ def _make_call(name: str = PROBE) -> Message:
     }
 
 
-def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _read_call(call: Fields) -> Record:
     """Returns the name and arguments of a call. Raises `KeyError` or `TypeError` without a name."""
     function = call.get("function", call)
     name = function["name"]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 
 from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
-from finetune.constants import count_cores
+from finetune.constants import Record, count_cores
 from finetune.distributed.world import (
     BATCH,
     EXPERT,
@@ -165,7 +165,7 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
     A process without a launcher is alone: its store is in memory and takes no port.
     """
-    options: dict[str, Any] = {"backend": "gloo"}
+    options: Record = {"backend": "gloo"}
     if device.type == "cuda":
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     if "RANK" not in os.environ:
@@ -373,7 +373,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
     """Makes Accelerate's plugin, with all fields that the environment would fill otherwise."""
     cpu_offload: Any = sharding.cpu_offload
     if sharding.layout == "fsdp2":
-        options: dict[str, Any] = {
+        options: Record = {
             "fsdp_version": 2,
             "reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP",
         }

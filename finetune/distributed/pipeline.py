@@ -33,7 +33,7 @@ from torch.distributed.pipelining import (
 )
 
 from finetune.config.layout import UNTRAINED_STAGE, choose_order, split_layers
-from finetune.constants import COMPUTE_DTYPE
+from finetune.constants import COMPUTE_DTYPE, Record
 from finetune.distributed.model_parts import head_of, local_part, trunk_of
 from finetune.distributed.world import PIPELINE, World, gather_json
 from finetune.errors import UserError
@@ -318,7 +318,7 @@ class Pipeline:
             )
             for chunk in self._chunks
         ]
-        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        options: Record = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if order == "1f1b":
             return Schedule1F1B(stages[0], micro_batches, **options)
         if order == "gpipe":

@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from finetune.config.layout import describe_sizes
+from finetune.constants import Record
 from finetune.distributed.model_parts import find_local_slices, head_of, local_part
 from finetune.distributed.world import TENSOR, World
 from finetune.errors import UserError
@@ -75,8 +76,8 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def _sum_input_gradient(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: nn.Module, args: tuple[Any, ...], kwargs: Record, group: dist.ProcessGroup
+) -> tuple[tuple[Any, ...], Record]:
     """A forward pre-hook of attention and MLP, whose input is the first or `hidden_states`."""
     if args:
         return (_SumOfGradients.apply(args[0], group), *args[1:]), kwargs  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,7 +16,7 @@ from finetune.config.methods import ScoreHead, describe_method, fills_masks
 from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS, names_class
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
-from finetune.constants import CONFIG_FILE, EXPORT
+from finetune.constants import CONFIG_FILE, EXPORT, Fields, Record
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.sentence_transformer import USE, USE_RANKER, is_embedder, is_reranker
 from finetune.export.source import Source
@@ -191,13 +191,13 @@ def _measured_by(results: Sequence[BenchmarkResult]) -> str:
     return f"Measured with {harness}" + (f"; the base is {', '.join(bases)}." if bases else ".")
 
 
-def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
+def _front_matter(source: Source, is_adapter: bool) -> Record:
     """The fields by which the hub finds a model; without those that say nothing."""
     base = source.base_model
     method = source.recipe.get("method")
     adapter = _adapter_kind(source)
     paths = [str(entry.get("path")) for entry in _entries(source.recipe, "datasets")]
-    front: dict[str, Any] = {
+    front: Record = {
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else _name_library(source),
         "pipeline_tag": _find_pipeline(source),
@@ -214,7 +214,7 @@ def _name_library(source: Source) -> str:
     return "transformers"
 
 
-def _license(source: Source) -> dict[str, Any]:
+def _license(source: Source) -> Record:
     """The base model's license, as its own card or config says; no one else can grant one."""
     for folder in filter(None, (source.base, source.description)):
         for front in (_front_of(folder / CARD_FILE), read_json_object(folder / CONFIG_FILE)):
@@ -223,7 +223,7 @@ def _license(source: Source) -> dict[str, Any]:
     return {"license": UNKNOWN_LICENSE}
 
 
-def _front_of(card: Path) -> dict[str, Any]:
+def _front_of(card: Path) -> Record:
     """The front matter of a model card; empty where there is none."""
     if not card.is_file():
         return {}
@@ -260,7 +260,7 @@ def _count_rows(source: Source) -> Iterator[tuple[str, str]]:
         yield "Epochs", f"{state['epoch']:.3g}"
 
 
-def _metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[tuple[str, str]]:
+def _metric_rows(lines: list[Record], last_step: Any) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the metrics that the run has, up to `last_step`."""
     for name, key in LOSSES.items():
         points = _series(lines, key, last_step)
@@ -280,7 +280,7 @@ def _metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[tuple[
             yield name, f"{points[-1][1]:.4f}"
 
 
-def _find_warnings(source: Source, lines: list[dict[str, Any]]) -> list[str]:
+def _find_warnings(source: Source, lines: list[Record]) -> list[str]:
     """Sentences on a run that diverged, and on metrics that are incomplete."""
     step = source.state.get("step")
     warnings = []
@@ -318,7 +318,7 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
 
 
-def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
+def _series(lines: list[Record], key: str, last_step: Any) -> list[tuple[int, float]]:
     """Returns (step, value) of the lines up to `last_step` that have a number under `key`."""
     last = last_step if isinstance(last_step, int) else math.inf
     points = []
@@ -332,7 +332,7 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
     return points
 
 
-def read_metrics(run: Path | None) -> list[dict[str, Any]]:
+def read_metrics(run: Path | None) -> list[Record]:
     """The lines of a run's metrics.jsonl, without those that cannot be read."""
     if run:
         return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None]
@@ -358,7 +358,7 @@ def _data(source: Source) -> str:
     return f"{table}\n\nHeld out from these: {number} of the rows."
 
 
-def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
+def _data_cells(entry: Fields, reported: Fields) -> tuple[str, ...]:
     """Path, split, format, weight and examples of one source; `reported` is its entry in
     data_report.json.
     """
@@ -523,7 +523,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def _entries(recipe: Fields, key: str) -> list[Fields]:
     entries = recipe.get(key) or []
     return [
         entry

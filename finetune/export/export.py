@@ -21,7 +21,7 @@ from finetune.config.served import (
     serve_model,
     was_served,
 )
-from finetune.constants import ADAPTER, CONFIG_FILE, EXPORT
+from finetune.constants import ADAPTER, CONFIG_FILE, EXPORT, Fields
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError
 from finetune.export.base_account import NOTHING_CARRIED, account_for_base
@@ -454,7 +454,7 @@ def use_model(
 
 
 def use_adapter(
-    folder: Path, base: str | None, config: Mapping[str, Any], family: str, *, other_names: bool
+    folder: Path, base: str | None, config: Fields, family: str, *, other_names: bool
 ) -> dict[str, str]:
     """The commands that use an adapter's folder on its base, of the model_type `family`; vLLM's
     where it was seen to work.

@@ -1,7 +1,6 @@
 """The files of an export beside its weights: configs, tokenizer with chat template, and cards."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from finetune.constants import (
     PROCESSOR_FILES,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
+    Fields,
+    Record,
 )
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, model_card
@@ -107,7 +108,7 @@ def _write_configs(
         sync_folder(path.parent)
 
 
-def _adapter_config(source: Source, trained: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
+def _adapter_config(source: Source, trained: Fields, weights: Weights) -> Record:
     """The adapter's config for inference, with its base and the revision of that.
 
     Args:
@@ -190,7 +191,7 @@ def _copy(path: Path, destination: Path) -> None:
         raise UserError(f"{path}: cannot be copied to {destination}: {error.strerror}") from None
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Record) -> None:
     """Writes JSON as transformers does."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     write_file(path, [f"{text}\n".encode()])
@@ -200,7 +201,7 @@ def _write_text(path: Path, text: str) -> None:
     write_file(path, [text.encode(errors="backslashreplace")])
 
 
-def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
+def _generation_config(source: Source, target: TargetModel) -> Record:
     """Reads the base model's, which names the tokens that end an answer; else the source's; else
     makes one from the config.
     """

@@ -6,7 +6,7 @@ No torch.
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from finetune.checkpoint.manifest import STATE
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, check_formats, list_keys
 from finetune.config.quantization import read_recipe_quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES, Fields, Record
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import read_json_object
@@ -44,13 +44,13 @@ class ExportOptions:
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
     formats: tuple[str, ...] = ("safetensors",)
     # of the formats (`list_keys`); each has its default
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: Fields = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         """The value of a format's key."""
         return self.all_keys()[name]
 
-    def all_keys(self) -> dict[str, Any]:
+    def all_keys(self) -> Record:
         """The values of all formats' keys, by name.
 
         Raises `UserError` where `keys` has one that no format knows.

@@ -2,10 +2,8 @@
 the prompts.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from finetune.config.methods import METHODS
+from finetune.constants import Fields, Record
 
 MODULES = "modules.json"  # by which sentence-transformers knows a folder as its own
 POOLING = "1_Pooling/config.json"
@@ -13,19 +11,19 @@ SETTINGS = "config_sentence_transformers.json"  # its prompts
 LIMITS = "sentence_bert_config.json"  # how many tokens it reads
 
 
-def is_embedder(recipe: Mapping[str, Any]) -> bool:
+def is_embedder(recipe: Fields) -> bool:
     """Whether a recipe, as a flat mapping, trains embeddings."""
     method = METHODS.get(str(recipe.get("method")))
     return method is not None and method.embeds
 
 
-def is_reranker(recipe: Mapping[str, Any]) -> bool:
+def is_reranker(recipe: Fields) -> bool:
     """Whether a recipe, as a flat mapping, trains a reranker."""
     method = METHODS.get(str(recipe.get("method")))
     return method is not None and method.ranks
 
 
-def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dict[str, Any]:
+def describe_sentence_transformer(recipe: Fields, hidden: int) -> Record:
     """The content of each file of JSON beside the model, by its path in the folder.
 
     Args:

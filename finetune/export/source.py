@@ -13,7 +13,6 @@ Folders of other tools seldom say which architecture they hold; then `base_model
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from finetune.config.module_names import peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, VALUE_WEIGHT
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, VALUE_WEIGHT, Fields, Record
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
@@ -45,7 +44,7 @@ class Adapter:
     """A LoRA adapter. `tensors` have PEFT's names without its prefix:
     `model.layers.0.self_attn.q_proj.lora_A.weight`."""
 
-    config: dict[str, Any]  # adapter_config.json
+    config: Record  # adapter_config.json
     tensors: dict[str, StoredTensor]
 
 
@@ -67,7 +66,7 @@ class Source:
     base_is_named: bool = False  # by --base-model
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
     # state.json of a checkpoint of this project
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Fields = field(default_factory=dict)
     run: Path | None = None  # the run's folder, where the source belongs to one
     has_critic: bool = False  # beside `tensors`, which no export holds
     # of `tensors`, those stored in 4 or 8 bits
@@ -79,7 +78,7 @@ class Source:
         return () if self.adapter is None else self.adapter.tensors.keys()
 
     @property
-    def recipe(self) -> Mapping[str, Any]:
+    def recipe(self) -> Fields:
         recipe = self.state.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
 
@@ -245,7 +244,7 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
     return _add_base(Source(path, path, tensors, base_model=name), config, config.get("revision"))
 
 
-def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
+def _add_base(source: Source, config: Record, revision: str | None) -> Source:
     """`source`, whose tensors are an adapter's, with the base model under it."""
     check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
     if source.base_model is None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Record
 from finetune.distributed.model_parts import find_float32, text_names
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
@@ -50,7 +50,7 @@ class TargetModel:
     Returned by `describe_target`.
     """
 
-    config_json: dict[str, Any]  # the file's content
+    config_json: Record  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
     shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
@@ -74,7 +74,7 @@ class TargetModel:
             return stored
         return torch.float32 if name in self.float32 else wanted
 
-    def written_config(self, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
+    def written_config(self, dtype: torch.dtype, trust_remote_code: bool) -> Record:
         """The content of config.json, with the dtype and the class of what is written."""
         config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
         name = str(dtype).removeprefix("torch.")
@@ -92,7 +92,7 @@ class TargetModel:
         return config
 
 
-def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
+def _add_rope_of_transformers_4(config: Record) -> None:
     """Adds the keys of transformers 4, which mlx-lm reads: without them it uses wrong
     frequencies.
     """

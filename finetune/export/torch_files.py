@@ -31,6 +31,7 @@ import torch
 from torch import _weights_only_unpickler
 
 import finetune
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
@@ -274,7 +275,7 @@ def _exit_reason(finished: "subprocess.CompletedProcess[bytes]") -> str:
 
 def main(paths: list[Path]) -> None:
     _limit_resources()
-    answer: dict[str, Any]
+    answer: Record
     try:
         answer = find_places(paths)
     except UserError as error:
@@ -289,7 +290,7 @@ def main(paths: list[Path]) -> None:
     print(json.dumps(answer))
 
 
-def find_places(paths: list[Path]) -> dict[str, Any]:
+def find_places(paths: list[Path]) -> Record:
     """Finds where the tensors of `paths` lie.
 
     Returns `tensors`, a `Place` for each part of each tensor, and `sizes`, the shapes in a DCP
@@ -318,7 +319,7 @@ def _limit_resources() -> None:
 class _Unread:
     """In place of a class of torch's: keeps its attributes as a mapping, and runs nothing."""
 
-    attributes: Mapping[str, Any] = MappingProxyType({})
+    attributes: Fields = MappingProxyType({})
 
     def __new__(cls, *_: object) -> Any:
         return super().__new__(cls)
@@ -460,7 +461,7 @@ def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
     return attributes
 
 
-def _dcp_folder(folder: Path) -> dict[str, Any]:
+def _dcp_folder(folder: Path) -> Record:
     """Every part of every tensor in a DCP folder, and the sizes that its metadata states."""
     metadata = read_metadata(folder)
     opened: dict[Path, MappedFile] = {}
@@ -485,13 +486,11 @@ def _dcp_folder(folder: Path) -> dict[str, Any]:
     return {"tensors": tensors, "sizes": sizes}
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
+def _attributes(value: Any) -> Fields:
     return value.attributes if isinstance(value, _Unread) else {}
 
 
-def _dcp_part(
-    folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], opened: dict[Path, MappedFile]
-) -> Place:
+def _dcp_part(folder: Path, index: Fields, info: Fields, opened: dict[Path, MappedFile]) -> Place:
     """A tensor's part in a .distcp file: a small torch file of its own between two offsets."""
     where = folder / METADATA
     offsets = index["offset"]

@@ -5,13 +5,12 @@ dequantized or not.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from finetune.config.module_names import find_problem, find_value, is_adapter
 from finetune.config.pretrained import why_unsupported
-from finetune.constants import ROTATION
+from finetune.constants import ROTATION, Fields
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
@@ -172,7 +171,7 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
     return Value(base.name, base.shape, base.dtype, rows)
 
 
-def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
+def scale_of(config: Fields, module: str, where: str) -> tuple[float, int]:
     """Returns (scale, rank) of one adapted module, by rank_pattern and alpha_pattern too.
 
     Raises `UserError` where one of their patterns is wrong.

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finetune.config.module_names import peft_name
-from finetune.constants import TOKENIZER_CONFIG
+from finetune.constants import TOKENIZER_CONFIG, Fields
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
@@ -286,7 +286,7 @@ def start_logits(
             ended.set()
 
 
-def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
+def _add_adapter(model: torch.nn.Module, config: Fields) -> torch.nn.Module:
     """`model`, on meta, with PEFT's adapter layers in it, on meta too; without those of
     parameters.
     """

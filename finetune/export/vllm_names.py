@@ -8,11 +8,11 @@ products are the same, and A is stored and multiplied once more for each part.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from finetune.config.families import find_family
 from finetune.config.module_names import find_value
 from finetune.config.served import NAMES_KEY, rename_for_vllm, why_not_loaded
+from finetune.constants import Record
 from finetune.errors import UserError
 from finetune.export.source import Adapter
 from finetune.export.target import TargetModel, Value
@@ -29,7 +29,7 @@ def has_other_names(names: Iterable[str], model_type: str) -> bool:
 
 def name_for_vllm(
     adapter: Adapter, values: Iterable[Value], target: TargetModel, where: str
-) -> tuple[dict[str, Any], list[Value]]:
+) -> tuple[Record, list[Value]]:
     """The content of adapter_config.json and the tensors under vLLM's names.
 
     Both are the adapter's own where vLLM has no others. `values`: its tensors, under peft's names.
@@ -77,13 +77,13 @@ def _cut(value: Value, number: int, count: int) -> Value:
 
 def _describe(
     adapter: Adapter, target: TargetModel, modules: Mapping[str, tuple[str, ...]]
-) -> dict[str, Any]:
+) -> Record:
     """The keys of adapter_config.json that name modules. A pattern is replaced by the names of the
     modules that it gives a rank or alpha of their own: it may match no new name, or others.
     """
     config = adapter.config
     parameters = find_adapted_parameters(target.model, config.get("target_parameters") or ())
-    patterns: dict[str, dict[str, Any]] = {"rank_pattern": {}, "alpha_pattern": {}}
+    patterns: dict[str, Record] = {"rank_pattern": {}, "alpha_pattern": {}}
     targets = set()
     for tensor in adapter.tensors:
         module, _, factor = tensor.rpartition(LORA)

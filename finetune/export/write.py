@@ -9,14 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
-from finetune.constants import ADAPTER
+from finetune.constants import ADAPTER, Fields
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError, progress_bar
 from finetune.export.base_account import NOTHING_CARRIED, BaseAccount, plan_carried
@@ -138,7 +137,7 @@ class Weights:
 
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None
-    adapter_config: Mapping[str, Any]  # the content of adapter_config.json
+    adapter_config: Fields  # the content of adapter_config.json
     dtype: torch.dtype  # of the model
     # by the target's names: the checkpoint's, or the base's under an adapter
     stored: Mapping[str, StoredTensor]
@@ -192,7 +191,7 @@ def plan_weights(
     where = str(source.path)
     dtype = choose_written_dtype(source, target, options)
     adapter = None
-    config: Mapping[str, Any] = {}
+    config: Fields = {}
     if source.adapter is not None and options.adapter:
         config, adapter = _plan_adapter(source.adapter, target, where, options)
     if not options.model:
@@ -260,7 +259,7 @@ def _plan_files(
 
 def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
-) -> tuple[Mapping[str, Any], Shard]:
+) -> tuple[Fields, Shard]:
     """The content of adapter_config.json, and the file of its tensors."""
     if options.dtype and not options.model:
         dtype = getattr(torch, options.dtype)
@@ -279,7 +278,7 @@ def _plan_adapter(
         stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype)
         for name, tensor in tensors.items()
     ]
-    config: Mapping[str, Any] = adapter.config
+    config: Fields = adapter.config
     if options.adapter_names == "vllm":
         config, values = name_for_vllm(adapter, values, target, where)
     folder = f"{ADAPTER}/" if options.model else ""

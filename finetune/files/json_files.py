@@ -8,11 +8,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 
 # of a file; the reference implementation of safetensors allows a header as many
@@ -45,7 +46,7 @@ def open_plain(path: Path) -> FileIO:
     return FileIO(path)
 
 
-def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
+def load_json(path: Path, advice: str = DAMAGED) -> Record:
     """The object in a JSON file.
 
     Raises `UserError`, with `advice`, where there is none that can be read.
@@ -56,7 +57,7 @@ def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> dict[str, Any]:
+def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> Record:
     """The JSON object in `text`, which is (`part` of) the file `path`.
 
     Raises `UserError`, for repeated names too.
@@ -72,7 +73,7 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
     return value
 
 
-def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def read_tensor_header(path: Path) -> tuple[Record, int, int]:
     """Reads the header of a safetensors file, without checking the entries in it.
 
     Raises `UserError` where the file is cut or its header is no JSON object.
@@ -99,7 +100,7 @@ def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
         return parse_object(path, file.read(length), "header: "), 8 + length, size
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
+def read_json_lines(path: Path) -> list[Record | None]:
     """The object on each line; None for a line that holds none. Empty where there is no such file.
 
     A last line without its end is dropped where it is cut: a run was killed, or is writing it.
@@ -107,7 +108,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     return [value for _, value in read_lines_as_written(path)]
 
 
-def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+def read_lines_as_written(path: Path) -> list[tuple[bytes, Record | None]]:
     """As `read_json_lines`, each with its bytes, without the end of the line."""
     if not path.is_file():
         return []
@@ -115,7 +116,7 @@ def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None
     return parsed if parsed[-1][1] is not None else parsed[:-1]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> Record:
     """The object in a file; empty where there is no such file, or none in it."""
     try:
         return _parse(read_bounded(path)) or {}
@@ -123,7 +124,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         return {}
 
 
-def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def append_json_lines(path: Path, lines: Iterable[Fields]) -> None:
     """Adds a line for each object, in place of the cut line that a killed run may have left at the
     end.
     """
@@ -134,7 +135,7 @@ def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
             file.write(write_json_line(line).encode("utf-8", "backslashreplace") + b"\n")
 
 
-def write_json_line(value: Mapping[str, Any]) -> str:
+def write_json_line(value: Fields) -> str:
     """A value as JSON on one line, for readers that split at any end of a line too."""
     return json.dumps(value, ensure_ascii=False).translate(ENDS_OF_LINES)
 
@@ -176,8 +177,8 @@ def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
     return value
 
 
-def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
+def _make_unique(pairs: list[tuple[str, Any]]) -> Record:
+    entries: Record = {}
     for name, value in pairs:
         if name in entries:
             raise RepeatedName(name)
@@ -189,7 +190,7 @@ def _read_integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Record | None:
     try:
         value = parse_json(line)
     except ValueError:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from finetune.constants import ADAPTER_CONFIG, EXPORT
+from finetune.constants import ADAPTER_CONFIG, EXPORT, Fields
 from finetune.errors import UserError, first_line, printable
 from finetune.files.json_files import read_json_object
 
@@ -235,10 +235,7 @@ WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is
 
 
 def send(
-    url: str,
-    body: Mapping[str, Any] | None,
-    seconds: float,
-    headers: Mapping[str, str] = MappingProxyType({}),
+    url: str, body: Fields | None, seconds: float, headers: Mapping[str, str] = MappingProxyType({})
 ) -> bytes:
     """Sends a POST of `body` as JSON to `url`, or a GET where it is None; returns the server's
     answer.

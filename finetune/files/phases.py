@@ -5,9 +5,10 @@ No torch.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from finetune.constants import Fields, Record
 
 # In the order in which a run comes to them.
 PHASES = {
@@ -41,8 +42,8 @@ class Phases:
         self.step: int | None = None  # steps done; None until it is known where the run starts
         # for each phase that is open: the seconds of the phases within it
         self._inner: list[float] = []
-        self._unwritten: deque[dict[str, Any]] = deque()
-        self._write: Callable[[dict[str, Any]], object] | None = None
+        self._unwritten: deque[Record] = deque()
+        self._write: Callable[[Record], object] | None = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -67,7 +68,7 @@ class Phases:
         if seconds >= LEAST_SECONDS:
             self._unwritten.append({"step": step, PHASE: phase, "seconds": seconds})
 
-    def write_to(self, write: Callable[[dict[str, Any]], object], step: int) -> None:
+    def write_to(self, write: Callable[[Record], object], step: int) -> None:
         """Sends lines to `write` from now on; those of the phases before belong to `step`, where
         the run starts.
         """
@@ -85,15 +86,13 @@ class Phases:
             self._write(line | {"step": step})
 
 
-def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
+def count_starts(lines: Iterable[Fields | None]) -> int:
     """Counts the starts of the run that left seconds in these lines of metrics.jsonl."""
     starts = [line.get("start") for line in lines if line is not None and PHASE in line]
     return max((start for start in starts if isinstance(start, int)), default=0)
 
 
-def seconds_by_phase(
-    lines: Iterable[Mapping[str, Any] | None],
-) -> dict[int, dict[str, dict[int, float]]]:
+def seconds_by_phase(lines: Iterable[Fields | None]) -> dict[int, dict[str, dict[int, float]]]:
     """Seconds by start, phase (in `PHASES`' order) and step, from lines of metrics.jsonl; damaged
     ones are left out.
     """

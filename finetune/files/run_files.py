@@ -7,11 +7,12 @@ No torch.
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
@@ -193,7 +194,7 @@ DIVERGED_MARGIN = 1.0
 DIVERGED_LINES = 10  # lines of metrics in a row
 
 
-def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
+def drop_later_lines(path: Path, step: int) -> list[Record]:
     """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from
     which a run resumes, and returns them.
 
@@ -204,7 +205,7 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     seen = set[str]()
-    kept: list[dict[str, Any]] = []
+    kept: list[Record] = []
     text = b""
     for written, line in read_lines_as_written(path):
         if not readable_lines([line]) or line is None or line.get("step", 0) > step or step == 0:
@@ -220,12 +221,12 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def readable_lines(lines: Iterable[Record | None]) -> list[Record]:
     """Returns the lines that hold an object of a step."""
     return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
 
 
-def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def remove_doubled(lines: Iterable[Record]) -> list[Record]:
     """`lines` without repetitions: each stands where it first stood."""
     return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
 
@@ -274,7 +275,7 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
 
 
 def losses_of(
-    lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None
+    lines: Iterable[Fields | None], last_step: int | None = None
 ) -> list[tuple[int, float]]:
     """Returns (step, loss) of the training lines of metrics.jsonl, up to `last_step`."""
     points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]

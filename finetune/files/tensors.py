@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 
-from finetune.constants import CONFIG_FILE, ITEMSIZE
+from finetune.constants import CONFIG_FILE, ITEMSIZE, Fields, Record
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import DAMAGED, load_json, parse_object, read_tensor_header
@@ -350,7 +350,7 @@ def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | No
     return torch.bfloat16
 
 
-def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
+def config_dtype(config_json: Fields) -> torch.dtype | None:
     """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56),
     if any.
     """
@@ -413,7 +413,7 @@ def header_bytes(
     in this order.
     """
     if metadata:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        header: Record = {"__metadata__": dict(metadata)}
     else:
         header = {}
     position = 0
@@ -529,7 +529,7 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
 
 
 def _read_offsets(
-    path: Path, metadata: dict[str, Any]
+    path: Path, metadata: Record
 ) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
     """A function (name, shape) -> where that tensor of the file begins in the whole one."""
     text = metadata.get("DCP_SHARDING_INFO")

@@ -11,9 +11,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from finetune.constants import ADAPTER, EXPORT
+from finetune.constants import ADAPTER, EXPORT, Record
 from finetune.data.formats import Conversation
 from finetune.data.messages import IMAGE, OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, install_command
@@ -268,7 +268,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
         )
 
 
-def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
+def _read_variables(options: argparse.Namespace) -> Record:
     """Returns the value of --chat-template-kwargs. Raises `UserError` where it is invalid."""
     text = options.chat_template_kwargs
     try:
@@ -383,7 +383,7 @@ def _answer_all(
 
     code = 0
     for number, prompt in enumerate(prompts, start=1):
-        answers: list[dict[str, Any]] = []
+        answers: list[Record] = []
         where = f"prompt {number}: " if len(prompts) > 1 else ""
         if where and not as_json:
             empty_line = "\n" if number > 1 else ""

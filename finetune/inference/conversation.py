@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from finetune.config.methods import MULTI_LABEL
 from finetune.config.pretrained import scores_tokens
-from finetune.constants import GENERATION_FILE
+from finetune.constants import GENERATION_FILE, Fields, Record
 from finetune.data.formats import Conversation
 from finetune.data.images import EncodedImage
 from finetune.data.messages import BadRow, Message
@@ -105,17 +105,14 @@ def answer(
 
 @torch.inference_mode()
 def _generate(
-    model: InferenceModel,
-    input_ids: list[int],
-    images: Sequence[EncodedImage],
-    options: Mapping[str, Any],
+    model: InferenceModel, input_ids: list[int], images: Sequence[EncodedImage], options: Fields
 ) -> list[int]:
     """Returns the tokens that transformers' `generate` makes after `input_ids`.
 
     Raises `UserError` where it refuses a setting of the model, or memory runs out.
     """
     ids = torch.tensor([input_ids], device=model.model.device)
-    inputs: Mapping[str, Any] = {}
+    inputs: Fields = {}
     try:
         if images:
             tiles = model.tokenizer.images.make_generation_inputs(model.whole, ids, images)
@@ -201,11 +198,11 @@ def end_ids(model: InferenceModel) -> list[int]:
     return sorted({*valid, *end_of_answer_ids(model.tokenizer)})
 
 
-def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
+def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> Record:
     """Returns the arguments of `generate` for `sampling`."""
     ends = end_ids(model)
     pad = model.tokenizer.pad_token_id
-    options: dict[str, Any] = {
+    options: Record = {
         "num_return_sequences": 1,  # a streamer takes one answer
         "num_beams": 1,
         "return_dict_in_generate": False,
@@ -309,7 +306,7 @@ class Chat:
     """A conversation with a model. Returned by `chat`."""
 
     model: InferenceModel
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Record] = field(default_factory=list)
 
     def ask(
         self,

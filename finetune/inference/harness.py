@@ -1,7 +1,7 @@
 """Measures a model and its base with EleutherAI's lm-eval."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
 from finetune.inference.inference_model import (
@@ -83,9 +84,7 @@ def _find_unknown(manager: TaskManager, tasks: Sequence[str]) -> list[str]:
     return [task for task in tasks if not manager.match_tasks([task]) and not Path(task).is_file()]
 
 
-def measure(
-    model: InferenceModel, options: BenchmarkOptions, manager: TaskManager
-) -> dict[str, Any]:
+def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManager) -> Record:
     """Returns lm-eval's results for one model. Raises `UserError` where lm-eval fails."""
     if options.apply_chat_template and model.template is None:
         raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
@@ -117,10 +116,7 @@ def measure(
 
 
 def collect_results(
-    trained: Mapping[str, Any],
-    base: Mapping[str, Any] | None,
-    names: tuple[str, str | None],
-    options: BenchmarkOptions,
+    trained: Fields, base: Fields | None, names: tuple[str, str | None], options: BenchmarkOptions
 ) -> list[BenchmarkResult]:
     """Makes a result for every metric of every task and group to which lm-eval gives a number.
 

@@ -4,7 +4,7 @@ checkpoint.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from finetune.config.module_names import peft_name
 from finetune.config.pretrained import check_adapter_config
 from finetune.config.quantization import describe_quantization, read_published_form
 from finetune.config.schema import RENDERINGS, Model
-from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE, SCORES
+from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE, SCORES, Fields, Record
 from finetune.data.images import ImageProcessor
 from finetune.data.tokenizer import PLAIN, fit_template
 from finetune.distributed.model_parts import has_scores
@@ -52,7 +52,7 @@ class InferenceModel:
     model: Any  # transformers' model in evaluation mode; a PeftModel for an adapter
     tokenizer: Any
     template: str | None  # the tokenizer's chat template; None: prompts are continued as they are
-    variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
+    variables: Fields = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
     without_adapter: bool = False  # the base under the adapter answers
 
@@ -73,7 +73,7 @@ class LoadOptions:
     """The options of loading, as the command's options give them."""
 
     chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Fields = field(default_factory=dict)
     use_chat_template: bool = True
     base_model: str | None = None  # None: the one that the adapter or the checkpoint names
     trust_remote_code: bool = False
@@ -222,7 +222,7 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
     """Loads the model of a Hugging Face folder or a hub name, dequantized as training read it."""
     from transformers import AutoConfig
 
-    keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    keys: Record = {"trust_remote_code": options.trust_remote_code}
     if revision:
         keys["revision"] = revision
     with _one_sentence(name, "its weights", revision):
@@ -247,7 +247,7 @@ def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
         return _load_source(source, Path(temporary) / "model", options)
 
 
-def _placement() -> dict[str, Any]:
+def _placement() -> Record:
     """Returns the arguments that load a model in its files' dtype, on all GPUs or on the CPU."""
     return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
 
@@ -344,7 +344,7 @@ def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOp
         raise UserError(
             f"{location.name}: has no tokenizer; copy the base model's tokenizer files into it"
         )
-    keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    keys: Record = {"trust_remote_code": options.trust_remote_code}
     if location.revision:
         keys["revision"] = location.revision
     with _one_sentence(location.name, "its tokenizer", location.revision):

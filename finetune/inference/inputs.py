@@ -16,7 +16,7 @@ from finetune.config.methods import fills_masks
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import DatasetSource, Quantization
 from finetune.config.yaml_file import find_yaml
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT, Record
 from finetune.data.formats import (
     CONVERSATION_COLUMNS,
     QUESTION_COLUMNS,
@@ -206,7 +206,7 @@ def _run_of(path: Path) -> Path | None:
     return None
 
 
-def _read_recipe(run: Path | None) -> dict[str, Any]:
+def _read_recipe(run: Path | None) -> Record:
     """Reads a run's recipe.yaml; returns {} where it is missing or unreadable."""
     return find_yaml(run / "recipe.yaml") if run is not None else {}
 

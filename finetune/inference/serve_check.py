@@ -9,7 +9,7 @@ import math
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +22,7 @@ import torch
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.served import list_server_options, serve_adapter
 from finetune.config.yaml_file import find_yaml
-from finetune.constants import ADAPTER_CONFIG
+from finetune.constants import ADAPTER_CONFIG, Fields, Record
 from finetune.data.formats import Conversation
 from finetune.errors import UserError
 from finetune.export.export import export_for_vllm
@@ -44,7 +44,7 @@ class Server:
     url: str  # without /v1
     model: str  # the server's name of it
 
-    def complete(self, prompt: str, max_tokens: int) -> dict[str, Any]:
+    def complete(self, prompt: str, max_tokens: int) -> Record:
         """Continues a text greedily; returns the protocol's choice: "text" and "logprobs"."""
         return self._ask("completions", {"prompt": prompt, "logprobs": 1}, max_tokens)
 
@@ -65,12 +65,12 @@ class Server:
         is_complete = all(isinstance(each, float) for each in prompt_scores)
         return prompt_scores if is_complete else None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
+    def chat(self, messages: Sequence[Fields], max_tokens: int) -> str:
         """Answers a conversation greedily; the server renders it."""
         choice = self._ask("chat/completions", {"messages": list(messages)}, max_tokens)
         return str(choice["message"]["content"] or "")
 
-    def _ask(self, path: str, body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    def _ask(self, path: str, body: Fields, max_tokens: int) -> Record:
         """Sends a request for greedy tokens; returns the only choice of the answer."""
         greedy = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "seed": 0}
         # By default llama-cpp-python's server penalizes repetition by 1.1. vLLM names it otherwise.
@@ -231,9 +231,7 @@ def _find_served(url: str) -> str:
     return names[0]
 
 
-def _request(
-    url: str, body: Mapping[str, Any] | None, seconds: float = ANSWER_SECONDS
-) -> dict[str, Any]:
+def _request(url: str, body: Fields | None, seconds: float = ANSWER_SECONDS) -> Record:
     """Returns the JSON object that `url` answers. Raises `UserError` for any other answer."""
     try:
         answer = json.loads(send(url, body, seconds))
@@ -412,7 +410,7 @@ def _describe_parting(
     return line, is_tie
 
 
-def _read_logprobs(choice: Mapping[str, Any]) -> list[Any]:
+def _read_logprobs(choice: Fields) -> list[Any]:
     """Returns the log-probabilities of the tokens of a choice; empty where there are none."""
     return (choice.get("logprobs") or {}).get("token_logprobs") or []
 

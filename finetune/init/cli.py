@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -28,6 +28,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.reward_names import SHIPPED_REWARDS, is_reward_model
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
+from finetune.constants import Fields, Record
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     QUESTION_COLUMNS,
@@ -336,7 +337,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
     return [str(finding) for finding in findings]
 
 
-def _read_model(name: str) -> tuple[str, dict[str, Any]]:
+def _read_model(name: str) -> tuple[str, Record]:
     """`name` with its config.json."""
     return name, find_config(Model(model_name_or_path=name))[0]
 
@@ -361,7 +362,7 @@ def _check_output(output: str, overwrite: bool) -> str:
 
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
     flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
-    named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
+    named: Record = {"function" if ".py:" in path else "path": path}
     if "function" in named and not file_of(path).is_file():
         raise UserError(f"--data: {path}: no such file; name a function as my_data.py:rows")
     source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
@@ -394,9 +395,7 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     return summary
 
 
-def choose_columns(
-    row: Mapping[str, Any], source: DatasetSource, has_template: bool
-) -> DatasetSource:
+def choose_columns(row: Fields, source: DatasetSource, has_template: bool) -> DatasetSource:
     """Returns `source` with the columns that a recipe has to name: none where our own readers
     recognize the row.
     """
@@ -413,9 +412,7 @@ def choose_columns(
     return source
 
 
-def _find_columns(
-    row: Mapping[str, Any], source: DatasetSource, has_template: bool
-) -> DatasetSource:
+def _find_columns(row: Fields, source: DatasetSource, has_template: bool) -> DatasetSource:
     try:
         recognized = parse_row(rewrite_row(row, source), source)
     except BadRow as error:
@@ -432,7 +429,7 @@ def _find_columns(
     return source
 
 
-def _name_columns(row: Mapping[str, Any], source: DatasetSource, error: BadRow) -> DatasetSource:
+def _name_columns(row: Fields, source: DatasetSource, error: BadRow) -> DatasetSource:
     """Guesses the columns of a row that our readers refuse with `error`, or asks for them.
 
     Raises `UserError` where the row has a known format, and a fault.
@@ -448,7 +445,7 @@ def _name_columns(row: Mapping[str, Any], source: DatasetSource, error: BadRow) 
     return _ask_columns(row, source)
 
 
-def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
+def _guess_columns(row: Fields, source: DatasetSource) -> DatasetSource | None:
     """Guesses by their names which columns hold question and answer, or text; None: no guess.
 
     Raises `UserError` where the answer is a number.
@@ -483,7 +480,7 @@ def _first_of(columns: Mapping[str, str], names: Iterable[str]) -> str | None:
     return next((columns[name] for name in names if name in columns), None)
 
 
-def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource:
+def _ask_columns(row: Fields, source: DatasetSource) -> DatasetSource:
     columns = list_columns(row) or "none"
     if not is_interactive():
         raise UserError(
@@ -501,7 +498,7 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource
     )
 
 
-def _ask_column(question: str, row: Mapping[str, Any]) -> str:
+def _ask_column(question: str, row: Fields) -> str:
     while column := ask(question, ""):
         if column not in row:
             print(f"{column}: no such column; there are {list_columns(row)}")
@@ -605,7 +602,7 @@ def _read_count(text: str) -> int:
     return int(text)
 
 
-def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
+def _given_keys(model: str, config: Record, data: DataSummary) -> tuple[Keys, float]:
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
     max_length = choose_max_length(

@@ -4,7 +4,7 @@ why.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKin
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
-from finetune.constants import round_up
+from finetune.constants import Fields, Record, round_up
 from finetune.data.classes import LABEL
 from finetune.data.formats import (
     LABEL_COLUMNS,
@@ -66,16 +66,16 @@ class DataSummary:
     kind: RowKind = "answers"
     labels: tuple[str, ...] = ()  # the classes of the rows that were read
     num_negatives: int = 0  # that each row of retrieval has, at most MOST_NEGATIVES
-    sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
+    sample: tuple[Record, ...] = ()  # the rows that were read
 
 
-def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
+def read_first_rows(source: DatasetSource) -> tuple[list[Record], list[str], int]:
     """Returns (the first rows of `source` that can be read, the place of each, how many were
     taken).
 
     Raises `UserError` where there are none.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     places: list[str] = []
     bad: list[str] = []
     taken = 0
@@ -95,7 +95,7 @@ def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[s
 
 def summarize_data(
     source: DatasetSource,
-    rows: list[dict[str, Any]],
+    rows: list[Record],
     places: list[str],
     taken: int,
     kind: RowKind,
@@ -138,7 +138,7 @@ def summarize_data(
     )
 
 
-def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
+def find_kind(row: Fields, source: DatasetSource) -> RowKind:
     """Returns the kind of a row: a pair of answers, a rated answer, a query with its document, a
     text with its class, or answers.
 
@@ -163,7 +163,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
     return "answers"
 
 
-def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> tuple[str, ...]:
+def list_labels(rows: Sequence[Fields], source: DatasetSource) -> tuple[str, ...]:
     """The classes of rows: their names in order, or places from 0 as text.
 
     Raises `UserError` where a row has none, or there are too many for classes.
@@ -186,7 +186,7 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> tup
     return tuple(sorted(map(str, values)))
 
 
-def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
+def _count_negatives(rows: Sequence[Fields], source: DatasetSource) -> int:
     """Counts the negatives of a row, up to MOST_NEGATIVES."""
     count = 0
     with suppress(BadRow):
@@ -197,9 +197,7 @@ def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -
     return count
 
 
-def _read(
-    row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind, data: Data
-) -> ParsedRow:
+def _read(row: Fields, place: str, source: DatasetSource, kind: RowKind, data: Data) -> ParsedRow:
     try:
         return READERS[kind](rewrite_row(row, source), source, data)
     except BadRow as error:
@@ -260,7 +258,7 @@ def join_text(document: Document) -> str:
             )
 
 
-def _describe_message(message: Mapping[str, Any]) -> str:
+def _describe_message(message: Fields) -> str:
     if message.keys() <= {"role", "content", "input"} and isinstance(message.get("content"), str):
         return f"{message['role']}\n{message['content']}\n"
     return json.dumps(message, ensure_ascii=False, default=str)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.config.layout import divides_heads
+from finetune.constants import Record
 from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.sequence_parallel import (
     gather_keys,
@@ -49,14 +50,14 @@ BOUNDARIES = (
 )
 WHOLE_ROWS = RowDocuments()
 # an attention_mask for a whole vision-language model, which then makes none of its own
-NO_MASK: dict[str, Any] = {}
+NO_MASK: Record = {}
 # arguments that transformers may pass and this attention does not take
 UNSUPPORTED = ("position_bias",)
 
 
 def prepare_for_packed(
-    windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: Record
+) -> Record:
     """Turns the arguments of a training forward into those that `packed_attention` reads;
     generation's stay as they are.
     """
@@ -89,7 +90,7 @@ def prepare_for_packed(
     return prepared | {"sequence_group": sequence_group}
 
 
-def split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def split_boundaries(kwargs: Record) -> tuple[Record, list[Any]]:
     """The arguments without BOUNDARIES, and these; None for those that are missing."""
     others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     return others, [kwargs.get(name) for name in BOUNDARIES]

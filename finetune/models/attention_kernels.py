@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.config.facts import has_compiler
-from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD, ceil_div
+from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD, Record, ceil_div
 from finetune.models.decoder_layers import configure_compiler
 
 
@@ -471,7 +471,7 @@ def _attend_varlen(
         )
         longest = tokens
     if key.shape[1] != heads and NEEDS_ENABLE_GQA:
-        grouped: dict[str, Any] = {"enable_gqa": True}
+        grouped: Record = {"enable_gqa": True}
     else:
         grouped = {}
     query, key, value = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]

@@ -48,6 +48,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import Family, find_family
+from finetune.constants import Record
 from finetune.distributed.model_parts import (
     has_other_parts,
     language_model_of,
@@ -101,7 +102,7 @@ def install_attention(
             part.set_attn_implementation("sdpa")
     install_document_rotary(model, sequence_group)
     install_recurrence(model)
-    rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    rewrite: dict[str, Callable[[Record], Record]] = {
         "auto": partial(prepare_for_packed, find_windows(model), sequence_group),
         "flash_attention_2": _prepare_for_flash,
         "flash_attention_3": _prepare_for_flash,
@@ -137,7 +138,7 @@ def _choose_implementation(implementation: str, trunk: Any, family: Family) -> s
 # implementation.
 
 
-def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_flash(kwargs: Record) -> Record:
     kwargs, (boundaries, longest, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
@@ -146,7 +147,7 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _mask_documents(kwargs: Record) -> Record:
     """Adds a mask of all pairs of tokens, for attention that cannot take boundaries."""
     kwargs, (boundaries, *_) = split_boundaries(kwargs)
     if boundaries is None:
@@ -161,7 +162,7 @@ def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"attention_mask": mask[None, None]}
 
 
-def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _drop_boundaries(kwargs: Record) -> Record:
     return split_boundaries(kwargs)[0]
 
 
@@ -173,13 +174,13 @@ def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
         kind: The end of the modules' class names.
         names: The arguments.
     """
-    received: dict[str, Any] = {}
+    received: Record = {}
 
-    def receive(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def receive(_module: nn.Module, _args: Any, kwargs: Record) -> None:
         received.clear()
         received.update({name: kwargs[name] for name in names if kwargs.get(name) is not None})
 
-    def hand(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def hand(_module: nn.Module, args: Any, kwargs: Record) -> Any:
         if "position_ids" not in received:
             return args, kwargs | received
         is_counted = "position_ids" in kwargs and len(received["position_ids"]) == 1
@@ -350,7 +351,7 @@ def _read_lengths(
     sequence_group: ProcessGroup | None,
     _trunk: nn.Module,
     _args: Any,
-    kwargs: dict[str, Any],
+    kwargs: Record,
 ) -> None:
     """Sets `current` from a forward's arguments: the row's boundaries, or the rows' lengths."""
     current.of_tokens = None
@@ -484,11 +485,7 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 
 
 def _read_documents(
-    current: _Documents,
-    arguments: tuple[str, ...],
-    _trunk: nn.Module,
-    _args: Any,
-    kwargs: dict[str, Any],
+    current: _Documents, arguments: tuple[str, ...], _trunk: nn.Module, _args: Any, kwargs: Record
 ) -> None:
     """Sets `current` from the arguments of a forward."""
     current.lengths = None

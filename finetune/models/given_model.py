@@ -6,18 +6,18 @@ The folder's name is made of the weights and the config, as those of `config.giv
 
 import hashlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from finetune.config.yaml_file import LOAD_RECIPE
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.files.durable import make_folder, stage_and_rename
 from finetune.files.network import find_cache
 
 
-def name_model(model: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
+def name_model(model: Any, keys: Fields) -> Record:
     """Returns keys of a recipe with the folder of `model`, written where it is not there yet, and
     the tokenizer of what it was loaded from.
 

@@ -6,14 +6,14 @@ document alone, which is the one with a label; so packing, the layouts and the f
 a language model.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.constants import SCORES
+from finetune.constants import SCORES, Fields, Record
 from finetune.distributed.model_parts import Slices, has_scores
 from finetune.models.cross_entropy import LossHead
 from finetune.models.lora import seed_of
@@ -63,9 +63,7 @@ def draw_head(model: Any, name: str, seed: int, slices: Slices) -> Tensor:
     return torch.normal(0.0, deviation, shape, generator=generator)[slices]
 
 
-def add_new_head(
-    model: Any, stored: Mapping[str, Any], adapter: Mapping[str, Any]
-) -> dict[str, Any]:
+def add_new_head(model: Any, stored: Fields, adapter: Fields) -> Record:
     """The tensors of a base for `model`: without the vocabulary's head, and with the adapter's head
     of scores.
     """

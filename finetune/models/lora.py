@@ -40,7 +40,7 @@ from finetune.config.module_names import (
 )
 from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
-from finetune.constants import ADAPTER_NAME, ROTATION
+from finetune.constants import ADAPTER_NAME, ROTATION, Record
 from finetune.distributed.model_parts import (
     Slices,
     Values,
@@ -168,7 +168,7 @@ def _find_places(model: nn.Module, lora: Lora) -> set[str]:
     }
     assert places, "the adapter is empty"
     if lora.oft_block_size is not None:
-        layers: dict[str, Any] = {place: model.get_submodule(place) for place in sorted(places)}
+        layers: Record = {place: model.get_submodule(place) for place in sorted(places)}
         refuse_undivided(lora, {place: layer.in_features for place, layer in layers.items()})
     return places
 

@@ -15,6 +15,7 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
+from finetune.constants import Fields
 from finetune.distributed.model_parts import (
     decoder_layers,
     head_modules,
@@ -71,7 +72,7 @@ class Outline:
     facts: ModelFacts
 
 
-def outline_model(config: Mapping[str, Any], where: str) -> Outline:
+def outline_model(config: Fields, where: str) -> Outline:
     """Describes the model of a config.json, named `where` in errors.
 
     Raises `UserError` where transformers has no class for it, or cannot build it.
@@ -105,7 +106,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     )
 
 
-def build_class(config: Mapping[str, Any], where: str) -> Any:
+def build_class(config: Fields, where: str) -> Any:
     """Builds the transformers model of a config.json on the meta device."""
     from transformers import AutoConfig
 

@@ -9,14 +9,13 @@ is (Q - z) s. docs/quantization.md says which kinds are read.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.config.quantization import find_bits, read_published_form
-from finetune.constants import CONFIG_FILE, ceil_div
+from finetune.constants import CONFIG_FILE, Fields, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
@@ -33,7 +32,7 @@ class Parts:
 
     tensors: Mapping[str, StoredTensor]
     bits: int
-    settings: Mapping[str, Any]
+    settings: Fields
 
     def shape(self, end: str) -> tuple[int, ...]:
         return self.tensors[end].shape

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Data, Model
-from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX, ceil_div
+from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX, Record, ceil_div
 from finetune.distributed.model_parts import has_scores, head_of, unwrap
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import gather_tokens
@@ -191,7 +191,7 @@ def _advise(data: Data, recipe: Model) -> str:
     return "set attn_implementation: auto, or packing: false"
 
 
-def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
+def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> Record:
     """The inputs of a training forward over three documents in one packed row, or over the first
     and the third in a row each, the third filled up with other tokens.
 
@@ -210,7 +210,7 @@ def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
         lengths = [DOCUMENT, DOCUMENT]
     positions = [torch.arange(length, device=ids.device) for length in lengths]
     padding = (0, rows.numel() - DOCUMENT)
-    batch: dict[str, Any] = {
+    batch: Record = {
         "input_ids": rows,
         "labels": F.pad(labels, padding, value=IGNORE_INDEX).view_as(rows),
         "position_ids": torch.cat(positions).view_as(rows),
@@ -238,9 +238,7 @@ def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
     return ForwardOutput(hidden, result if isinstance(result, Tensor) else result.logits)
 
 
-def _forward_in_parts(
-    model: nn.Module, batch: dict[str, Any], group: ProcessGroup
-) -> ForwardOutput:
+def _forward_in_parts(model: nn.Module, batch: Record, group: ProcessGroup) -> ForwardOutput:
     """The forward of a batch whose tokens the ranks of `group` share, gathered again on every
     rank.
     """

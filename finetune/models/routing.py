@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from finetune.config.facts import count_chosen, count_experts
+from finetune.constants import Record
 from finetune.distributed.model_parts import trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -94,7 +95,7 @@ class Routing:
         for router, _ in routers:
             router.register_forward_hook(self._keep_output)
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _begin(self, model: nn.Module, args: Any, kwargs: Record) -> None:
         self._is_open = model.training and "labels" in kwargs
         mask = kwargs.get("token_mask")
         self._mask = None if mask is None else mask.flatten()
@@ -193,7 +194,7 @@ class Routing:
         return sum((self._count(each) for each in chosen), none)
 
     def count_selected(
-        self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device
+        self, model: nn.Module, inputs: Iterable[Record], device: torch.device
     ) -> Tensor:
         """`selected` over the forwards of `inputs`, without gradients; no random state is
         changed.
@@ -240,7 +241,7 @@ class Routing:
         self._logits.clear()
         self._steps += 1
 
-    def take_metrics(self, world: World) -> dict[str, Any]:
+    def take_metrics(self, world: World) -> Record:
         """Returns the metrics of the steps since the last call, over all ranks. All ranks call it.
 
         The largest share of a layer's tokens that one expert received (1 / experts where all are
@@ -253,7 +254,7 @@ class Routing:
         shares = counts / counts.sum(1, keepdim=True).clamp_min(1)
         largest = [round(float(share), 4) for share in shares.max(1).values]
         idle = [round(float(share), 4) for share in (counts == 0).float().mean(1)]
-        metrics: dict[str, Any] = {
+        metrics: Record = {
             "largest_expert_share": max(largest),
             "idle_expert_share": max(idle),
             "largest_expert_share_by_layer": largest,
@@ -329,7 +330,7 @@ def _chosen(output: Any, logits: Tensor, count: int) -> Tensor:
 def auxiliary_loss_of_step(
     model: nn.Module,
     routing: Routing | None,
-    inputs: Iterable[dict[str, Any]],
+    inputs: Iterable[Record],
     tokens: int,
     world: World,
     *,

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from finetune.config.facts import count_chosen
 from finetune.config.families import find_family
 from finetune.config.schema import Lora
+from finetune.constants import Fields
 from finetune.distributed.model_parts import language_model_of, other_parts, trunk_of
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME
@@ -119,7 +120,7 @@ class Forward:
         return torch.bfloat16 if self.itemsize == 2 else torch.float32
 
 
-def trace_model(config: Mapping[str, Any], how: Forward) -> Trace:
+def trace_model(config: Fields, how: Forward) -> Trace:
     """Traces a layer of each kind of the model of a config.json.
 
     Traces all layers where some need the results of others, as in Gemma 4.
@@ -150,7 +151,7 @@ def _silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _trace(config: Mapping[str, Any], how: Forward, skips: bool) -> Trace:
+def _trace(config: Fields, how: Forward, skips: bool) -> Trace:
     """Traces the model's layers.
 
     skips: Whether of equal layers only the first is traced, and the others are left out.
@@ -375,7 +376,7 @@ def _cut(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _cut_shared(kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _cut_shared(kwargs: Fields) -> list[Tensor]:
     """Cuts tensors that layers pass on in a mapping (Gemma 4's keys, values); returns them."""
     shared = list[Tensor]()
     for mapping in kwargs.values():

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from finetune.config.families import find_family
+from finetune.constants import Fields, Record
 from finetune.distributed.model_parts import base_of, other_parts, trunk_of
 from finetune.errors import UserError
 from finetune.models.attention import BOUNDARIES, NAME, NO_MASK, shows_images_in_windows
@@ -213,7 +214,7 @@ def reads_across(model: Any) -> bool:
     return find_family(base_of(model).config.model_type).images_are_read_across
 
 
-def with_read_tiles(model: Any, ids: Tensor, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_read_tiles(model: Any, ids: Tensor, inputs: Fields) -> Fields:
     """Adds to the arguments of `generate` the tiles that tokens read, for models that need them.
 
     Args:
@@ -233,7 +234,7 @@ def record_outputs(model: nn.Module) -> None:
 
     transformers looks up what to record by the name of the tower's class, which FSDP2 has changed.
     """
-    registry: dict[str, Any] = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
+    registry: Record = getattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             dict.__setitem__(registry, str(type(module)), module._can_record_outputs)
@@ -242,7 +243,7 @@ def record_outputs(model: nn.Module) -> None:
 
 
 @contextmanager
-def _added_arguments(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None]:
+def _added_arguments(trunk: nn.Module, held: Fields) -> Iterator[None]:
     """Adds the arguments `held` to every call of `trunk` in this block."""
     hook = trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, {**kwargs, **held}), with_kwargs=True, prepend=True
@@ -254,7 +255,7 @@ def _added_arguments(trunk: nn.Module, held: Mapping[str, Any]) -> Iterator[None
 
 
 def find_prompt_positions(
-    model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]
+    model: Any, ids: Tensor, mask: Tensor, inputs: Fields
 ) -> tuple[Tensor, Tensor]:
     """Finds the positions of prompts with images.
 

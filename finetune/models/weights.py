@@ -20,7 +20,7 @@ from torch import nn
 
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
-from finetune.constants import ceil_div
+from finetune.constants import Record, ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
@@ -191,7 +191,7 @@ def boxes_of_parameters(
     state = model.state_dict()
     prefix = model.base_model_prefix
     boxes: dict[str, BoxedTensor] = {}
-    collected: dict[str, Any] = {}
+    collected: Record = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:

@@ -33,7 +33,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from finetune.config.optimization import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
-from finetune.constants import COMPUTE_DTYPE, OFFLOAD_ALIGNMENT, round_up
+from finetune.constants import COMPUTE_DTYPE, OFFLOAD_ALIGNMENT, Fields, Record, round_up
 from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
 from finetune.distributed.parallelize import take_master_weights
 from finetune.distributed.world import RankGroup, World
@@ -321,7 +321,7 @@ class StateLayout:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Fields],
         moment_dtype: torch.dtype | None,
         compute_dtype: torch.dtype,
     ) -> None:
@@ -385,7 +385,7 @@ def _find_compute_dtype(parameter: nn.Parameter, world: World) -> torch.dtype:
     return dtype
 
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[Record]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -409,7 +409,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]],
+        groups: list[Record],
         make: MakeOptimizer,
         optimization: Optimization,
         world: World,
@@ -535,7 +535,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _update_group(
         self,
-        group: dict[str, Any],
+        group: Record,
         index: int,
         entries: list[ParameterState],
         memory: Tensor,

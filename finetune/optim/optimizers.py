@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from finetune.config.facts import has_compiler
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
 from finetune.config.schema import Optimization
+from finetune.constants import Record
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
@@ -29,9 +30,9 @@ from finetune.optim.offload import OffloadedOptimizer
 SLICE = 1 << 24
 
 
-def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: Record) -> None:
     """Loads a state dict into `optimizer` without casting its tensors, as torch would."""
-    groups: list[dict[str, Any]] = []
+    groups: list[Record] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append(saved | {"params": group["params"]})
         for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -54,7 +55,7 @@ class _ByParameter(torch.optim.Optimizer):
 
     load_state_dict = load_state_unconverted
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, state: Record, group: Record) -> None:
         raise NotImplementedError
 
 
@@ -72,7 +73,7 @@ class AdamWBf16Moments(_ByParameter):
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]] | Iterable[Tensor],
+        params: Iterable[Record] | Iterable[Tensor],
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -82,7 +83,7 @@ class AdamWBf16Moments(_ByParameter):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, state: Record, group: Record) -> None:
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -109,7 +110,7 @@ def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
         and a multiple of 256; else it is fp32.
         """
 
-        def add_param_group(self, param_group: dict[str, Any]) -> None:
+        def add_param_group(self, param_group: Record) -> None:
             """Keeps the rate a number: checkpoints would have a tensor for each parameter."""
             rate = param_group.get("lr", self.defaults["lr"])
             super().add_param_group(param_group)
@@ -148,7 +149,7 @@ def update_(
     first: Tensor,
     second: Tensor,
     step: int,
-    settings: dict[str, Any],
+    settings: Record,
     found_inf: Tensor | None = None,
 ) -> None:
     """Updates a parameter and its moments in place; of a sharded one this rank's shard.
@@ -249,21 +250,18 @@ class Adafactor(_ByParameter):
     """
 
     def __init__(
-        self,
-        params: Iterable[dict[str, Any]] | Iterable[Tensor],
-        lr: float,
-        weight_decay: float = 0.0,
+        self, params: Iterable[Record] | Iterable[Tensor], lr: float, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
-    def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, state: Record, group: Record) -> None:
         if not state:
             _make_state(parameter, state)
         state["step"] += 1
         _update_factored(parameter, state, group["lr"], group["weight_decay"])
 
 
-def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
+def _make_state(parameter: Tensor, state: Record) -> None:
     """Fills Adafactor's `state` of a parameter with zeros."""
     state["step"] = torch.zeros((), dtype=torch.float32)
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
@@ -274,9 +272,7 @@ def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
     state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=local_part(parameter).device)
 
 
-def _update_factored(
-    parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float
-) -> None:
+def _update_factored(parameter: Tensor, state: Record, rate: float, weight_decay: float) -> None:
     """Updates a parameter by Adafactor in place; of a sharded one this rank's shard."""
     weights = local_part(parameter)
     grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
@@ -324,7 +320,7 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+        self, groups: list[Record], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         # Muon's update does not read `found_inf`: torch's GradScaler is to ask on the host.
@@ -349,7 +345,7 @@ class Muon(torch.optim.AdamW):
 
     load_state_dict = load_state_unconverted
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: Record) -> None:
         """Updates a matrix in place; of a sharded one this rank's shard."""
         state = self.state[parameter]
         if not state:
@@ -420,7 +416,7 @@ def seed_from(text: str) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-Groups = list[dict[str, Any]]
+Groups = list[Record]
 
 # Vectors by their role, which may have the shape of a matrix: norms with a row for each head,
 # biases with a row for each expert, rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
@@ -518,7 +514,7 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimize
 
 def make_parameter_groups(
     model: nn.Module, weight_decay: float, momentum: float | None = None
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Groups the trained parameters by weight decay, momentum and mesh.
 
     Matrices decay, vectors (`NOT_DECAYED`) do not.
@@ -550,7 +546,7 @@ def make_parameter_groups(
         (muons, weight_decay, momentum),
         (others, 0.0, 0.0),
     ):
-        options: dict[str, Any] = {"weight_decay": decay}
+        options: Record = {"weight_decay": decay}
         if momentum is not None:
             options["momentum"] = muons_momentum
         groups += [{"params": parameters, **options} for parameters in group_by_mesh(members)]

@@ -1,6 +1,6 @@
 """Whether a run fits the device, and if not, the cheapest changes that make it fit."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
+from finetune.constants import Fields, Record
 from finetune.plan.peaks import find_peak
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 
@@ -280,7 +281,7 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     field, what = DIVISIONS[key]
     group = sharding.group_sizes | {key: size}
     groups = spec.ranks // prod(group.values())
-    sizes: dict[str, Any] = {field: size, "shard_size": groups}
+    sizes: Record = {field: size, "shard_size": groups}
     is_wide = spec.ranks_per_node % prod(group.values()) != 0
     cost = (
         f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
@@ -333,19 +334,19 @@ def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
     """A change of these keys in one section of the recipe."""
 
     def apply(spec: RunSpec) -> RunSpec:
-        changed: dict[str, Any] = {section: replace(getattr(spec.recipe, section), **keys)}
+        changed: Record = {section: replace(getattr(spec.recipe, section), **keys)}
         return replace(spec, recipe=replace(spec.recipe, **changed))
 
     return apply
 
 
 # that of every file in accelerate_configs/
-SHIPPED_PRECISION: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None}
+SHIPPED_PRECISION: Fields = {"mixed_precision": "bf16", "fp8": None}
 
 
 def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
     """The layout of the shipped fsdp_full_shard.yaml, with these `keys`."""
-    shipped: dict[str, Any] = {
+    shipped: Record = {
         **SHIPPED_PRECISION,
         "layout": "fsdp2",
         "strategy": "FULL_SHARD",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config.facts import (
     LARGEST_COUNTS,
@@ -19,7 +19,7 @@ from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.multi_token import count_predicting_layers
 from finetune.config.pretrained import SCORING_CLASS, find_config_file
 from finetune.config.schema import Model
-from finetune.constants import SCORES, VALUE_WEIGHT
+from finetune.constants import SCORES, VALUE_WEIGHT, Fields, Record
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
@@ -142,7 +142,7 @@ class LatentAttention:
         )
 
 
-def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
+def read_mixture(family: Family, sizes: Fields) -> Mixture | None:
     """The routed experts of a config with these `sizes`; None where the family is dense, or no
     layer has any.
     """
@@ -173,9 +173,7 @@ def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
     )
 
 
-def read_latent_attention(
-    family: Family, config: Mapping[str, Any], sizes: Mapping[str, Any]
-) -> LatentAttention | None:
+def read_latent_attention(family: Family, config: Fields, sizes: Fields) -> LatentAttention | None:
     """The latent attention of a `config` with these `sizes`, defaults included; None where the
     family's is not.
     """
@@ -480,7 +478,7 @@ class Architecture:
         return self.mixture.chosen * self.mixture.intermediate + self.mixture.shared
 
 
-def find_config(model: Model) -> tuple[dict[str, Any], str]:
+def find_config(model: Model) -> tuple[Record, str]:
     """The model's config.json, and where it was found, for errors: inline, a local folder, or one
     file of the hub.
 
@@ -495,7 +493,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
 WHOLE = "vision_language_config"  # the key under which `split_config` keeps all of a config.json
 
 
-def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
+def split_config(config: Fields, drop_vision: bool = False) -> Record:
     """The config of the language model alone, from a config.json.
 
     For a vision-language model the key WHOLE holds the complete config, or None with `drop_vision`.
@@ -520,7 +518,7 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
     return own | {WHOLE: None if drop_vision else config}
 
 
-def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, Any]:
+def set_scores(config: Fields, scores: tuple[str, ...]) -> Record:
     """The `config` of a model whose head computes `scores`; transformers builds its class by it
     where the family is in no table.
     """
@@ -534,7 +532,7 @@ def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, 
     return {**config, **head}
 
 
-def read_scores(config: Mapping[str, Any]) -> int:
+def read_scores(config: Fields) -> int:
     """The scores that the head of `set_scores` computes; 0: it has a vocabulary's."""
     if config.get("architectures") == [SCORING_CLASS]:
         return int(config["num_labels"])
@@ -580,7 +578,7 @@ def find_local_facts(model: Model) -> ModelFacts | None:
         return None
 
 
-def _is_in_table(config: Mapping[str, Any]) -> bool:
+def _is_in_table(config: Fields) -> bool:
     """Whether the table gives the layers of the language model, which all have the same sizes."""
     has_lists = any(
         isinstance(config.get(key), list | tuple) for key in (*LARGEST_SIZES, *LARGEST_COUNTS)
@@ -588,7 +586,7 @@ def _is_in_table(config: Mapping[str, Any]) -> bool:
     return bool(find_family(str(config.get("model_type"))).defaults) and not has_lists
 
 
-def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_sizes(config: Fields, where: str) -> Record:
     """The config with the family's defaults. Raises `UserError` where a size is missing."""
     defaults = find_family(str(config.get("model_type"))).defaults
     # None: tower dropped
@@ -603,11 +601,11 @@ def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return sizes
 
 
-def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
+def _read_known_facts(sizes: Fields, where: str) -> ModelFacts:
     return read_model_facts(sizes, where, vision=WHOLE in sizes)
 
 
-def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
+def read_architecture(config: Fields, where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
     A family in the table is read without torch. Another family, and the parts of a vision-language

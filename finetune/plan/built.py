@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.config.families import find_family
+from finetune.constants import Fields
 from finetune.errors import UserError
 from finetune.plan.architecture import Architecture, TensorShape, read_scores
 
@@ -148,7 +149,7 @@ class BuiltArchitecture(Architecture):
         return _TRACES[key]
 
 
-def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _untie(config: Fields) -> Fields:
     """The config with an untied head, where it does not say and published files of its family hold
     a head.
     """
@@ -159,9 +160,7 @@ def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "tie_word_embeddings": False}
 
 
-def read_parts(
-    config: Mapping[str, Any], where: str
-) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
+def read_parts(config: Fields, where: str) -> tuple[str, tuple[tuple[TensorShape, ...], ...], bool]:
     """Reads the parts of a vision-language model from its config.json.
 
     Raises `UserError` as `read_outline` does.
@@ -174,7 +173,7 @@ def read_parts(
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
 
 
-def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchitecture:
+def read_built_architecture(config: Fields, where: str) -> BuiltArchitecture:
     """The architecture of a whole config.json.
 
     Raises `UserError` as `read_outline`, and where there are no layers.

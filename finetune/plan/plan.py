@@ -7,11 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
-from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
@@ -22,7 +21,7 @@ from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import Method, Model, Recipe
-from finetune.constants import ITEMSIZE, grow_rows
+from finetune.constants import ITEMSIZE, Fields, Record, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import (
@@ -166,7 +165,7 @@ def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sha
     return read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
 
 
-def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
+def _judge_length(config: Fields, max_length: int) -> Iterator[str]:
     """Says that documents may be longer than the model was made for."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int) or max_length <= positions:
@@ -311,14 +310,14 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
 
 def to_dict(
     plan: Plan, advice: Advice | None = None, room: Room | None = None, *, has_config: bool = False
-) -> dict[str, Any]:
+) -> Record:
     """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`.
 
     `fits` is false where a known part of the room is too small. It is true where all parts are
     known and large enough, and null where one is unknown or activations are not counted.
     """
     spec = plan.spec
-    content: dict[str, Any] = {
+    content: Record = {
         "parameters": spec.architecture.parameters,
         "active_parameters": spec.architecture.parameters - spec.architecture.idle_parameters,
         "trained_parameters": spec.trained_numel,

@@ -20,7 +20,7 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import read_yaml
-from finetune.constants import RATIO_SHARES
+from finetune.constants import RATIO_SHARES, Fields, Record
 from finetune.errors import UserError
 from finetune.files.json_files import load_json, read_json_lines, read_json_object
 from finetune.files.phases import PHASE, PHASES, seconds_by_phase
@@ -94,15 +94,15 @@ class RunRecord:
 
     folder: Path
     name: str
-    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl, without those of phases
+    lines: tuple[Record, ...]  # of metrics.jsonl, without those of phases
     phases: Mapping[int, Mapping[str, Mapping[int, float]]]  # as `seconds_by_phase` returns them
-    recipe: dict[str, Any]  # with a value for every key
-    sharding: dict[str, Any]  # accelerate.yaml
-    environment: dict[str, Any]
-    data_report: dict[str, Any]
-    samples: tuple[dict[str, Any], ...]
-    completions: tuple[dict[str, Any], ...]  # of completions.jsonl
-    checkpoints: tuple[dict[str, Any], ...]  # the complete ones: name, step, size, files
+    recipe: Record  # with a value for every key
+    sharding: Record  # accelerate.yaml
+    environment: Record
+    data_report: Record
+    samples: tuple[Record, ...]
+    completions: tuple[Record, ...]  # of completions.jsonl
+    checkpoints: tuple[Record, ...]  # the complete ones: name, step, size, files
     benchmarks: tuple[BenchmarkResult, ...]
 
     @property
@@ -200,14 +200,14 @@ def plan_run(run: RunRecord) -> Plan | None:
         return None
 
 
-def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_json_lines(path: Path) -> Iterator[Record]:
     for number, line in enumerate(read_json_lines(path), start=1):
         if line is None:
             raise UserError(f"{path}:{number}: not a JSON object; {CHANGED}")
         yield line
 
 
-def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+def _read_metrics(path: Path) -> Iterator[Record]:
     """The lines of metrics.jsonl.
 
     Raises `UserError` for a line that occurs twice.
@@ -222,7 +222,7 @@ def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> Record:
     """The mapping in a JSON or YAML file; empty where there is no file."""
     if not path.is_file():
         return {}
@@ -253,7 +253,7 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _keep_keys(value: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+def _keep_keys(value: Record, kinds: Record) -> Record:
     """Returns a mapping whose keys in `kinds` are of these kinds; other keys stay."""
     kept = {}
     for key, inner in value.items():
@@ -265,7 +265,7 @@ def _keep_keys(value: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
+def _read_checkpoints(folder: Path) -> Iterator[Record]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         files = read_json_object(manifest).get("files")
         if files is None:  # the checkpoint is damaged; `finetune checkpoints` says so
@@ -319,7 +319,7 @@ class Tile(NamedTuple):
 
 def describe_run(
     run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
-) -> dict[str, Any]:
+) -> Record:
     """Describes one run for the template.
 
     Args:
@@ -360,7 +360,7 @@ def describe_run(
     }
 
 
-def _list_sources(report: Mapping[str, Any], columns: Sequence[str]) -> list[list[str]]:
+def _list_sources(report: Fields, columns: Sequence[str]) -> list[list[str]]:
     """The rows of the table of data sources: a source's name, then its numbers."""
     rows = []
     for source in [*report.get("sources", []), *report.get("eval_sources", [])]:
@@ -393,7 +393,7 @@ def describe_in_one_line(run: RunRecord) -> str:
     return " · ".join(str(part) for part in parts if part)
 
 
-def _describe_trained(recipe: Mapping[str, Any]) -> str:
+def _describe_trained(recipe: Fields) -> str:
     if recipe.get("use_peft"):
         return "LoRA"
     is_partial = recipe.get("trainable_modules") or recipe.get("frozen_modules")
@@ -554,9 +554,9 @@ def _change_tiles(
             yield Tile(name, form(last), f"from {form(run.first(key))}")
 
 
-def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
+def _pair_answers(samples: Sequence[Record]) -> tuple[list[dict[str, str]], str]:
     """Returns (each prompt with its first and last answer, a note on their steps)."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    by_prompt: dict[str, list[Record]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
     shown = []
@@ -670,9 +670,9 @@ def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, f
     return duration(seconds) + at_most, round(share, 2)
 
 
-def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+def _page_completions(lines: Sequence[Record]) -> list[tuple[int, list[Record]]]:
     """Returns (step, its completions) of at most MAX_SAMPLES steps, spread over the run."""
-    by_step: dict[int, list[dict[str, Any]]] = {}
+    by_step: dict[int, list[Record]] = {}
     for line in lines:
         by_step.setdefault(line.get("step", 0), []).append(line)
     steps = sorted(by_step)
@@ -682,15 +682,13 @@ def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[d
     return [(step, [_describe_completion(line) for line in by_step[step]]) for step in steps]
 
 
-def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_completion(line: Fields) -> Record:
     rewards = ", ".join(
         f"{name} {'–' if value is None else _format_number(value)}"
         for name, value in (line.get("rewards") or {}).items()
     )
     advantage = line.get("advantage")
-    texts: dict[str, Any] = {
-        key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")
-    }
+    texts: Record = {key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")}
     # the model's and the tools' parts in turn
     texts["parts"] = line.get("parts") or [texts["completion"]]
     return texts | {
@@ -699,7 +697,7 @@ def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
+def _grade_answer(name: str, sample: Record | None) -> dict[str, str]:
     """An answer under `name`, and its CSS class: right, wrong, or empty without an expectation."""
     if sample is None:
         return {name: "", f"{name}_class": ""}
@@ -711,7 +709,7 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
     return {name: text, f"{name}_class": grade}
 
 
-def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
+def _describe_data(report: Record) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
     """Returns (the findings of a data report, the rest of it as names and values)."""
     findings = [_describe_finding(finding) for finding in report.get("findings", [])]
     facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
@@ -722,7 +720,7 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
     ]
 
 
-def _describe_finding(finding: Mapping[str, Any]) -> dict[str, str]:
+def _describe_finding(finding: Fields) -> dict[str, str]:
     rows = f"{finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')}"
     where = f" ({', '.join(finding['where'])})" if finding.get("where") else ""
     text = f"in {rows} {finding.get('what', '')}{where}"

@@ -13,7 +13,7 @@ two updates on the same rollouts holds them.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, islice
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Recipe
+from finetune.constants import Fields, Record
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Examples, make_generator
 from finetune.data.messages import Message
@@ -49,7 +50,7 @@ from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
 from finetune.units import counted
 
-WriteLines = Callable[[list[dict[str, Any]]], None]
+WriteLines = Callable[[list[Record]], None]
 MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
 """A step's batch -> for each micro-batch, fp32[positions] by name: "old", "reference", "values"
 (`OF_TOKENS` in engine.py).
@@ -68,7 +69,7 @@ class RequestBatch:
     example_ids: NDArray[np.int64]  # [completions]: the prompts'
     generations: int  # completions of each prompt
     requests: list[Request]
-    rows: list[dict[str, Any]]  # [completions]
+    rows: list[Record]  # [completions]
     episodes: Episodes | None  # one for each completion
     messages: list[list[Message]] = field(init=False)  # [completions]
 
@@ -297,7 +298,7 @@ class Sampler:
 
     def score(
         self,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Fields],
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
         step: int,
@@ -341,10 +342,7 @@ class Sampler:
         return replace(scores, by_reward=scores.by_reward + rewards_of_environments)
 
     def read_completions(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        sampled: Sequence[Sampled],
-        messages: Sequence[list[Message]],
+        self, rows: Sequence[Fields], sampled: Sequence[Sampled], messages: Sequence[list[Message]]
     ) -> list[Any]:
         """Each completion as text, or as messages where its prompt is a conversation."""
         texts = self.tokenizer.batch_decode(
@@ -361,7 +359,7 @@ class Sampler:
     def _score_by_model(
         self,
         model: RewardModel,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Fields],
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> tuple[list[float], list[int]]:
@@ -404,7 +402,7 @@ class Sampler:
         return numbers, failed
 
 
-def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[Record]:
     """[completions]: the rows of the prompts `ids`."""
     row_by_id = {
         example_id: examples.read_row(example_id) for example_id in np.unique(ids).tolist()
@@ -593,7 +591,7 @@ class RolloutBatches:
         not_flat = np.flatnonzero(rollout.deviations())
         return rollout.select(not_flat) if len(not_flat) else rollout
 
-    def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
+    def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> Record:
         """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
 
         A resumed run may have other ranks, to which completions are dealt otherwise: so a number is
@@ -644,7 +642,7 @@ class RolloutBatches:
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
         if self.schedule.begins_at(step) or step >= self.prompts.steps:
             return
-        by_step: dict[int, list[dict[str, Any]]] = {}
+        by_step: dict[int, list[Record]] = {}
         for line in _read_lines(checkpoint / ROLLOUTS):
             by_step.setdefault(line["prompts_step"], []).append(line)
         self._held.update(
@@ -661,7 +659,7 @@ class RolloutBatches:
                     "steps_per_generation and max_steps as they were"
                 )
 
-    def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
+    def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[Record]:
         """A line of completions.jsonl for each completion of the first `log_completions` prompts;
         `step` is 0-based.
         """
@@ -688,12 +686,12 @@ class RolloutBatches:
             yield line
 
 
-def _encode_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+def _encode_lines(lines: Iterable[Fields]) -> bytes:
     """The bytes of a file of JSON lines."""
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[Record]:
     """The lines of a file of a checkpoint; none where it has no such file."""
     if not path.is_file():
         return []

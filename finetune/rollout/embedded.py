@@ -4,7 +4,7 @@ cache.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from finetune.config.pretrained import text_config_of
-from finetune.constants import PROMPTS_AT_ONCE, round_up
+from finetune.constants import PROMPTS_AT_ONCE, Fields, Record, round_up
 from finetune.data.images import EncodedImage, ImageProcessor
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import keep_gathered
@@ -562,7 +562,7 @@ def _read(
     ids = torch.tensor([list(chain.from_iterable(prompt.ids for prompt in prompts))], device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     ends = sizes.cumsum(0)
-    keys: dict[str, Any] = {
+    keys: Record = {
         # Our attention reads packed rows only so; the layers fill the cache nevertheless.
         "use_cache": False,
         "logits_to_keep": ends - 1,
@@ -585,7 +585,7 @@ def _read_padded(reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_
     ids = ids.to(reader.device)
     mask = mask.to(reader.device)
     images = list(chain.from_iterable(prompt.images for prompt in prompts))
-    inputs: Mapping[str, Any] = {}
+    inputs: Fields = {}
     if images:
         assert reader.images is not None
         inputs = reader.images.make_generation_inputs(reader.transformer, ids, images)

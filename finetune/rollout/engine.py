@@ -4,7 +4,7 @@ log-probabilities, rewards, advantages.
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, Self
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields, Record
 from finetune.data.images import EncodedImage
 
 
@@ -121,7 +121,7 @@ class Sampled:
             versions=self.versions + more.versions,
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         """The completion as values of JSON, for `of_json`."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"ended": self.ended.value}
@@ -131,20 +131,20 @@ class Sampled:
         return values
 
     @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> Self:
+    def of_json(cls, values: Fields) -> Self:
         """Reads what `as_json` returned."""
-        read: dict[str, Any] = {**values, "ended": Ended(values["ended"])}
+        read: Record = {**values, "ended": Ended(values["ended"])}
         if read.get("experts") is not None:
             read["experts"] = _read_experts(read["experts"])
         return cls(**read)
 
 
-def _write_experts(experts: NDArray[np.int16]) -> dict[str, Any]:
+def _write_experts(experts: NDArray[np.int16]) -> Record:
     data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
     return {"shape": list(experts.shape), "int16": data}
 
 
-def _read_experts(written: Mapping[str, Any]) -> NDArray[np.int16]:
+def _read_experts(written: Fields) -> NDArray[np.int16]:
     data = np.frombuffer(base64.b64decode(written["int16"]), "<i2")
     return data.reshape(written["shape"]).astype(np.int16)
 
@@ -193,10 +193,10 @@ class ServedEngine(Engine, Protocol):
     def take(self, prompts_step: int) -> list[Sampled]:
         """Waits for the completions of that step; returns them on every rank. All ranks call it."""
 
-    def describe_lines(self) -> Iterator[dict[str, Any]]:
+    def describe_lines(self) -> Iterator[Record]:
         """Yields a line of JSON for each completion that was begun, on the main rank."""
 
-    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def recall(self, lines: Sequence[Fields]) -> None:
         """Takes completions from a checkpoint's lines, so that they are not sampled again."""
 
 
@@ -264,7 +264,7 @@ class Rollout:
         """The standard deviation of each group's rewards: [groups]."""
         return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
 
-    def describe_lines(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    def describe_lines(self, tokenizer: Any) -> Iterator[Record]:
         """Yields a line for each completion.
 
         `finetune inspect` reads it as a row with a prompt and a completion, `of_lines` as part of
@@ -288,9 +288,9 @@ class Rollout:
             }
 
     @classmethod
-    def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
+    def of_lines(cls, lines: Sequence[Fields]) -> Self:
         """Makes the rollout from the lines of `describe_lines`."""
-        of_tokens: dict[str, Any] = {}
+        of_tokens: Record = {}
         for name in OF_TOKENS:
             of_tokens[name] = [line[name] for line in lines if line.get(name) is not None]
         return cls(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.config.schema import Recipe
+from finetune.constants import Record
 from finetune.data.environments import Environments, choose_environment
 from finetune.data.messages import BadRow
 from finetune.data.tokenize import encode_prompt
@@ -90,7 +91,7 @@ class Episodes:
                 rewards[own_reward][place] = 0.0 if is_lost else answer["reward"]
         return EndedEpisodes(rewards, states, lost)
 
-    def _describe_reset(self, place: int, request: Request) -> dict[str, Any]:
+    def _describe_reset(self, place: int, request: Request) -> Record:
         """Returns the item that asks for the reset of a completion's environment."""
         chosen = self._choose(place)
         columns = dict(self.rows[place]["columns"])

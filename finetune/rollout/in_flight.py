@@ -15,6 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
@@ -199,7 +200,7 @@ class InFlight:
             for request in tuple(flight.submitted):
                 yield request.weights
 
-    def describe_lines(self) -> Iterator[dict[str, Any]]:
+    def describe_lines(self) -> Iterator[Record]:
         """Yields a line of a checkpoint for each request, for `read_lines`.
 
         `sampled` is the completion, None until the server has answered.
@@ -292,7 +293,7 @@ def _continue(request: Request, so_far: Sampled, most: int) -> Request:
     return Request((*request.prompt_ids, *sampled_ids), seed, most - len(sampled_ids))
 
 
-def read_lines(lines: Sequence[Mapping[str, Any]]) -> dict[str, Sampled]:
+def read_lines(lines: Sequence[Fields]) -> dict[str, Sampled]:
     """Reads the lines of `describe_lines`: request's name -> completion, or LOST without one."""
     return {
         line["request"]: Sampled.of_json(line["sampled"]) if line["sampled"] else LOST

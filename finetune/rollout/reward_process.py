@@ -25,6 +25,7 @@ from typing import Any
 from finetune.config.judge import is_judge, read_judge
 from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import explained, load, place_of
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.rollout.environment_processes import EnvironmentProcesses, thaw
 from finetune.rollout.judge_reward import Fault, JudgeReward
@@ -53,9 +54,7 @@ class NoScores(UserError):
     """A function's result is not a score for each completion."""
 
 
-def score(
-    name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
-) -> list[Any]:
+def score(name: str, function: Callable[..., Any], step: Fields, seconds: float) -> list[Any]:
     """Calls a reward function; returns a value for each completion, which may be no score.
 
     Raises:
@@ -82,7 +81,7 @@ def score(
     return scores
 
 
-def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> dict[str, Any]:
+def _choose_arguments(function: Callable[..., Any], step: Fields) -> Record:
     """Returns the arguments that the function takes: TRL's, and the data's columns."""
     arguments = {**step["columns"], **{name: step[name] for name in LISTS}}
     arguments["trainer_state"] = SimpleNamespace(**step["state"])
@@ -111,7 +110,7 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
 
 
 def check_scores(
-    name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
+    name: str, function: Callable[..., Any], step: Fields, returned: list[Any]
 ) -> Scores:
     """Returns a function's result as scores. Raises `UserError` for the first that is none."""
     for value, completion in zip(returned, step["completions"], strict=True):
@@ -123,7 +122,7 @@ def check_scores(
 
 
 def score_each(
-    name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
+    name: str, function: Callable[..., Any], step: Fields, seconds: float
 ) -> tuple[Scores, list[bool]]:
     """Scores completions, with 0 for those where the function fails.
 
@@ -155,7 +154,7 @@ def score_each(
 
 
 def _with_zeros(
-    name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
+    name: str, function: Callable[..., Any], step: Fields, returned: list[Any]
 ) -> tuple[Scores, list[bool]]:
     """Returns (the scores, with 0 for values that are none; whether each value is none)."""
     failed = [not is_score(value) for value in returned]
@@ -168,7 +167,7 @@ def _with_zeros(
     return [None if value is None else float(value) for value in values], failed
 
 
-def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
+def take_one(step: Fields, place: int) -> Record:
     """Returns the step with only the completion at `place`."""
     columns = {name: [values[place]] for name, values in step["columns"].items()}
     return {**step, **{name: [step[name][place]] for name in LISTS}, "columns": columns}
@@ -177,7 +176,7 @@ def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
 class Functions:
     """The functions, tools and environments of a run, and the step that is scored."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Fields) -> None:
         names: Sequence[str] = settings["names"]
         self._seconds: float = settings["seconds"]
         self._counts: bool = settings["counts_failures"]
@@ -193,9 +192,9 @@ class Functions:
         self._processes = EnvironmentProcesses(
             settings["environments"], self._tools, settings["processes"], counts=self._counts
         )
-        self._step: dict[str, Any] = {}
+        self._step: Record = {}
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, request: Fields) -> Record:
         """Answers a request. Its keys say what it asks for.
 
         Args:
@@ -227,7 +226,7 @@ class Functions:
                 columns[ENVIRONMENTS] = list(map(thaw, columns[ENVIRONMENTS]))
         return self._score(request)
 
-    def _score(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _score(self, request: Fields) -> Record:
         """Scores the step, or its completion at the request's `place`, with one function."""
         step = self._step
         seconds = self._seconds
@@ -268,7 +267,7 @@ def main(questions: int, answers: int) -> None:
     with os.fdopen(questions, "rb", closefd=False) as lines:
         for line in lines:
             asked = json.loads(line)
-            answer: dict[str, Any] = {}
+            answer: Record = {}
             try:
                 if functions is None:
                     with explained("rewards", is_isolated=True):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -19,6 +19,7 @@ from typing import Any
 from finetune.config.methods import RolloutKeys
 from finetune.config.reward_names import name_of_reward
 from finetune.config.user_code import file_of
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.rollout.user_calls import (
     SECONDS_TO_STOP,
@@ -109,7 +110,7 @@ class Rewards:
         self._keys = keys
         self._counts = keys.on_bad_reward == "zero"
         self._process: RewardProcess | None = None
-        self._step: dict[str, Any] = {}  # the completions to score, with their columns
+        self._step: Record = {}  # the completions to score, with their columns
         self._knows_step = False  # the process has `_step`
         self._places = 0  # the number of places that were reserved
         # Threads that sample ahead ask, too. The process answers one question after another.
@@ -121,7 +122,7 @@ class Rewards:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
-        state: dict[str, Any],
+        state: Record,
         lost: Sequence[bool] = (),
     ) -> Scores:
         """Scores completions by one call of each function.
@@ -169,7 +170,7 @@ class Rewards:
         self._start()
         self._exchange({"known": columns}, SECONDS_TO_START)
 
-    def call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool]]:
+    def call_tools(self, calls: Sequence[Fields]) -> list[tuple[str, bool]]:
         """Calls tools.
 
         Args:
@@ -197,7 +198,7 @@ class Rewards:
                 results.append((str({"error": f"{each['name']} did not end as it should"}), True))
         return results
 
-    def ask_environments(self, do: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def ask_environments(self, do: str, items: Sequence[Fields]) -> list[Record]:
         """Asks the completions' environments, as `EnvironmentProcesses.ask` does.
 
         Raises `UserError` for the first problem where `on_bad_reward` is error.
@@ -215,7 +216,7 @@ class Rewards:
                 raise
             print(error, file=sys.stderr)
             return [{"problem": str(error)} for _ in items]
-        answers: list[dict[str, Any]] = answered["answers"]
+        answers: list[Record] = answered["answers"]
         return answers
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class Rewards:
         if process is not None:
             process.end()
 
-    def _score_by(self, number: int) -> dict[str, Any]:
+    def _score_by(self, number: int) -> Record:
         """Scores all completions with one function: `scores`, and `failed` if failures count.
 
         If the function ends the process and failures count, it scores one after another.
@@ -252,7 +253,7 @@ class Rewards:
             failed += answer["failed"]
         return {"scores": scores, "failed": failed}
 
-    def _ask_score(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _ask_score(self, question: Record, seconds: float) -> Record:
         """Asks for scores; sends the step with the question if the process does not have it."""
         with self._asking:
             self._start()
@@ -262,7 +263,7 @@ class Rewards:
             self._knows_step = True
         return answer
 
-    def _call(self, calls: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[str, bool]]:
+    def _call(self, calls: Sequence[Fields], seconds: float) -> list[tuple[str, bool]]:
         question = {"calls": calls, "seconds": seconds}
         with self._asking:
             self._start()
@@ -290,7 +291,7 @@ class Rewards:
             self.close()
             raise UserError(str(error)) from None  # no `ProcessLost`, which may be counted
 
-    def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _exchange(self, question: Record, seconds: float) -> Record:
         """Asks a question; returns its answer.
 
         An interruption ends the process: its late answer would be read as the next one.
@@ -313,7 +314,7 @@ class Rewards:
             raise UserError(f"{answer['error']}{hint}")
         return answer
 
-    def _describe_files(self, question: Mapping[str, Any]) -> str:
+    def _describe_files(self, question: Fields) -> str:
         """Returns the recipe's key and the files of what a question asks."""
         key = "rewards"
         named = self._keys.reward_files
@@ -325,7 +326,7 @@ class Rewards:
             named = self._keys.environment_files
         return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in named))}"
 
-    def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def _send(self, question: Record, seconds: float) -> Record:
         """Sends a question; returns its answer. Raises `ProcessLost`."""
         process = self._process
         assert process is not None
@@ -361,7 +362,7 @@ class Rewards:
         return answer
 
 
-def _read_result(answer: Mapping[str, Any]) -> tuple[str, bool]:
+def _read_result(answer: Fields) -> tuple[str, bool]:
     if "problem" in answer:
         return str({"error": answer["problem"]}), True
     return answer["said"], answer["failed"]

@@ -3,12 +3,13 @@ model samples the next turn.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
+from finetune.constants import Fields, Record
 from finetune.data.messages import Message
 from finetune.data.tool_calls import ToolTurns
 from finetune.rollout.engine import Ended, Request, Sampled
@@ -31,7 +32,7 @@ class Conversations:
     tools: ToolTurns
     process: Rewards
     max_tokens: int  # of a completion, results of tools included
-    rows: Sequence[Mapping[str, Any]]  # [completions]: the rows of their prompts
+    rows: Sequence[Fields]  # [completions]: the rows of their prompts
     messages: list[list[Message]]  # [completions]: after the prompt, so far
     first_place: int = 0  # of their environments, as `Rewards.reserve_places` returned it
 
@@ -51,7 +52,7 @@ class Conversations:
         Raises:
             UserError: As `Rewards.call_tools`.
         """
-        calls: list[dict[str, Any]] = []
+        calls: list[Record] = []
         callers: list[int] = []
         for place in pending:
             message = self.tools.read(sampled[place].last_turn(), self.rows[place])

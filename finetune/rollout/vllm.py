@@ -27,7 +27,7 @@ from finetune.config.layout import compute_dtype
 from finetune.config.pretrained import text_config_of
 from finetune.config.schema import Recipe
 from finetune.config.served import list_expert_parameters
-from finetune.constants import ADAPTER_CONFIG
+from finetune.constants import ADAPTER_CONFIG, Fields, Record
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError, printable
@@ -97,7 +97,7 @@ class VllmServer:
         """Raises `UserError` where the server does not list its models in GONE_SECONDS."""
         send(self.url + PATHS[ServedModels], None, GONE_SECONDS)
 
-    def send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def send(self, path: str, body: Record | None = None) -> bytes:
         """Returns the server's answer.
 
         Raises `UserError` before the timeout if the server is gone or hangs.
@@ -105,9 +105,7 @@ class VllmServer:
         answer = start(lambda: send(self.url + path, body, self.timeout))
         return bytes(wait_for(answer, self.require))
 
-    def ask(
-        self, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
-    ) -> AnswerKind:
+    def ask(self, kind: type[AnswerKind], path: str = "", body: Record | None = None) -> AnswerKind:
         """Returns the server's answer as `kind`, by default from the path of that kind.
 
         Raises `UserError` for an answer of another kind.
@@ -131,7 +129,7 @@ class VllmServer:
 
     def load_adapter(self, name: str, weights: Path) -> None:
         """Has the server load an adapter; `name` is what requests call it."""
-        body: dict[str, Any] = {"lora_name": name, "lora_path": str(weights)}
+        body: Record = {"lora_name": name, "lora_path": str(weights)}
         if list_expert_parameters(read_json_object(weights / ADAPTER_CONFIG)):
             body["is_3d_lora_weight"] = True
         self.send("/v1/load_lora_adapter", body)
@@ -174,7 +172,7 @@ class VllmServer:
             UserError: The answer is faulty, or was interrupted and must not be.
         """
         most = sampling.limit(request)
-        body: dict[str, Any] = {
+        body: Record = {
             "model": model,
             "prompt": list(request.prompt_ids),
             "stop_token_ids": list(stop_ids),
@@ -405,18 +403,18 @@ class VllmEngine:
         All ranks call it.
         """
 
-        def take() -> list[dict[str, Any]]:
+        def take() -> list[Record]:
             taken = self._in_flight.take(prompts_step, self._require_servers)
             self._refuse_stale()
             return [each.as_json() for each in taken]
 
         return [Sampled.of_json(each) for each in RankGroup(self._world).on_main(take)]
 
-    def describe_lines(self) -> Iterator[dict[str, Any]]:
+    def describe_lines(self) -> Iterator[Record]:
         """Yields a line of a checkpoint for each completion that was begun, on the main rank."""
         return self._in_flight.describe_lines()
 
-    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def recall(self, lines: Sequence[Fields]) -> None:
         """Takes completions from the lines of a checkpoint, and answers that came after it."""
         answered: dict[str, Sampled] = {}
         for weights in sorted({line["weights"] for line in lines}):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from finetune.config.module_names import PEFT_PREFIX, is_adapter, peft_name
-from finetune.constants import ADAPTER_NAME
+from finetune.constants import ADAPTER_NAME, Fields
 from finetune.distributed.model_parts import (
     find_local_slices,
     gather_whole,
@@ -304,9 +304,7 @@ def _as_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-def _publish(
-    target: Path, files: Mapping[str, Callable[[], bytes]], facts: Mapping[str, Any]
-) -> int:
+def _publish(target: Path, files: Mapping[str, Callable[[], bytes]], facts: Fields) -> int:
     """Writes a state's folder, which appears complete or not at all; returns its size in bytes."""
     make_folder(target.parent)
     with stage_and_rename(target, target.with_name(f".{target.name}.writing")) as folder:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Example
 from finetune.data.packing import deal_rows, make_filler, pack, pack_documents, pad_documents
@@ -28,9 +28,7 @@ class Limits(NamedTuple):
     tokens: int  # in a datum
 
 
-def check_datums(
-    data: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, Any], limits: Limits
-) -> None:
+def check_datums(data: Sequence[Fields], loss: str, options: Fields, limits: Limits) -> None:
     """Raises `UserError` for datums or options from which the loss cannot be computed.
 
     Args:
@@ -59,7 +57,7 @@ def check_datums(
         _check_datum(datum, f"data[{place}]", loss, limits)
 
 
-def _check_datum(datum: Mapping[str, Any], place: str, loss: str, limits: Limits) -> None:
+def _check_datum(datum: Fields, place: str, loss: str, limits: Limits) -> None:
     """Raises `UserError` for a faulty datum; `place` is its place in the request."""
     tokens = datum["tokens"]
     inputs = datum["inputs"]
@@ -126,13 +124,13 @@ def _check_ids(ids: NDArray[np.float64], place: str, limits: Limits) -> None:
         raise UserError(f"{place}: {wrong[0]:.12g} is no id below {limits.vocabulary}")
 
 
-def width_of(datum: Mapping[str, Any]) -> int | None:
+def width_of(datum: Fields) -> int | None:
     """Returns the number of targets of a token where they are lists; None for single numbers."""
     first = datum["inputs"]["target_tokens"][0]
     return len(first) if isinstance(first, list) else None
 
 
-def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) -> StepBatch:
+def make_batch(data: Sequence[Fields], recipe: Recipe, world: World) -> StepBatch:
     """Makes the batch of this rank's share of the datums. All ranks give the same datums.
 
     The label of a token is the first of its targets. The other inputs are columns. The loss of the
@@ -165,7 +163,7 @@ def make_batch(data: Sequence[Mapping[str, Any]], recipe: Recipe, world: World) 
 
 
 def _collate(
-    ids: Any, examples: Sequence[Example], data: Sequence[Mapping[str, Any]], *, is_packed: bool
+    ids: Any, examples: Sequence[Example], data: Sequence[Fields], *, is_packed: bool
 ) -> MicroBatch:
     """Makes the micro-batch of the datums `ids`, with their inputs as columns."""
     if not len(ids):
@@ -184,15 +182,13 @@ def _collate(
     return replace(micro_batch, columns=columns, targets=targets.long())
 
 
-def _read_input(datum: Mapping[str, Any], name: str, dtype: type = np.float32) -> NDArray[Any]:
+def _read_input(datum: Fields, name: str, dtype: type = np.float32) -> NDArray[Any]:
     """Returns an input of a datum: [tokens, targets]."""
     values: NDArray[Any] = np.array(datum["inputs"][name], dtype)
     return values.reshape(len(values), -1)
 
 
-def _spread(
-    micro_batch: MicroBatch, data: Sequence[Mapping[str, Any]], name: str, missing: float
-) -> Tensor:
+def _spread(micro_batch: MicroBatch, data: Sequence[Fields], name: str, missing: float) -> Tensor:
     """Spreads an input of the datums over the positions of their micro-batch.
 
     Args:
@@ -217,7 +213,7 @@ def _spread(
 
 
 def by_datum(
-    micro_batch: MicroBatch, values: Tensor, data: Sequence[Mapping[str, Any]]
+    micro_batch: MicroBatch, values: Tensor, data: Sequence[Fields]
 ) -> dict[int, list[Any]]:
     """Groups values by datum.
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.service.adapters import AdapterForm
 from finetune.service.datums import Limits, check_datums, check_tokens
@@ -48,7 +49,7 @@ class CreateModel(BaseModel):
     model_seq_id: int = Field(ge=0)
     base_model: str
     lora_config: LoraConfig
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Record | None = None
     optimizer_config: Optimizer = Optimizer()
 
 
@@ -75,8 +76,8 @@ class ForwardBackward(OfModel):
 
     forward_only: bool
     loss_fn: str
-    options: dict[str, Any]
-    data: list[dict[str, Any]]
+    options: Record
+    data: list[Record]
     problem: str | None  # why the datums cannot be read
 
 
@@ -105,7 +106,7 @@ class LoadWeights(BaseModel):
     seq_id: int | None = Field(None, ge=1)
     session_id: str | None = None
     model_seq_id: int | None = Field(None, ge=0)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Record | None = None
     optimizer_config: Optimizer | None = None
 
 
@@ -314,9 +315,7 @@ def get_info(service: Service, sent: Sent) -> Body:
     }
 
 
-def _promise(
-    service: Service, request: OfModel, operation: str, arguments: Mapping[str, Any]
-) -> Body:
+def _promise(service: Service, request: OfModel, operation: str, arguments: Fields) -> Body:
     """Accepts a request about a model; returns the name by which its result is retrieved."""
     find_model(service, request.model_id)
     name = f"{request.model_id}:{request.seq_id}"

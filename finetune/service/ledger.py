@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
@@ -44,7 +45,7 @@ class QueuedRequest(NamedTuple):
     queue: str  # the model, whose requests are done in the order of `seq`; a sample has its own
     seq: int  # place in the queue, from 0
     operation: str  # "save", "refuse", or a name in `OPERATIONS`
-    arguments: Mapping[str, Any]
+    arguments: Fields
     is_again: bool = False  # it has a result; only its gradients are needed
 
     @property
@@ -136,12 +137,12 @@ class Ledger:
             [DONE, time.time() - RESULTS_KEPT_SECONDS],
         )
 
-    def put(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    def put(self, kind: str, name: str, body: Fields) -> None:
         """Writes a record."""
         with self._transaction() as database:
             _put(database, kind, name, body)
 
-    def find(self, kind: str, name: object) -> dict[str, Any]:
+    def find(self, kind: str, name: object) -> Record:
         """Reads a record. Raises `UserError` where there is none."""
         with self._lock:
             row = self._database.execute(
@@ -149,7 +150,7 @@ class Ledger:
             ).fetchone()
         if row is None:
             raise UserError(f"{kind} {name!r}: is not known here")
-        body: dict[str, Any] = json.loads(row[0])
+        body: Record = json.loads(row[0])
         return body
 
     @contextmanager
@@ -159,7 +160,7 @@ class Ledger:
             yield
 
     @contextmanager
-    def change(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
+    def change(self, kind: str, name: str) -> Iterator[Record]:
         """Yields a record, and writes it after the block. Other threads wait meanwhile.
 
         Raises `UserError` where there is none.
@@ -169,7 +170,7 @@ class Ledger:
             yield body
             self.put(kind, name, body)
 
-    def records(self, kind: str) -> dict[str, dict[str, Any]]:
+    def records(self, kind: str) -> dict[str, Record]:
         """Reads all records of a kind: id -> body."""
         with self._lock:
             rows = self._database.execute(
@@ -188,8 +189,8 @@ class Ledger:
         queue: str,
         seq: int,
         operation: str,
-        arguments: Mapping[str, Any],
-        records: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
+        arguments: Fields,
+        records: Mapping[tuple[str, str], Fields] | None = None,
     ) -> None:
         """Writes a request to disk, in one transaction with the records that it makes.
 
@@ -259,7 +260,7 @@ class Ledger:
         self,
         request: QueuedRequest,
         result: Result,
-        records: Mapping[tuple[str, str], Mapping[str, Any]],
+        records: Mapping[tuple[str, str], Fields],
         *,
         keeps_gradients: bool = False,
         drops_gradients: bool = False,
@@ -319,7 +320,7 @@ class Ledger:
             self._database.close()
 
 
-def _put(database: sqlite3.Connection, kind: str, name: str, body: Mapping[str, Any]) -> None:
+def _put(database: sqlite3.Connection, kind: str, name: str, body: Fields) -> None:
     database.execute(
         "INSERT OR REPLACE INTO record VALUES (?, ?, ?)", [kind, name, json.dumps(body)]
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from finetune.config.pretrained import text_config_of
+from finetune.constants import Fields, Record
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.gradients import without_gradient_sync
@@ -61,7 +62,7 @@ class Operations:
             )
         self.can_stack = can_stack(session.model, session.recipe)
 
-    def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
+    def run(self, operation: str, arguments: Fields) -> Answer:
         """Does one of `OPERATIONS`.
 
         Raises `AgreedError` on all ranks; any other error only on this one.
@@ -86,7 +87,7 @@ class Operations:
         self,
         state: str | None,
         form: AdapterForm,
-        data: Sequence[Mapping[str, Any]],
+        data: Sequence[Fields],
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
@@ -120,7 +121,7 @@ class Operations:
         model: str,
         state: str,
         form: AdapterForm,
-        data: Sequence[Mapping[str, Any]],
+        data: Sequence[Fields],
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
@@ -138,7 +139,7 @@ class Operations:
         return self._describe(measured.loss, scores, len(data))
 
     def forward_backward_together(
-        self, parts: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, float]
+        self, parts: Sequence[Fields], loss: str, options: Mapping[str, float]
     ) -> Answer:
         """Does `forward_backward` for several models, which share forward and backward of the base.
 
@@ -154,7 +155,7 @@ class Operations:
         session = self.session
         world = session.world
         stack = self._stack([_with_form(part) for part in parts])
-        data: list[Mapping[str, Any]] = []
+        data: list[Fields] = []
         owners: list[int] = []  # for each datum the index of its part
         for index, part in enumerate(parts):
             data += part["data"]
@@ -203,7 +204,7 @@ class Operations:
                 losses += _sum_by_owner(of_tokens.detach(), on_device, owners, stack.size)
         return losses
 
-    def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
+    def _stack(self, parts: Sequence[Fields]) -> AdapterStack:
         """Stacks the parts' adapters, given by `state` and `form`."""
         whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
         scales = [self._adapters.scale_of(part["form"]) for part in parts]
@@ -257,7 +258,7 @@ class Operations:
         self,
         state: str | None,
         form: AdapterForm,
-        requests: Sequence[Mapping[str, Any]],
+        requests: Sequence[Fields],
         temperature: float,
         stop_ids: Sequence[int] | None,
     ) -> Answer:
@@ -389,7 +390,7 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
 }
 
 
-def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _with_form(arguments: Fields) -> Record:
     """Returns the arguments, with an `AdapterForm` in place of its fields."""
     if "form" not in arguments:
         return dict(arguments)
@@ -397,10 +398,7 @@ def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_measure(
-    loss: str,
-    options: Mapping[str, float],
-    data: Sequence[Mapping[str, Any]],
-    scores: dict[int, list[Any]],
+    loss: str, options: Mapping[str, float], data: Sequence[Fields], scores: dict[int, list[Any]]
 ) -> TokenMeasure:
     """Makes the function that computes the loss of each position.
 
@@ -456,7 +454,7 @@ def _sum_by_owner(
     return sums.index_add(0, adapters[documents], of_tokens)
 
 
-def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
+def _as_datum(prompt: Sequence[int]) -> Record:
     return {"tokens": prompt[:-1], "inputs": {"target_tokens": prompt[1:]}}
 
 

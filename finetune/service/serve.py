@@ -7,13 +7,12 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 SERVE = Path(__file__).resolve()
 if __name__ == "__main__":
@@ -24,6 +23,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_overrides, read_recipe
 from finetune.config.schema import Recipe
+from finetune.constants import Fields, Record
 from finetune.errors import (
     AgreedError,
     UserError,
@@ -161,7 +161,7 @@ def _listen() -> list[int]:
     return received
 
 
-def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
+def _announce(world: "World", operation: str, arguments: Fields | None = None) -> None:
     """Sends an operation to the other ranks, which wait for it in `_follow`."""
     world.gather([operation, arguments])
 
@@ -203,7 +203,7 @@ def _lead(
 
     world = operations.session.world
 
-    def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def run(operation: str, arguments: Fields) -> Record:
         with sharing_failure(world):
             _announce(world, operation, arguments)
             return operations.run(operation, arguments)

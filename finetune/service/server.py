@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from finetune.constants import Fields, Record
 from finetune.errors import UserError
 from finetune.service.endpoints import ENDPOINTS, Handler
 from finetune.service.ledger import Result
@@ -27,8 +27,8 @@ LONGEST_WAIT_SECONDS = 20.0  # a client that waits longer for a result has to as
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-Act = Callable[[Mapping[str, Any]], Awaitable[Response]]
-Decode = Callable[[bytes], dict[str, Any]]
+Act = Callable[[Fields], Awaitable[Response]]
+Decode = Callable[[bytes], Record]
 # The decoders of bodies that are not JSON, by path.
 DECODERS: Mapping[str, Decode] = {"forward_backward": read_forward_backward}
 
@@ -89,10 +89,10 @@ class Border:
                 raise UserError(f"the body is larger than {self._service.most_body_bytes} bytes")
         return bytes(body)
 
-    async def _call(self, handler: Handler, sent: Mapping[str, Any]) -> Response:
+    async def _call(self, handler: Handler, sent: Fields) -> Response:
         return JSONResponse(await run_in_threadpool(handler, self._service, sent))
 
-    async def _retrieve(self, sent: Mapping[str, Any]) -> Response:
+    async def _retrieve(self, sent: Fields) -> Response:
         """Waits for a result; after LONGEST_WAIT_SECONDS asks the client to try again."""
         name = sent.get("request_id")
         clock = asyncio.get_running_loop().time
@@ -139,7 +139,7 @@ async def _unknown(request: Request, _: Exception) -> Response:
     return _refuse(404, f"{request.method} {request.url.path}: is not served")
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def _decode(body: bytes) -> Record:
     """Decodes the JSON object of a request. Raises `UserError` for any other body."""
     try:
         sent = json.loads(body or b"{}")

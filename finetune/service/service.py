@@ -3,11 +3,11 @@
 import json
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from finetune.constants import Fields, Record
 from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.files.durable import make_folder, remove_tree
@@ -24,8 +24,8 @@ SAMPLERS_KEPT = 32  # samplers of a model without a checkpoint's path
 MOST_WAITING = 10_000
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
-Records = dict[tuple[str, str], Mapping[str, Any]]
-Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+Records = dict[tuple[str, str], Fields]
+Run = Callable[[str, Fields], Record]
 
 
 class Service:
@@ -84,9 +84,7 @@ class Service:
         """
         return seed_of(self._seed, name)
 
-    def describe_model(
-        self, session: str, form: AdapterForm, metadata: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def describe_model(self, session: str, form: AdapterForm, metadata: Fields | None) -> Record:
         """Returns the record of a model before its first request is done."""
         texts = None if metadata is None else {key: str(value) for key, value in metadata.items()}
         return {
@@ -159,7 +157,7 @@ class Service:
         starts = operation in ("create", "load")
         model = self.ledger.find("model", name) if starts else self._find_made(request)
         given = dict(request.arguments)
-        arguments: dict[str, Any] = {"form": model["form"], "state": model["state"]}
+        arguments: Record = {"form": model["form"], "state": model["state"]}
         if starts:
             arguments["state"] = given.pop("from")
         path = given.pop("path", None)
@@ -174,7 +172,7 @@ class Service:
             return _describe_outputs(answer), {}
         changed = {"state": arguments["target"], "bytes": answer["bytes"], "at": time.time()}
         records: Records = {("model", name): model | changed}
-        replies: dict[str, Any] = {
+        replies: Record = {
             "create": {"type": "create_model", "model_id": name},
             "load": {"type": "load_weights", "path": path, "model_id": name},
             "optim_step": {"metrics": {"grad_norm:mean": answer.get("grad_norm", 0.0)}},
@@ -197,7 +195,7 @@ class Service:
         for request, answer in zip(requests, together["answers"], strict=True):
             self.ledger.finish(request, _describe_outputs(answer), {}, keeps_gradients=True)
 
-    def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
+    def _describe_part(self, request: QueuedRequest) -> Record:
         """Returns the request's part of `forward_backward_together`."""
         model = self._find_made(request)
         return {
@@ -207,7 +205,7 @@ class Service:
             "data": request.arguments["data"],
         }
 
-    def _find_made(self, request: QueuedRequest) -> dict[str, Any]:
+    def _find_made(self, request: QueuedRequest) -> Record:
         """Finds the record of a request's model. Raises `UserError` for a model without a state."""
         model = self.ledger.find("model", request.queue)
         if model["state"] is None:
@@ -224,9 +222,7 @@ class Service:
             return self._save_for_sampler(request, model)
         return self._save_by_name(request, model)
 
-    def _save_for_sampler(
-        self, request: QueuedRequest, model: Mapping[str, Any]
-    ) -> tuple[Result, Records]:
+    def _save_for_sampler(self, request: QueuedRequest, model: Fields) -> tuple[Result, Records]:
         given = request.arguments
         sampler = f"{model['session']}:sample:{given['sampler_seq']}"
         record = {
@@ -241,9 +237,7 @@ class Service:
         answer = {"type": _answer_type(given), "sampling_session_id": sampler}
         return _json(answer), {("sampler", sampler): record}
 
-    def _save_by_name(
-        self, request: QueuedRequest, model: Mapping[str, Any]
-    ) -> tuple[Result, Records]:
+    def _save_by_name(self, request: QueuedRequest, model: Fields) -> tuple[Result, Records]:
         given = request.arguments
         path = f"tinker://{request.queue}/{given['segment']}/{given['name']}"
         if not given["overwrite"] and path in self.ledger.records("checkpoint"):
@@ -341,16 +335,16 @@ def _find_name(model: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else model
 
 
-def _describe_outputs(answer: Mapping[str, Any]) -> Result:
+def _describe_outputs(answer: Fields) -> Result:
     return Result(PROTOBUF, write_forward_backward(answer["log_probabilities"], answer["loss"]))
 
 
-def _answer_type(arguments: Mapping[str, Any]) -> str:
+def _answer_type(arguments: Fields) -> str:
     """Returns Tinker's name of the answer to a save."""
     if arguments["segment"] == "weights":
         return "save_weights"
     return "save_weights_for_sampler"
 
 
-def _json(content: Mapping[str, Any]) -> Result:
+def _json(content: Fields) -> Result:
     return Result(JSON, json.dumps(content).encode())

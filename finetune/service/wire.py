@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.constants import Record
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Sampled
 
@@ -106,7 +107,7 @@ def _classes() -> dict[str, Callable[..., Any]]:
     }
 
 
-def read_forward_backward(body: bytes) -> dict[str, Any]:
+def read_forward_backward(body: bytes) -> Record:
     """Reads a ForwardBackwardRequest as the fields of `endpoints.ForwardBackward`.
 
     Datums that cannot be read are a `problem`; the request still has its place in the model's
@@ -153,7 +154,7 @@ def _refuse_large_sparse(data: Sequence[Any]) -> None:
         )
 
 
-def _read_datum(datum: Any, index: int) -> dict[str, Any]:
+def _read_datum(datum: Any, index: int) -> Record:
     """Reads a datum: its `tokens`, and its `inputs` by name."""
     tokens: list[int] = []
     for chunk in datum.model_input:

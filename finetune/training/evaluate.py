@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.manifest import Progress
-from finetune.constants import round_up
+from finetune.constants import Fields, Record, round_up
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
@@ -98,7 +98,7 @@ def evaluate(
 
 def _log_held_out_loss(
     run: TrainingRun, progress: Progress, batches: Callable[[], Iterator[StepBatch]]
-) -> dict[str, Any]:
+) -> Record:
     """Measures the held-out loss over `batches`; writes and returns its line of metrics."""
     with run.phases.timed("evaluation"):
         loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
@@ -356,7 +356,7 @@ def _pad_left(prompts: Sequence[Prompt], pad: int) -> dict[str, Tensor]:
 
 def _read_images(
     transformer: Any, tokenizer: Any, prompts: Sequence[Prompt], input_ids: Tensor
-) -> Mapping[str, Any]:
+) -> Fields:
     """Makes the vision tower's inputs for the images of `prompts`; empty if they have none."""
     images = list(chain.from_iterable(prompt.images for prompt in prompts))
     if not images:
@@ -376,9 +376,9 @@ def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation
     return 2 * max(expected_tokens) + 2
 
 
-def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:
+def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> Record:
     """Returns the arguments by which `generate` chooses the next token."""
-    options: dict[str, Any] = {"do_sample": how.temperature > 0}
+    options: Record = {"do_sample": how.temperature > 0}
     if how.temperature:
         options |= {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
     if how.stop:

@@ -26,6 +26,7 @@ from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, recipe_keys
 from finetune.config.yaml_file import read_yaml
+from finetune.constants import Fields, Record
 from finetune.data.batches import StepBatch
 from finetune.data.data_report import OnReport, Report
 from finetune.data.examples import Prompt
@@ -321,7 +322,7 @@ def start_run(
 
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
-) -> tuple[MetricsLog, dict[str, Any]]:
+) -> tuple[MetricsLog, Record]:
     """Writes, on the main rank, the description of the run and data_report.json, and opens
     metrics.jsonl with the display and the trackers; the other ranks have a silent log.
 
@@ -331,7 +332,7 @@ def open_log(
     step = progress.step
     log = MetricsLog(None, data.train.steps, step)
 
-    def open_on_main() -> dict[str, Any]:
+    def open_on_main() -> Record:
         nonlocal log
         trackers = [
             open_tracker(name, recipe.name, folder, to_dict(recipe), step)
@@ -346,7 +347,7 @@ def open_log(
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
         return _find_results(read_json_lines(folder / METRICS), samples, step)
 
-    results: dict[str, Any] = RankGroup(world).on_main(open_on_main)
+    results: Record = RankGroup(world).on_main(open_on_main)
     return log, results
 
 
@@ -358,11 +359,9 @@ def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> N
         write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
 
 
-def _find_results(
-    metrics: Iterable[Mapping[str, Any] | None], samples: Iterable[Mapping[str, Any]], step: int
-) -> dict[str, Any]:
+def _find_results(metrics: Iterable[Fields | None], samples: Iterable[Fields], step: int) -> Record:
     """Finds what lines of metrics.jsonl and samples.jsonl say of evaluations at `step`."""
-    results: dict[str, Any] = {}
+    results: Record = {}
     for line in metrics:
         if line is not None and line.get("step") == step:
             results |= {key: line[key] for key in ("eval_loss", "exact_match") if key in line}
@@ -395,7 +394,7 @@ def read_batches(
     return profile_steps(batches, recipe.run.profile_steps, folder, world.rank)
 
 
-def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]) -> None:
+def write_completions(folder: Path, log: MetricsLog, lines: list[Record]) -> None:
     """Adds lines to completions.jsonl. Nothing but people read them: a full disk does not end the
     run.
     """
@@ -418,7 +417,7 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
     return log_news
 
 
-def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def prompt_ids(prompt: str | Sequence[Fields], tokenizer: Any) -> list[int]:
     """Encodes a user's turn, or messages, up to where the assistant begins; the text alone if the
     tokenizer has no template.
     """
@@ -572,6 +571,6 @@ def _refuse_other_training(
         )
 
 
-def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
+def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> Record:
     """What finished.json says of a run that is done and exported."""
     return {"step": step, "recipe_sha256": hash_recipe(to_dict(recipe)), "inputs": dict(inputs)}

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
-from finetune.constants import count_steps
+from finetune.constants import Record, count_steps
 from finetune.data.batches import StepBatch
 from finetune.files.phases import Phases
 from finetune.training.evaluate import evaluate
@@ -221,9 +220,7 @@ def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
         phases.write()
 
 
-def _log(
-    run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation
-) -> None:
+def _log(run: TrainingRun, progress: Progress, line: Record, compilation: Compilation) -> None:
     run.log.step(line)
     run.notify("on_log", progress, line)
     if news := compilation.news():

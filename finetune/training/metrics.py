@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from finetune.config.layout import Sharding
-from finetune.constants import CACHE_VARIABLE
+from finetune.constants import CACHE_VARIABLE, Record
 from finetune.data.batches import StepBatch
 from finetune.errors import UserError, first_line, is_notebook
 from finetune.files.json_files import read_json_lines
@@ -218,7 +218,7 @@ class MetricsLog:
         if error is not None:
             self.close()
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Record) -> None:
         """Writes a line of metrics, and passes it to the trackers.
 
         A line that a full disk refuses is kept, and written before the next one that has room.
@@ -226,14 +226,14 @@ class MetricsLog:
         self._write_line(line)
         self._call_trackers(lambda tracker: tracker.log(line))
 
-    def phase(self, line: dict[str, Any]) -> None:
+    def phase(self, line: Record) -> None:
         """Writes the seconds of a phase.
 
         Trackers do not get it: they take steps in order, and a save ends after later steps.
         """
         self._write_line({"step": line["step"], "start": self._start} | line)
 
-    def step(self, line: dict[str, Any]) -> None:
+    def step(self, line: Record) -> None:
         """Writes and shows a training line.
 
         Warns once, when the loss has been far above its start for long.
@@ -295,7 +295,7 @@ class MetricsLog:
                 self._append(b"")
             self._file.close()
 
-    def _write_line(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: Record) -> None:
         if self._file is not None and not self._file.closed:
             self._append(
                 json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n"
@@ -366,7 +366,7 @@ class Display:
                 width = {"dynamic_ncols": True}
             self._bar = tqdm(total=steps, initial=start_step, bar_format=form, **width)
 
-    def step(self, line: dict[str, Any]) -> None:
+    def step(self, line: Record) -> None:
         """Shows a training line."""
         self._smooth(line["loss"])
         if self._weight:
@@ -436,9 +436,7 @@ DROPPED_FIRST = (
 )
 
 
-def shown_line(
-    line: dict[str, Any], smoothed: float, seconds_left: float, width: int | None = None
-) -> str:
+def shown_line(line: Record, smoothed: float, seconds_left: float, width: int | None = None) -> str:
     """Formats a training line; drops parts of `DROPPED_FIRST` until `width` characters are enough.
 
     >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8,

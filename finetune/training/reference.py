@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
@@ -78,7 +78,7 @@ def sum_by_document(
 def sum_log_probabilities(
     model: nn.Module,
     micro_batch: MicroBatch,
-    inputs: Mapping[str, Any],
+    inputs: Fields,
     sequence_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the model; returns (the log-probabilities of each document's trained tokens, summed;

@@ -5,7 +5,7 @@ The functions named describe_* return the lines of one part of the first screen.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,7 +22,7 @@ from finetune.config.pretrained import find_adapter, read_facts, text_config_of
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
 from finetune.config.schema import Quantization, Recipe
-from finetune.constants import ADAPTER_CONFIG
+from finetune.constants import ADAPTER_CONFIG, Fields, Record
 from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
 from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
@@ -163,7 +163,7 @@ def _list_notes(run: TrainingRun) -> Iterator[Any]:
     world = run.world
     machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
     facts = read_facts(model.config, recipe.model.model_name_or_path)
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
+    keys: Record = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
     for problem in find_problems(recipe, world.sharding, facts, **keys, images=run.data.images):
         if problem.is_note:
             yield problem
@@ -482,7 +482,7 @@ def _describe_memory(folder: Path) -> list[str]:
     return [f"memory  {gib(seen)} GiB seen on the first rank, {gib(planned)} GiB planned"]
 
 
-def _read_lines_with(folder: Path, key: str) -> list[dict[str, Any]]:
+def _read_lines_with(folder: Path, key: str) -> list[Record]:
     """Reads the lines of metrics.jsonl that have `key`."""
     lines = read_json_lines(folder / METRICS)
     return [line for line in lines if line is not None and key in line]
@@ -550,14 +550,14 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     return shown[:SHOWN_ANSWERS]
 
 
-def _is_sample(line: Mapping[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+def _is_sample(line: Fields | None) -> TypeGuard[Record]:
     """Whether a line of samples.jsonl is whole."""
     if line is None or not isinstance(line.get("step"), int):
         return False
     return all(isinstance(line.get(key), str) for key in ("prompt", "answer", "expected"))
 
 
-def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
+def _describe_answer(sample: Record, first_answer: str) -> str:
     """A line with the question of a sample, the first answer, the sample's, and whether that is the
     expected one.
     """
@@ -593,7 +593,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     machine = MachineFacts(device="cpu" if on_cpu else "cuda")
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": train.steps}
+    keys: Record = {"ranks": world.size, "machine": machine, "steps": train.steps}
     for note in find_problems(recipe, world.sharding, **keys, images=data.images):
         if note.is_note and str(note) not in plan.remarks:
             print(f"remark     {note}")

@@ -24,7 +24,7 @@ from finetune.config.layout import to_accelerate_config
 from finetune.config.reader import write_recipe
 from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
-from finetune.constants import count_cores, read_versions
+from finetune.constants import Fields, Record, count_cores, read_versions
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.distributed.model_parts import unwrap
@@ -64,7 +64,7 @@ class TrainingRun:
     log: MetricsLog
     phases: Phases
     # step -> what this run has logged of evaluations there, also in earlier starts
-    results: dict[int, dict[str, Any]]
+    results: dict[int, Record]
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
     hooks: Hooks
@@ -80,9 +80,7 @@ class TrainingRun:
         none: Any = None
         return replace(self, model=none, optimizer=none, objectives=none, saver=none)
 
-    def notify(
-        self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
+    def notify(self, name: str, progress: Progress, metrics: Fields = MappingProxyType({})) -> None:
         """Calls the event `name` of the callbacks. All ranks call it.
 
         Raises `UserError` on all ranks if a callback raises on one, after saving the steps done.
@@ -136,7 +134,7 @@ class TrainingRun:
         rate: float,
         grad_norm: torch.Tensor,
         compile_seconds: float | None,
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Makes a line of metrics.jsonl; waits for the device.
 
         Args:
@@ -148,7 +146,7 @@ class TrainingRun:
         """
         loss, means = window.measured.average(max(1, window.count), self.world)
         routing = find_routing(unwrap(self.model))
-        line: dict[str, Any] = {
+        line: Record = {
             "step": progress.step,
             "epoch": progress.epoch,
             "loss": loss,
@@ -209,7 +207,7 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
         replace_file(folder / "environment.json", environment)
 
 
-def write_data_report(folder: Path, report: dict[str, Any]) -> None:
+def write_data_report(folder: Path, report: Record) -> None:
     """Writes data_report.json by a rename, since `finetune report` may be reading an older one."""
     text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
     replace_file(folder / DATA_REPORT, text)
@@ -226,7 +224,7 @@ def refuse_unwritable(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def describe_environment(world: World) -> dict[str, Any]:
+def describe_environment(world: World) -> Record:
     """Describes what a result depends on besides recipe and layout: versions, machine, command."""
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)

@@ -11,6 +11,7 @@ from torch import nn
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Recipe
+from finetune.constants import Record
 from finetune.distributed.gradients import combine_norms, measure_norm
 from finetune.distributed.model_parts import gather_whole, local_part
 from finetune.distributed.world import World
@@ -36,7 +37,7 @@ class UpdateInBackward:
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         self._hooks = ExitStack()
         # parameter -> its index, and its group
-        self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
+        self._places: dict[nn.Parameter, tuple[int, Record]] = {}
 
     def _find_flag(self) -> torch.Tensor:
         """The flag that the guard of the run has set on the optimizer, or a new one; 1 once a value
@@ -106,7 +107,7 @@ class UpdateInBackward:
         self._flag.copy_(torch.maximum(self._flag, ~is_finite))
 
     @contextmanager
-    def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
+    def _only(self, parameter: nn.Parameter, group: Record) -> Iterator[None]:
         """In this block the optimizer has one parameter: its step would visit all of them."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]

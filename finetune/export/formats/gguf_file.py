@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 import finetune
-from finetune.constants import round_up
+from finetune.constants import Fields, Record, round_up
 from finetune.errors import UserError
 from finetune.export.formats.gguf_model import FileTensor
 from finetune.export.target import prefetch, raw_bytes
@@ -215,7 +215,7 @@ def quantize(source: Path, target: Path, file_type: str) -> None:
     os.close(descriptor)
 
 
-def _run(given: Mapping[str, Any], what: str) -> None:
+def _run(given: Fields, what: str) -> None:
     paths = os.pathsep.join(
         filter(None, [str(Path(finetune.__file__).parents[1]), os.environ.get("PYTHONPATH")])
     )
@@ -233,7 +233,7 @@ def _run(given: Mapping[str, Any], what: str) -> None:
         raise UserError(f"{what}: {(lines or [f'exit code {process.returncode}'])[0].strip()}")
 
 
-def _compute(given: Mapping[str, Any]) -> None:
+def _compute(given: Fields) -> None:
     import llama_cpp
     from llama_cpp import llama_cpp as library
 
@@ -255,7 +255,7 @@ def _compute(given: Mapping[str, Any]) -> None:
         **f32,
         **yarn,
     )
-    arrays: dict[str, Any] = {}
+    arrays: Record = {}
     for number, ids in enumerate(given["prompts"]):
         llama.reset()
         llama.eval(ids)
@@ -267,7 +267,7 @@ def _compute(given: Mapping[str, Any]) -> None:
     np.savez(given["results"], **arrays)
 
 
-def _quantize(given: Mapping[str, Any]) -> None:
+def _quantize(given: Fields) -> None:
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()

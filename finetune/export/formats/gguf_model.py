@@ -13,6 +13,7 @@ import gguf
 import torch
 
 from finetune.config.families import FAMILIES, LlamaCpp, find_family
+from finetune.constants import Fields
 from finetune.errors import UserError
 from finetune.export.target import BLOCK_BYTES, Value
 
@@ -147,7 +148,7 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
     Raises `UserError` for a kind that llama.cpp's code of the family does not compute.
     """
     family = find_llama_cpp(config.model_type)
-    every: Mapping[str, Any] = config.rope_parameters
+    every: Fields = config.rope_parameters
     rope = every.get("full_attention", every)
     rotated = int(head_size(config) * rope.get("partial_rotary_factor", 1.0))
     kind = rope.get("rope_type", "default")
@@ -174,17 +175,17 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
     return SCALINGS[kind](writer, rope, config)
 
 
-def _no_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
+def _no_scaling(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     return []
 
 
-def _linear(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
+def _linear(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(rope["factor"])
     return []
 
 
-def _yarn(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
+def _yarn(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
@@ -195,7 +196,7 @@ def _yarn(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]
     return []
 
 
-def _llama3(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
+def _llama3(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     """Frequencies are divided by a tensor of the file."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -206,7 +207,7 @@ def _llama3(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTenso
     return [_generated("rope_freqs.weight", plain / scaled)]
 
 
-def _longrope(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
+def _longrope(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     original = (
         rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
     )
@@ -224,7 +225,7 @@ def _longrope(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTen
     return [_generated(f"rope_factors_{which}.weight", values) for which, values in factors.items()]
 
 
-SCALINGS: Mapping[str, Callable[[Any, Mapping[str, Any], Any], list[FileTensor]]] = {
+SCALINGS: Mapping[str, Callable[[Any, Fields, Any], list[FileTensor]]] = {
     "default": _no_scaling,
     "linear": _linear,
     "yarn": _yarn,

@@ -11,7 +11,7 @@ from typing import Any
 
 import gguf
 
-from finetune.constants import GENERATION_FILE
+from finetune.constants import GENERATION_FILE, Fields, Record
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 
@@ -109,13 +109,13 @@ def describe_tokenizer(
     )
 
 
-def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
+def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> Record:
     """Returns the content of tokenizer.json; `UserError` unless it is a BPE, all of whose ids are
     below `rows`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        described: dict[str, Any] = json.loads(backend.to_str())
+        described: Record = json.loads(backend.to_str())
     else:
         described = {}
     kind = (described.get("model") or {}).get("type")
@@ -133,9 +133,7 @@ def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
     return described
 
 
-def _describe_tokens(
-    tokenizer: Any, rows: int, folder: Path, model: Mapping[str, Any]
-) -> dict[str, Any]:
+def _describe_tokens(tokenizer: Any, rows: int, folder: Path, model: Fields) -> Record:
     """The fields of `GgufVocabulary` that every kind of tokenizer has."""
     tokens, types = _list_tokens(tokenizer, rows, model)
     bos = [tokenizer.bos_token_id]
@@ -169,9 +167,7 @@ def _spell(token: str) -> str:
     return token.replace(" ", "\u0120")
 
 
-def _list_tokens(
-    tokenizer: Any, rows: int, model: Mapping[str, Any]
-) -> tuple[list[str], list[int]]:
+def _list_tokens(tokenizer: Any, rows: int, model: Fields) -> tuple[list[str], list[int]]:
     """The token of each row of the embedding, and its kind; rows without one get a name that no
     text has.
     """
@@ -268,7 +264,7 @@ def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
     return {key: number for key, number in ids.items() if number is not None}
 
 
-def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _list_parts(pre_tokenizer: Fields | None) -> list[Fields]:
     if pre_tokenizer is None:
         return []
     if pre_tokenizer["type"] == "Sequence":
@@ -283,11 +279,7 @@ def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, An
 
 
 def _name_pre_tokenizer(
-    described: Mapping[str, Any],
-    parts: Iterable[Mapping[str, Any]],
-    *,
-    has_merges: bool,
-    folder: Path,
+    described: Fields, parts: Iterable[Fields], *, has_merges: bool, folder: Path
 ) -> str:
     """llama.cpp's name for how a byte-level tokenizer cuts a text.
 
@@ -320,7 +312,7 @@ def _name_pre_tokenizer(
     )
 
 
-def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _list_normalizers(normalizer: Fields | None) -> list[Fields]:
     if normalizer is None:
         return []
     if normalizer["type"] == "Sequence":

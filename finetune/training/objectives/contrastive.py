@@ -9,13 +9,13 @@ them. With these gradients, each micro-batch has a forward and a backward of its
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Recipe
+from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
@@ -95,7 +95,7 @@ class ContrastiveObjective(Objective):
         return replace(self, step=StepVectors(row_of, compared))
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's queries; their backward has the gradient of all losses of
         the step to the micro-batch's documents.
@@ -122,7 +122,7 @@ def _copy_rows(rows: list[int], device: torch.device) -> Tensor:
 def embed_documents(
     model: nn.Module,
     micro_batch: MicroBatch,
-    inputs: Mapping[str, Any],
+    inputs: Fields,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Computes the vector of each document, the mean state of its tokens with a label;

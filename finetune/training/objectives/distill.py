@@ -22,7 +22,7 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
@@ -55,7 +55,7 @@ class Distillation(Objective):
         self.teacher = teacher
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The loss, and as metrics the divergence and the cross entropy of a token.
 
@@ -186,7 +186,7 @@ def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeach
     return StoredTeacher(pieces, places, rows, options)
 
 
-def _open_piece(path: Path, described: Mapping[str, Any]) -> list[NDArray[Any]] | None:
+def _open_piece(path: Path, described: Fields) -> list[NDArray[Any]] | None:
     """Opens the arrays of `PARTS` beside `path`; None if one has another checksum than
     `described`.
     """

@@ -9,14 +9,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from finetune.config.methods import Method, choose_layers
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
 from finetune.models.watched_layers import watch_layers
@@ -60,7 +59,7 @@ class EarlyExit(Objective):
         return SFT
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The weighted loss, and as metrics the loss of each exit and of the model's output."""
         watched = watch_layers(model)

@@ -6,15 +6,13 @@ Dream (Ye et al. 2025, arXiv:2508.15487), so that the labels are those of fine-t
 model's weights are a start. The first token of a document is never masked.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
 from finetune.models.cross_entropy import weigh_losses
@@ -41,7 +39,7 @@ class MaskedDiffusion(Objective):
         return replace(self, is_held_out=True)
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The loss of the masked tokens; how many were masked, and their plain cross entropy."""
         noise = HELD_OUT if self.is_held_out else str(batch.step)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
 
@@ -131,7 +132,7 @@ class Objective(Protocol):
 
     @abstractmethod
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """Computes the loss summed over one micro-batch, with its graph.
 
@@ -187,7 +188,7 @@ class TokenCrossEntropy(Objective):
     """Supervised fine-tuning: the mean cross entropy of the trained tokens."""
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The summed loss of `models/cross_entropy.py`."""
         return Measured(model(**inputs))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
+from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.distributed.world import World
@@ -109,7 +109,7 @@ class PolicyObjective(Objective):
         return completions
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """Computes the loss, summed over the micro-batch's completions, and metrics of rewards and
         ratios.
@@ -422,7 +422,7 @@ class HeldOutRewards(Objective):
         return batch.groups
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """Sums the rewards, tokens and scores that `prepare` has collected, and counts them."""
         names = ["reward", "completions/mean_length"]

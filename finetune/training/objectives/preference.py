@@ -4,7 +4,7 @@ documents.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.methods import Method
+from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
 from finetune.training.objectives.objective import Measured, Objective
@@ -158,7 +159,7 @@ class PreferenceObjective(Objective):
         return batch.groups
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         keys = self.keys
@@ -241,7 +242,7 @@ class RatingObjective(Objective):
         return batch.groups
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's answers, and TRL's metrics of them, which call those
         rated good chosen.

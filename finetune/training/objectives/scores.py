@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.methods import MULTI_LABEL, POINTWISE, STEP_SCORES, RowKind
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
@@ -41,7 +40,7 @@ class PairScores(Objective):
         return batch.groups
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         micro_batch = micro_batch.with_documents()
@@ -87,7 +86,7 @@ class ClassScores(Objective):
         return replace(self, is_held_out=True)
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's documents."""
         micro_batch = micro_batch.with_documents()
@@ -187,7 +186,7 @@ class StepScores(Objective):
         return cls(ClassScores(STEP_SCORES, (1.0, 1.0), has_several=False, sequence_group=None))
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's steps."""
         scores: Tensor = model(**inputs, head_function=head_scores)
@@ -217,7 +216,7 @@ class RankedScores(Objective):
         return batch.groups
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The losses of the micro-batch's queries, and metrics of their documents' order."""
         micro_batch = micro_batch.with_documents()
@@ -277,7 +276,7 @@ SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = 
 def score_documents(
     model: nn.Module,
     micro_batch: MicroBatch,
-    inputs: Mapping[str, Any],
+    inputs: Fields,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Computes the scores of each document of the micro-batch at its one labeled token,
