@@ -68,7 +68,7 @@ ADDED = {
     "a rule about what works together": {
         "config/recipe_rules.py": (
             "RULES: tuple[Rule, ...] = (\n",
-            '    Rule(name="seven", keys=("seed",), when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
+            '    recipe_rule("seven", "seed", when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
         )
     },
     "what is known of a family of models": {

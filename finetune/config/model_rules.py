@@ -33,6 +33,7 @@ from finetune.config.rule import (
     is_fsdp1,
     model_layout_rule,
     model_rule,
+    recipe_rule,
     samples,
 )
 from finetune.config.schema import Quantization
@@ -788,9 +789,10 @@ RULES: tuple[Rule, ...] = (
         of_teacher=True,
     ),
     # Rows with images, which are known once the data has been read.
-    Rule(
-        name="images of the family",
-        keys=("model_name_or_path", "model_config"),
+    recipe_rule(
+        "images of the family",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
         message=(
             "{name}: rows hold images, and training on images is not supported for {images}; "
@@ -798,16 +800,17 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove these rows",
     ),
-    Rule(
-        name="images without the tower",
-        keys=("drop_vision",),
+    recipe_rule(
+        "images without the tower",
+        "drop_vision",
         when=lambda c: c.images and c["drop_vision"],
         message="drop_vision: rows hold images, which need the vision tower",
         fix={"drop_vision": False},
     ),
-    Rule(
-        name="images in packed rows",
-        keys=("attn_implementation", "packing"),
+    recipe_rule(
+        "images in packed rows",
+        "attn_implementation",
+        "packing",
         when=lambda c: c.images and c["packing"] and c["attn_implementation"] != "auto",
         message=(
             "attn_implementation: {attn_implementation}: does not keep packed documents with "
@@ -815,9 +818,9 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"packing": False},
     ),
-    Rule(
-        name="images of a method",
-        keys=("method",),
+    recipe_rule(
+        "images of a method",
+        "method",
         when=lambda c: (
             c.images
             and (c.recipe.method_facts.rows == "ratings" or c.recipe.method_facts.needs_teacher)
@@ -825,9 +828,9 @@ RULES: tuple[Rule, ...] = (
         message="method: {method}: rows hold images, which it does not support",
         advice="use method: sft, or one that learns from pairs",
     ),
-    Rule(
-        name="images that a server would read",
-        keys=("vllm_server_base_url",),
+    recipe_rule(
+        "images that a server would read",
+        "vllm_server_base_url",
         when=lambda c: c.images and samples(c) and c["vllm_server_base_url"],
         message=(
             "vllm_server_base_url: rows hold images, and a server reads images in a conversation "
@@ -835,16 +838,18 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"vllm_server_base_url": None},
     ),
-    Rule(
-        name="images beside tools",
-        keys=("tools", "environment"),
+    recipe_rule(
+        "images beside tools",
+        "tools",
+        "environment",
         when=lambda c: c.images and samples(c) and (c["tools"] or c["environment"]),
         message="tools, environment: rows hold images, beside which no tools were tried",
         advice="remove the key, or these rows",
     ),
-    Rule(
-        name="images that are sampled across",
-        keys=("model_name_or_path", "model_config"),
+    recipe_rule(
+        "images that are sampled across",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: c.images and samples(c) and FAMILIES[c.images].images_are_read_across,
         message=(
             "{name}: rows hold images, which {images} reads by cross attention; completions are "
@@ -852,16 +857,16 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name another model",
     ),
-    Rule(
-        name="images in compiled layers",
-        keys=("torch_compile",),
+    recipe_rule(
+        "images in compiled layers",
+        "torch_compile",
         when=lambda c: c.images and c["torch_compile"],
         message="torch_compile: rows hold images, with which it was not tried",
         fix={"torch_compile": False},
     ),
-    Rule(
-        name="images beyond the plan",
-        keys=("datasets",),
+    recipe_rule(
+        "images beyond the plan",
+        "datasets",
         when=lambda c: c.images,
         message=(
             "rows hold images: the plan counts their tokens with the row's, and not what the "

@@ -175,6 +175,11 @@ def _in_yaml(value: Any) -> str:
     return str(value)
 
 
+def recipe_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """Returns a rule on the recipe alone."""
+    return Rule(name=name, keys=keys, **others)
+
+
 def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     """Returns a rule on the layout."""
     return Rule(name=name, keys=keys, needs=("layout",), **others)
