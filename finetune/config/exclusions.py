@@ -87,7 +87,7 @@ def _samples_on_server(case: Case) -> bool:
 
 
 def _has_teacher(case: Case) -> bool:
-    return case.recipe.method_facts.needs_teacher or case.recipe.teacher is not None
+    return case.method_facts.needs_teacher or case.recipe.teacher is not None
 
 
 HEAD_ADAPTER = "LoRA on the head"
@@ -130,11 +130,11 @@ FEATURES: Mapping[str, Feature] = {
     "a teacher": _method(_has_teacher),
     "sampled completions": _method(samples),
     "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
-    "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
-    "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
-    "masked tokens": _method(lambda c: c.recipe.method_facts.masks),
-    "early exits": _method(lambda c: c.recipe.method_facts.exits),
-    "a critic": _method(lambda c: c.recipe.method_facts.has_critic),
+    "no text": _method(lambda c: not c.method_facts.writes_text),
+    "embeddings": _method(lambda c: c.method_facts.embeds),
+    "masked tokens": _method(lambda c: c.method_facts.masks),
+    "early exits": _method(lambda c: c.method_facts.exits),
+    "a critic": _method(lambda c: c.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),

@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
         "streaming to a pipeline's reference",
         "streaming",
         "pipeline_parallel_size",
-        when=lambda c: has_pp(c) and c["streaming"] and c.recipe.method_facts.needs_reference,
+        when=lambda c: has_pp(c) and c["streaming"] and c.method_facts.needs_reference,
         message=(
             "streaming cannot be combined with pipeline_parallel_size: the reference of all rows "
             "is computed first"

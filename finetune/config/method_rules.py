@@ -42,7 +42,7 @@ def _method_key(key: str) -> Rule:
         f"{key} with another method",
         key,
         "method",
-        when=all_of(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
+        when=all_of(is_set(key), lambda case: key not in case.method_facts.keys),
         message=lambda case: (
             f"{key} has no effect with method: {case['method']}; it is for {users}"
         ),
@@ -54,7 +54,7 @@ def _column_key(entry: str, key: str) -> Rule:
 
     def is_unused(case: Case) -> bool:
         is_given = any(getattr(source, key) for source in case[entry])
-        return is_given and case.recipe.method_facts.rows not in COLUMN_KEYS[key]
+        return is_given and case.method_facts.rows not in COLUMN_KEYS[key]
 
     return recipe_rule(
         f"{key} of {entry} with another method",
@@ -78,7 +78,7 @@ def _layers_key(key: str) -> Rule:
         key,
         "method",
         "model_name_or_path",
-        when=all_of(lambda case: case.recipe.method_facts.exits, names_others),
+        when=all_of(lambda case: case.method_facts.exits, names_others),
         message=lambda case: (
             f"{key}: {_describe_layers(case[key])}: {case['name']} has {case.model.layers} layers, "
             "counted from 0"
@@ -95,13 +95,13 @@ def _rows_key(key: str) -> Rule:
     return no_effect(
         key,
         "with method: {method}",
-        lambda case: key not in ROWS[case.recipe.method_facts.rows].keys,
+        lambda case: key not in ROWS[case.method_facts.rows].keys,
         "method",
     )
 
 
 def _has_reference(case: Case) -> bool:
-    return "beta" in case.recipe.method_facts.keys and samples(case) and case["beta"] > 0
+    return "beta" in case.method_facts.keys and samples(case) and case["beta"] > 0
 
 
 def _baseline(case: Case) -> str:
@@ -186,7 +186,7 @@ def _names_student(case: Case) -> bool:
     """Whether the teacher is the model that is trained, by its name or folder."""
     teacher = case["teacher_model_name_or_path"]
     student = case["model_name_or_path"]
-    if not case.recipe.method_facts.needs_teacher or None in (teacher, student):
+    if not case.method_facts.needs_teacher or None in (teacher, student):
         return False
     is_one_folder = (
         Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         "no teacher",
         "teacher_model_name_or_path",
         "method",
-        when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
+        when=lambda c: c.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
         message="method: {method} learns from a teacher",
         advice="set teacher_model_name_or_path",
     ),
@@ -247,7 +247,7 @@ RULES: tuple[Rule, ...] = (
         "label_smoothing of half the pairs",
         "label_smoothing",
         "method",
-        when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
+        when=lambda c: c.method_facts.compares and c["label_smoothing"] >= 0.5,
         message=(
             "label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose "
             "order is wrong"
@@ -261,8 +261,7 @@ RULES: tuple[Rule, ...] = (
             "distill_alpha",
             "method",
             when=all_of(
-                lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1,
-                is_set(key),
+                lambda c: c.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)
             ),
             message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
             advice="set distill_alpha below 1, or remove it",
@@ -281,9 +280,7 @@ RULES: tuple[Rule, ...] = (
         "exit_layers",
         "layer_dropout",
         "method",
-        when=lambda c: (
-            c.recipe.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"]
-        ),
+        when=lambda c: c.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"],
         message="method: {method}: without exit_layers and layer_dropout it is fine-tuning",
         advice="name layers, or set method: sft",
     ),
@@ -296,9 +293,7 @@ RULES: tuple[Rule, ...] = (
         "modules_to_save",
         "added_tokens",
         "adapter_name_or_path",
-        when=lambda c: (
-            c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base
-        ),
+        when=lambda c: c["streaming"] and c.method_facts.needs_reference and c.recipe.trains_base,
         message=(
             "streaming: {method} needs the reference's log-probabilities of all data before "
             "training, unless only new adapters are trained"
@@ -313,7 +308,7 @@ RULES: tuple[Rule, ...] = (
         "split answers that are compared",
         "overlength",
         "method",
-        when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
+        when=lambda c: c.method_facts.compares and c["overlength"] == "split",
         message=(
             "overlength: split would cut up the answers that method: {method} compares; set "
             "truncate, drop or error"
@@ -323,7 +318,7 @@ RULES: tuple[Rule, ...] = (
         "assistant_only_loss of pairs",
         "assistant_only_loss",
         "method",
-        when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
+        when=lambda c: c.method_facts.compares and not c["assistant_only_loss"],
         message=(
             "assistant_only_loss: false has no effect with method: {method}, which compares "
             "answers to one prompt"
@@ -335,7 +330,7 @@ RULES: tuple[Rule, ...] = (
             key,
             f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with "
             "assistant_only_loss: false: a row is whole",
-            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"],
+            lambda c: c.method_facts.compares or not c["assistant_only_loss"],
             "method",
         )
         for key in ("turns", "train_on_reasoning")
@@ -346,8 +341,7 @@ RULES: tuple[Rule, ...] = (
         "labels",
         "method",
         when=lambda c: (
-            c.recipe.method_facts.rows == "classes"
-            and len(set(c["labels"])) < max(2, len(c["labels"]))
+            c.method_facts.rows == "classes" and len(set(c["labels"])) < max(2, len(c["labels"]))
         ),
         message="labels: method: {method} learns which of several classes a row has",
         advice="name two or more, each once, such as [negative, positive]",
@@ -383,7 +377,7 @@ RULES: tuple[Rule, ...] = (
         "loss_type",
         "method",
         when=lambda c: (
-            c.recipe.method_facts.ranks and c["loss_type"] != POINTWISE and c["num_negatives"] == 0
+            c.method_facts.ranks and c["loss_type"] != POINTWISE and c["num_negatives"] == 0
         ),
         message=(
             "num_negatives: 0: loss_type: {loss_type} compares the documents of a query, and there "
@@ -395,7 +389,7 @@ RULES: tuple[Rule, ...] = (
         "no rewards",
         "rewards",
         "method",
-        when=lambda c: samples(c) and not _is_paid(c) and not c.recipe.method_facts.needs_teacher,
+        when=lambda c: samples(c) and not _is_paid(c) and not c.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
         advice=(
             "set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a "
@@ -423,8 +417,8 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and c["num_generations"] == 1
-            and not c.recipe.method_facts.needs_teacher
-            and not c.recipe.method_facts.has_critic
+            and not c.method_facts.needs_teacher
+            and not c.method_facts.has_critic
         ),
         message="num_generations: 1: {method} compares the completions of a prompt with each other",
         advice="set 2 or more; 8 is usual",
@@ -487,17 +481,16 @@ RULES: tuple[Rule, ...] = (
         "loss_type",
         "method",
         when=lambda c: (
-            "loss_type" in c.recipe.method_facts.keys
-            and c["loss_type"] not in c.recipe.method_facts.losses
+            "loss_type" in c.method_facts.keys and c["loss_type"] not in c.method_facts.losses
         ),
         message="loss_type: {loss_type} is not for method: {method}",
-        advice=lambda c: f"set one of {', '.join(c.recipe.method_facts.losses)}",
+        advice=lambda c: f"set one of {', '.join(c.method_facts.losses)}",
     ),
     recipe_rule(
         "beta of nothing",
         "beta",
         "method",
-        when=lambda c: not samples(c) and "beta" in c.recipe.method_facts.keys and c["beta"] == 0,
+        when=lambda c: not samples(c) and "beta" in c.method_facts.keys and c["beta"] == 0,
         message="beta: 0: method: {method} would learn nothing",
         advice="set a number above 0",
     ),
@@ -599,11 +592,11 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and c["max_num_gen_batches"] > 1
-            and (_baseline(c) == "step" or c.recipe.method_facts.needs_teacher)
+            and (_baseline(c) == "step" or c.method_facts.needs_teacher)
         ),
         message=lambda c: (
             "max_num_gen_batches drops groups whose rewards are all alike, from which "
-            f"{'a teacher' if c.recipe.method_facts.needs_teacher else c['loss_type']} still "
+            f"{'a teacher' if c.method_facts.needs_teacher else c['loss_type']} still "
             "teaches"
         ),
         advice="set 1",

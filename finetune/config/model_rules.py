@@ -758,9 +758,7 @@ RULES: tuple[Rule, ...] = (
         "method",
         "max_length",
         when=lambda c: (
-            c.recipe.method_facts.masks
-            and c.model.window is not None
-            and c.model.window < c["max_length"]
+            c.method_facts.masks and c.model.window is not None and c.model.window < c["max_length"]
         ),
         message=(
             "method: {method}: layers of {model.model_type}, the family of {name}, see "
@@ -772,7 +770,7 @@ RULES: tuple[Rule, ...] = (
         "masked tokens under a mask",
         "method",
         "model_name_or_path",
-        when=lambda c: c.recipe.method_facts.masks and _attends_by_mask(c),
+        when=lambda c: c.method_facts.masks and _attends_by_mask(c),
         message=(
             "method: {method}: the attention of {model.model_type}, the family of {name}, reads a "
             "mask of transformers' own, which hides what is after a token"
@@ -822,8 +820,7 @@ RULES: tuple[Rule, ...] = (
         "images of a method",
         "method",
         when=lambda c: (
-            c.images
-            and (c.recipe.method_facts.rows == "ratings" or c.recipe.method_facts.needs_teacher)
+            c.images and (c.method_facts.rows == "ratings" or c.method_facts.needs_teacher)
         ),
         message="method: {method}: rows hold images, which it does not support",
         advice="use method: sft, or one that learns from pairs",

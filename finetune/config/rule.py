@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
+from finetune.config.methods import MethodFacts
 from finetune.config.quantization import name_load_key, quantize_teacher
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.constants import Fields
@@ -57,6 +58,10 @@ class Case:
         else:
             name = self.recipe.model.model_name_or_path
         return name or "model_config"
+
+    @property
+    def method_facts(self) -> MethodFacts:
+        return self.recipe.method_facts
 
     @property
     def quantization(self) -> Quantization:
@@ -256,7 +261,7 @@ def is_quantized(case: Case) -> bool:
 
 def samples(case: Case) -> bool:
     """Whether the recipe's method samples completions."""
-    return case.recipe.method_facts.samples
+    return case.method_facts.samples
 
 
 def samples_itself(case: Case) -> bool:
