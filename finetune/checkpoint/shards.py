@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -50,7 +51,7 @@ def is_quantized(tensor: Any) -> bool:
     return hasattr(tensor, "codes") and hasattr(tensor, "qmap")
 
 
-def dequantize(tensor: Any) -> torch.Tensor:
+def dequantize(tensor: Any) -> Tensor:
     """Returns torchao's 8-bit tensor in fp32.
 
     Quantized again by torchao, the result has the same codes and scales. For that the lowest signed
@@ -61,11 +62,11 @@ def dequantize(tensor: Any) -> torch.Tensor:
     if tensor.signed:
         values[0] = -1.0
     blocks = values[tensor.codes.int()].view(len(tensor.scale), -1)
-    scaled: torch.Tensor = blocks * tensor.scale.view(-1, 1)
+    scaled: Tensor = blocks * tensor.scale.view(-1, 1)
     return scaled.view(tensor.shape)
 
 
-def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
+def plain_chunks(tensor: Any) -> Iterator[Tensor]:
     """Yields the elements of a rank's tensor, flat: at once, or in chunks where it is in a file."""
     if isinstance(tensor, OffloadedTensor):
         yield from tensor.chunks()
@@ -94,7 +95,7 @@ def record_event(device: torch.device) -> Any:
 
 
 def copy_to_host(
-    shards: list["TensorShard"], copies: dict[str, torch.Tensor], event: Any, device: torch.device
+    shards: list["TensorShard"], copies: dict[str, Tensor], event: Any, device: torch.device
 ) -> list["TensorShard"]:
     """Copies the shards' tensors as they are at `event`; returns the shards with the copies.
 
@@ -121,13 +122,13 @@ def copy_to_host(
     return copied
 
 
-def reserve_on_host(shards: list["TensorShard"], copies: dict[str, torch.Tensor]) -> None:
+def reserve_on_host(shards: list["TensorShard"], copies: dict[str, Tensor]) -> None:
     """Allocates the `copies` of `copy_to_host`. Removes each shard, which frees its tensor."""
     while shards:
         _find_copy(shards.pop(), copies)
 
 
-def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.Tensor:
+def _find_copy(shard: "TensorShard", copies: dict[str, Tensor]) -> Tensor:
     """Returns the host memory for a shard, which may have to be allocated."""
     name = f"{shard.part}/{shard.name}"
     copy = copies.get(name)
@@ -190,7 +191,7 @@ def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 def select_tensors(state: Fields) -> Record:
     """Returns the entries of a flat state that are tensors."""
-    kinds = torch.Tensor | ShardedTensor | OffloadedTensor
+    kinds = Tensor | ShardedTensor | OffloadedTensor
     return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
@@ -485,7 +486,7 @@ def _refuse_different(
     )
 
 
-def weighted_sum(tensor: Any) -> torch.Tensor:
+def weighted_sum(tensor: Any) -> Tensor:
     """Returns a checksum: the sum of each element's bits times 2 * position + 1, modulo 2**64.
 
     The sum of integers does not depend on their order, so that every device gives the same. One

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -44,7 +44,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
 
-NOTHING: Mapping[str, torch.Tensor] = {}
+NOTHING: Mapping[str, Tensor] = {}
 
 
 def shard_as_fsdp1(
@@ -63,7 +63,7 @@ def shard_as_fsdp1(
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     # Parameters on meta with two names -> the filled one. Others must not be kept here, or a rank
     # would hold them all.
-    tied: dict[torch.Tensor, nn.Parameter] = {}
+    tied: dict[Tensor, nn.Parameter] = {}
 
     def fill(module: nn.Module) -> None:
         for leaf, on_meta in list(module._parameters.items()):
@@ -155,7 +155,7 @@ def parallelize(
     values: Values,
     world: World,
     unfilled: frozenset[str] = frozenset(),
-    shared: Mapping[str, torch.Tensor] = NOTHING,
+    shared: Mapping[str, Tensor] = NOTHING,
 ) -> nn.Module:
     """Shards or replicates a model over the ranks and fills every rank's shards.
 
@@ -347,7 +347,7 @@ def _fsdp2(
     world: World,
     classes: tuple[str, ...],
     unfilled: frozenset[str],
-    shared: Mapping[str, torch.Tensor],
+    shared: Mapping[str, Tensor],
 ) -> nn.Module:
     """Wraps each module of `classes` (the decoder layers) and the model by FSDP2, through
     Accelerate, and fills the shards. See `parallelize`.
@@ -427,7 +427,7 @@ def _materialize(
     parameters_on: torch.device,
     buffers_on: torch.device,
     unfilled: frozenset[str],
-    shared: Mapping[str, torch.Tensor] = NOTHING,
+    shared: Mapping[str, Tensor] = NOTHING,
 ) -> None:
     """Gives meta parameters memory and fills them from `values`, reading only this rank's slices.
 
@@ -444,7 +444,7 @@ def _materialize(
             _set_parameter(model, name, shared_parameters[first])
     have_memory = {id(parameter) for parameter in shared_parameters.values()}
 
-    def give_memory(tensor: torch.Tensor) -> torch.Tensor:
+    def give_memory(tensor: Tensor) -> Tensor:
         if id(tensor) in have_memory:
             return tensor.detach()
         return torch.empty_like(tensor, device=parameters_on)
@@ -468,7 +468,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     model.get_submodule(parent)._parameters[leaf] = parameter
 
 
-def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
+def frozen_parts(model: nn.Module) -> dict[str, Tensor]:
     """Returns this rank's part of each frozen parameter, by its name in the base: a model with
     another adapter can share them.
     """
@@ -479,7 +479,7 @@ def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _find_shared(model: nn.Module, shared: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+def _find_shared(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     """Makes those frozen parameters of a model on meta that are `shared`, in that memory."""
     parameters = {}
     for name, on_meta in model.named_parameters():

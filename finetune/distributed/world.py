@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from finetune.config.layout import Sharding
 from finetune.errors import AgreedError, UserError
@@ -178,19 +179,19 @@ class World:
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
         return mesh
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Returns the element-wise sum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor)
         return tensor
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def largest(self, tensor: Tensor) -> Tensor:
         """Returns the element-wise maximum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_over_groups(self, tensor: Tensor) -> Tensor:
         """As `sum`, but the ranks of a tensor-parallel group or of a pipeline have the same
         `tensor`, and count once.
         """
@@ -285,17 +286,17 @@ def _describe_full_disk(error: OSError) -> str:
 
 
 def all_to_all(
-    rows: torch.Tensor,
+    rows: Tensor,
     group: dist.ProcessGroup,
     sent: list[int] | None = None,
     received: list[int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sends `sent[r]` of the rows to each rank r of the group; returns the rows from all ranks,
     `received[r]` from rank r, in order of rank.
 
     Its backward sends the gradients back. None: each rank sends and receives the same number.
     """
-    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -305,11 +306,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
+        rows: Tensor,
         group: dist.ProcessGroup,
         sent: list[int] | None,
         received: list[int] | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.arguments = group, received, sent
         count = len(rows) if received is None else sum(received)
         arriving = rows.new_empty(count, *rows.shape[1:])
@@ -317,5 +318,5 @@ class _AllToAll(torch.autograd.Function):
         return arriving
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(gradients[0], *ctx.arguments), None, None, None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
@@ -204,7 +204,7 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype  # as written
-    rows: Callable[[int, int], torch.Tensor]
+    rows: Callable[[int, int], Tensor]
 
     @property
     def byte_count(self) -> int:
@@ -223,7 +223,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, height)) for start in range(0, height, step))
 
 
-def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
+def cast_rows(value: Value, start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` in the dtype of the result.
 
     Raises `UserError` where that dtype cannot hold them.
@@ -238,13 +238,13 @@ def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
     return cast
 
 
-def raw_bytes(rows: torch.Tensor) -> memoryview:
+def raw_bytes(rows: Tensor) -> memoryview:
     """The bytes of `rows`, row-major, as a file holds them."""
     view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 
 
-def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` as they are stored; a scalar has one row, itself."""
     return read_slice(stored, (slice(start, stop),) if stored.shape else ())
 
@@ -255,13 +255,13 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
     Its rows are read when asked for.
     """
 
-    def rows(start: int, stop: int) -> torch.Tensor:
+    def rows(start: int, stop: int) -> Tensor:
         return as_floating(read_rows(stored, start, stop))
 
     return Value(name, stored.shape, dtype, rows)
 
 
-def as_floating(block: torch.Tensor) -> torch.Tensor:
+def as_floating(block: Tensor) -> Tensor:
     """`block` as values are computed with: in float32, or as stored if not floating."""
     # float64 is kept: rounding it to float32 first would round twice
     if block.is_floating_point() and block.dtype != torch.float64:

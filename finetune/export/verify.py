@@ -25,6 +25,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from finetune.config.module_names import peft_name
 from finetune.constants import TOKENIZER_CONFIG, Fields
@@ -96,9 +97,7 @@ class WrittenFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
-    def read(
-        self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]
-    ) -> Result:
+    def read(self, name: str, start: int, stop: int, use: Callable[[Tensor], Result]) -> Result:
         """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when
         `use` returns.
         """
@@ -132,7 +131,7 @@ def read_digests(
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
 
-        def add(rows: torch.Tensor, digest: Any = digest) -> int:
+        def add(rows: Tensor, digest: Any = digest) -> int:
             digest.update(raw_bytes(rows))
             return rows.nbytes
 
@@ -259,7 +258,7 @@ def start_logits(
         merged = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(other.model, adapter.config)
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+    def rows(name: str, start: int, stop: int) -> Tensor:
         if ended.is_set():
             raise CancelledError
         is_base = BASE_LAYER in name or ORIGINAL_MODULE in name
@@ -485,19 +484,19 @@ def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -
     files = WrittenFiles(folder, tuple(path.name for path in paths), progress.wait_for)
     boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
 
-    def read(name: str, slices: Slices) -> torch.Tensor:
+    def read(name: str, slices: Slices) -> Tensor:
         start, stop = (slices[0].start, slices[0].stop) if slices else (0, 1)
         rows = files.read(name, start, stop, _copy_float32)
         return rows[(slice(None), *slices[1:])] if slices else rows
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+    def rows(name: str, start: int, stop: int) -> Tensor:
         box = boxes[target.tied.get(name, name)]
         return box.read((slice(start, stop),) if box.shape else (), read)
 
     return stream_logits(target.model, rows)
 
 
-def _copy_float32(mapped: torch.Tensor) -> torch.Tensor:
+def _copy_float32(mapped: Tensor) -> Tensor:
     """A copy in memory; what is not floating keeps its dtype."""
     return mapped.to(torch.float32 if mapped.is_floating_point() else mapped.dtype, copy=True)
 

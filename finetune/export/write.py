@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from torch import Tensor
 
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
@@ -208,7 +209,7 @@ def plan_weights(
     else:
         quantized = frozenset[str]()
 
-    def read_base(name: str, slices: Slices) -> torch.Tensor:
+    def read_base(name: str, slices: Slices) -> Tensor:
         base = stored[name]
         if name in quantized:
             return read_dequantized(base)[slices]
@@ -232,13 +233,13 @@ def _plan_files(
     else:
         updates = {}
 
-    def read(parameter: str, slices: Slices) -> torch.Tensor:
+    def read(parameter: str, slices: Slices) -> Tensor:
         values = as_floating(read_base(parameter, slices))
         if parameter in updates:
             return updates[parameter].apply(values, slices)
         return values
 
-    def rows(box: BoxedTensor, start: int, stop: int) -> torch.Tensor:
+    def rows(box: BoxedTensor, start: int, stop: int) -> Tensor:
         return box.read((slice(start, stop),), read)
 
     for name, box in target.files.items():

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 import torch
+from torch import Tensor
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE, Fields, Record
 from finetune.errors import UserError
@@ -62,7 +63,7 @@ NAME_LIMIT = 500
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 Slices = tuple[slice, ...]
-ReadSlice = Callable[[Slices], torch.Tensor]
+ReadSlice = Callable[[Slices], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class ComputedPart(StoredPart):
     # for each dimension of the box, that tensor's; None: added, of size 1
     axes: tuple[int | None, ...]
 
-    def read_box(self, inside: Box) -> torch.Tensor:
+    def read_box(self, inside: Box) -> Tensor:
         """The elements `inside` of the box."""
         bounds = [slice(start, start + 1) for start in self.begin]
         for axis, (start, stop) in zip(self.axes, inside, strict=True):
@@ -162,12 +163,12 @@ def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
-def read(tensor: StoredTensor) -> torch.Tensor:
+def read(tensor: StoredTensor) -> Tensor:
     """The whole tensor, `dtype[*shape]`, on the CPU."""
     return read_slice(tensor, ())
 
 
-def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
+def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> Tensor:
     """`read(tensor)[slices]`, contiguous and on the CPU, reading only the bytes that it needs.
 
     Dimensions without a slice are taken whole. Slices step by 1.
@@ -196,7 +197,7 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
     return result
 
 
-def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torch.Tensor) -> None:
+def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tensor) -> None:
     if isinstance(part, ComputedPart):
         result.copy_(part.read_box(inside))
         return
@@ -216,7 +217,7 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torc
 
 
 def _read_box(
-    descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: torch.Tensor
+    descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: Tensor
 ) -> None:
     """Fills `result` with the elements `box` of the row-major array `shape` that lies at
     `position`.
@@ -240,7 +241,7 @@ def _read_box(
             result[row : row + rows] = buffer[(slice(None), *inner)]
 
 
-def _read_bytes(descriptor: int, position: int, result: torch.Tensor) -> None:
+def _read_bytes(descriptor: int, position: int, result: Tensor) -> None:
     if result.numel():
         view = result.reshape(-1).view(torch.uint8).numpy().data
     else:

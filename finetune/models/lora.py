@@ -416,7 +416,7 @@ def with_adapters(
     """
     multiplied = multiplied or base
 
-    def values(name: str, slices: Slices) -> torch.Tensor:
+    def values(name: str, slices: Slices) -> Tensor:
         if not is_adapter(name):
             return base(name, slices)
         if ".lora_A." in name:
@@ -429,7 +429,7 @@ def with_adapters(
             layer = name.split(".lora_magnitude_vector.")[0]
             columns = slice(0, shapes[f"{layer}.lora_A{ADAPTER}"][1])
             rows = multiplied(f"{layer}.base_layer.weight", (slices[0], columns))
-            norm: torch.Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
+            norm: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
             return norm
         raise AssertionError(f"{name}: an adapter parameter without a start value")
 

@@ -231,11 +231,11 @@ class StoredQuantized:
     block: int
     mean: float  # of the scales, where they are quantized too
 
-    def read_codes(self, begin: int, end: int) -> torch.Tensor:
+    def read_codes(self, begin: int, end: int) -> Tensor:
         """The bytes `begin` to `end` of the codes."""
         return read_slice(self.codes, (slice(begin, end),))
 
-    def read_scales(self) -> torch.Tensor:
+    def read_scales(self) -> Tensor:
         """The scales as `linear.pack_scales` lays them out."""
         if self.quantization.bits == 8:
             return read(self.scales[".SCB"]).float().view(-1).view(torch.uint8)
@@ -252,9 +252,7 @@ class StoredQuantized:
         return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
 
 
-def quantize_whole(
-    weight: torch.Tensor | StoredQuantized, quantization: Quantization
-) -> QuantizedTensor:
+def quantize_whole(weight: Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
     """A whole weight in the bytes that training keeps: read where the files hold it so, else
     quantized.
     """

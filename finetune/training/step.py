@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
@@ -48,11 +48,11 @@ class StepCheck:
 
     step: int  # 0-based
     example_ids: tuple[int, ...]
-    loss_sum: torch.Tensor  # of this rank, 0-dim
-    grad_norm: torch.Tensor  # of all ranks' gradients, 0-dim
+    loss_sum: Tensor  # of this rank, 0-dim
+    grad_norm: Tensor  # of all ranks' gradients, 0-dim
 
     @classmethod
-    def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
+    def of(cls, batch: StepBatch, loss_sum: Tensor, grad_norm: Tensor) -> "StepCheck":
         """The check of `batch`'s step."""
         ids: list[int] = []
         for micro_batch in batch.micro_batches:
@@ -68,7 +68,7 @@ class StepResult:
     """
 
     measured: Measured  # on this rank
-    grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
+    grad_norm: Tensor  # 2-norm of all ranks' gradients before clipping
     # if the loss or gradient was not finite, so that nothing was updated; else None
     failed_check: StepCheck | None
 
@@ -197,7 +197,7 @@ class _Forwards:
             is_one_forward=len(batch.micro_batches) == 1 and not has_pipeline,
         )
 
-    def measure(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def measure(self, micro_batch: MicroBatch) -> Tensor:
         """Runs a forward; returns its part of the step's loss, 0-dim."""
         on_device = micro_batch.to(self._world.device)
         inputs = self._make_inputs(on_device)
@@ -438,6 +438,6 @@ def _describe_ranks(check: StepCheck, world: World) -> str:
     return "; ".join(places)
 
 
-def _show_magnitude(value: torch.Tensor) -> str:
+def _show_magnitude(value: Tensor) -> str:
     """The value without its sign, so that both infinities are inf."""
     return f"{abs(float(value)):g}"

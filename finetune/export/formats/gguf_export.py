@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from torch import Tensor
 
 from finetune.config.export_formats import LLAMA_CPP, is_installed
 from finetune.config.pretrained import why_unsupported
@@ -454,13 +455,11 @@ def _plan_factors(
     ]
 
 
-def _no_rows(start: int, stop: int) -> torch.Tensor:
+def _no_rows(start: int, stop: int) -> Tensor:
     raise AssertionError("the base is not read")
 
 
-def _scaled(
-    scale: float, change: Callable[[torch.Tensor], torch.Tensor] | None, rows: torch.Tensor
-) -> torch.Tensor:
+def _scaled(scale: float, change: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return (change(rows) if change is not None else rows) * scale
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import torch
+from torch import Tensor
 
 from finetune.config.families import FAMILIES, LlamaCpp, find_family
 from finetune.constants import Fields
@@ -29,10 +30,10 @@ class FileTensor:
     name: str
     shape: tuple[int, ...]  # as torch has it; the file lists it the other way round
     values: tuple[Value, ...]
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None  # of whole groups of `group` rows
+    change: Callable[[Tensor], Tensor] | None = None  # of whole groups of `group` rows
     group: int = 1
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self) -> Iterator[Tensor]:
         """The rows in float32, a few at a time."""
         for value in self.values:
             height = value.shape[0] if value.shape else 1
@@ -234,7 +235,7 @@ SCALINGS: Mapping[str, Callable[[Any, Fields, Any], list[FileTensor]]] = {
 }
 
 
-def _generated(name: str, values: torch.Tensor) -> FileTensor:
+def _generated(name: str, values: Tensor) -> FileTensor:
     value = Value(
         name, tuple(values.shape), torch.float32, lambda start, stop: values[start:stop].float()
     )
@@ -301,7 +302,7 @@ def _plan_tensor(
     return FileTensor(name, shape, tuple(values))
 
 
-def interleave_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
+def interleave_rows(rows: Tensor, size: int) -> Tensor:
     """Rows of whole heads of `size`, so that those which RoPE turns together are neighbors.
 
     >>> interleave_rows(torch.arange(8), 4).tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
@@ -102,7 +102,7 @@ class StoredTeacher:
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
         row = torch.where(has_label, has_label.cumsum(0), 0)
 
-        def take_rows(parts: list[NDArray[Any]]) -> torch.Tensor:
+        def take_rows(parts: list[NDArray[Any]]) -> Tensor:
             on_host = torch.from_numpy(np.concatenate(parts))
             return on_host.to(row.device, non_blocking=True)[row]
 
