@@ -12,6 +12,8 @@ Record = dict[str, Any]
 """Values by their names: an object of a JSON or YAML file, a line of metrics, keyword arguments."""
 Fields = Mapping[str, Any]
 """A `Record` that is only read."""
+Names = tuple[str, ...]
+Shape = tuple[int, ...]
 
 # the label of a position that is not trained on; torch's cross_entropy skips it
 IGNORE_INDEX = -100

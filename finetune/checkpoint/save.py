@@ -55,6 +55,7 @@ from finetune.constants import (
     COMPUTE_DTYPE,
     GENERATION_FILE,
     PROCESSOR_FILES,
+    Names,
     Record,
     read_versions,
 )
@@ -257,7 +258,7 @@ class Saver:
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         pipeline = find_pipeline(unwrap(self.model))
-        copied: tuple[str, ...] = ()  # parameters that an earlier stage has, too
+        copied: Names = ()  # parameters that an earlier stage has, too
         if pipeline:
             copied = tuple(f"{name}." for name in pipeline.copied)
         shards = []

@@ -35,7 +35,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
-from finetune.constants import Fields, Record
+from finetune.constants import Fields, Record, Shape
 from finetune.distributed.model_parts import local_part, text_names, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
@@ -150,8 +150,8 @@ class TensorShard:
 
     part: str  # model or optimizer
     name: str
-    shape: tuple[int, ...]  # of the unsharded tensor
-    offsets: tuple[int, ...]  # the place of the box's first element in the unsharded tensor
+    shape: Shape  # of the unsharded tensor
+    offsets: Shape  # the place of the box's first element in the unsharded tensor
     tensor: Any  # the box: a torch tensor, or an OffloadedTensor in a file
     is_first_copy: bool  # False where another rank writes the same values
     is_divided: bool = False  # the ranks of a tensor-parallel group have different boxes

@@ -26,7 +26,7 @@ from finetune.config.rule import (
     samples_itself,
 )
 from finetune.config.schema import recipe_keys
-from finetune.constants import Fields
+from finetune.constants import Fields, Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Feature:
     """
 
     name: str
-    keys: tuple[str, ...]
+    keys: Names
     is_on: Callable[[Case], object]
     otherwise: str = ""
     off: Fields | None = None

@@ -22,7 +22,7 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import Lora, Model, Recipe, recipe_keys
-from finetune.constants import ROTATION
+from finetune.constants import ROTATION, Names
 from finetune.errors import UserError
 
 SHOWN_MODULES = 12  # where a pattern matches none
@@ -75,9 +75,7 @@ def find_value(module: str, pattern_values: Mapping[str, int] | None, default: i
     )
 
 
-def find_trained(
-    tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)
-) -> set[str]:
+def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: Names = ("",)) -> set[str]:
     """Finds the parameters that `trainable_modules` and `frozen_modules` leave trained.
 
     Args:
@@ -264,10 +262,7 @@ def gives_head_adapter(head: str, names: Iterable[str], lora: Lora) -> bool:
 
 
 def refuse_unmatched(
-    key: str,
-    patterns: Iterable[str],
-    tensors: Collection[Sequence[str]],
-    text: tuple[str, ...] = ("",),
+    key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: Names = ("",)
 ) -> None:
     """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see
     `find_trained`).

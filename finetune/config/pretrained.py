@@ -25,6 +25,7 @@ from finetune.constants import (
     ROTATION,
     SCORES,
     Fields,
+    Names,
     Record,
 )
 from finetune.errors import UserError, on_one_line
@@ -523,7 +524,7 @@ def _read_keys(config: Fields, folder: Path) -> Record:
     }
 
 
-def _read_targets(config: Fields, folder: Path) -> str | tuple[str, ...]:
+def _read_targets(config: Fields, folder: Path) -> str | Names:
     """Returns `lora_target_modules` as adapter_config.json has them.
 
     Of a pattern, of excluded modules and of chosen layers they are the modules in the adapter's
@@ -542,7 +543,7 @@ def _read_targets(config: Fields, folder: Path) -> str | tuple[str, ...]:
     return (*targets, *layers)
 
 
-def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
+def _list_modules(folder: Path, kind: str) -> Names:
     """Lists modules in the adapter's file, by what their tensors' names contain.
 
     `kind`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.

@@ -47,7 +47,7 @@ from finetune.config.yaml_file import (
     read_entries,
     read_value,
 )
-from finetune.constants import Fields, Record
+from finetune.constants import Fields, Names, Record
 from finetune.errors import UserError, name_page
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
@@ -583,8 +583,8 @@ def _locate(value: Any, key: Key, folder: Path) -> Any:
 
 
 def _locate_functions(
-    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: tuple[str, ...]
-) -> str | tuple[str, ...] | dict[str, str]:
+    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: Names
+) -> str | Names | dict[str, str]:
     """Returns the names of functions with their files found, from here or the recipe's folder.
 
     Names that begin with one of `served` stay as they are.

@@ -13,7 +13,7 @@ from finetune.config.layout import Sharding
 from finetune.config.methods import MethodFacts
 from finetune.config.quantization import name_load_key, quantize_teacher
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
-from finetune.constants import Fields
+from finetune.constants import Fields, Names
 
 Need = Literal["layout", "model", "machine"]
 
@@ -122,7 +122,7 @@ class Rule:
     """
 
     name: str
-    keys: tuple[str, ...]
+    keys: Names
     when: Callable[[Case], object]
     message: str | Callable[[Case], str | list[str]]
     advice: str | Callable[[Case], str] = ""
@@ -156,7 +156,7 @@ class Rule:
         return [make(sentence=start + message + end) for message in messages]
 
 
-def _find_place(keys: tuple[str, ...], case: Case) -> str:
+def _find_place(keys: Names, case: Case) -> str:
     """Returns where the first of `keys` stands that somebody set; the file where all are
     defaults.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.multi_token import count_predicting_layers
-from finetune.constants import CONFIG_FILE, HEADS, Fields, Record
+from finetune.constants import CONFIG_FILE, HEADS, Fields, Names, Record
 from finetune.files.json_files import read_json_object
 
 SERVED_FILE = Path(__file__).with_name("served.json")
@@ -146,7 +146,7 @@ def _find_rank(adapter: Fields) -> int | None:
     return next((each for each in RANKS if each >= max(ranks)), None)
 
 
-def rename_for_vllm(module: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def rename_for_vllm(module: str, modules: Mapping[str, Names]) -> Names:
     """What vLLM calls an adapted module, or the equal parts of its outputs in their order.
 
     modules: `Family.vllm_modules`.

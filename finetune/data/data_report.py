@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import ROUND_TOKENS, Record
+from finetune.constants import ROUND_TOKENS, Names, Record
 from finetune.data.batches import Ids
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
@@ -44,7 +44,7 @@ class SourceReport:
     """The counts of one source, before its weight."""
 
     path: str
-    formats: tuple[str, ...]  # of its rows
+    formats: Names  # of its rows
     rows_in_source: int | None  # where only max_samples of them are read
     rows_read: int
     rows_skipped: int

@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import FORMATS, DatasetSource, Pooling
-from finetune.constants import IGNORE_INDEX, Fields
+from finetune.constants import IGNORE_INDEX, Fields, Names
 from finetune.data.messages import (
     BadRow,
     Message,
@@ -177,7 +177,7 @@ class ParsedRow:
     groups: tuple[Group, ...]
     format: str  # preference, or a key of PARSERS
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
+    findings: Names = ()  # names in the table of data/findings.py
 
     @property
     def document(self) -> Document:
@@ -238,7 +238,7 @@ class Columns:
         return describe_value(value) + present
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> Names:
         """The columns that hold a value and have not been read."""
         return tuple(
             str(c)
@@ -264,7 +264,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     columns = Columns(row)
     if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
-    findings: tuple[str, ...] = ()
+    findings: Names = ()
     if recognized is not None:
         source = replace(source, prompt_column=recognized[0], completion_column=recognized[1])
         findings = ("columns_recognized",)

@@ -23,7 +23,7 @@ import xxhash
 
 from finetune.config.pretrained import is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
-from finetune.constants import PROCESSOR_FILES, Fields, Record
+from finetune.constants import PROCESSOR_FILES, Fields, Names, Record
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
 from finetune.errors import UserError, install_command
@@ -364,7 +364,7 @@ class ImageProcessor:
         return tuple(_find_image_ids(self._own))
 
     @cached_property
-    def reserved(self) -> tuple[str, ...]:
+    def reserved(self) -> Names:
         """The texts of an image's tokens, which no row may hold."""
         return tuple({self.token, *self._tokenizer.convert_ids_to_tokens(list(self.token_ids))})
 

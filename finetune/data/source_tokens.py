@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import Record, count_cores
+from finetune.constants import Names, Record, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, ParsedRow, Question, Row
 from finetune.data.groups import GroupReader, render_group
@@ -141,7 +141,7 @@ def tokenize_rows(
                 future.cancel()
 
 
-def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
+def _name_scores(kind: RowKind, data: Data) -> Names:
     """Names the scores of a document for inspection; none where its tokens are predicted."""
     if ROWS[kind].head != "scores":
         return ()

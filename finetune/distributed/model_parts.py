@@ -17,7 +17,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.constants import SCORES
+from finetune.constants import SCORES, Names
 
 PARTS = ("language_model", "text_model")  # transformers' names of a trunk beside other parts
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
@@ -92,7 +92,7 @@ def other_parts(model: Any) -> list[nn.Module]:
     return parts
 
 
-def text_names(model: Any) -> tuple[str, ...]:
+def text_names(model: Any) -> Names:
     """The prefixes of the names of all parameters that work on text; ("",) if all do."""
     if not has_other_parts(model):
         return ("",)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import (
 
 from finetune.config.layout import Sharding
 from finetune.config.module_names import base_name
+from finetune.constants import Names
 from finetune.distributed.join import set_timeouts
 from finetune.distributed.model_parts import (
     Values,
@@ -47,9 +48,7 @@ from finetune.units import counted
 NOTHING: Mapping[str, Tensor] = {}
 
 
-def shard_as_fsdp1(
-    model: nn.Module, values: Values, world: World, classes: tuple[str, ...]
-) -> Fsdp1:
+def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Names) -> Fsdp1:
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
     FSDP1 flattens a unit after materializing it whole, so the units are filled one after another,
@@ -118,7 +117,7 @@ def _make_mesh(world: World) -> Any:
     return mesh
 
 
-def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...]) -> Any:
+def _wrap_policy(model: nn.Module, sharding: Sharding, classes: Names) -> Any:
     """The policy by which FSDP1 makes a module a unit; None makes the model the only one."""
     if sharding.wrapping == "NO_WRAP":
         by_layer: Any = None
@@ -193,7 +192,7 @@ def parallelize(
     return prepared
 
 
-def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     """Finds the classes that become units: those that the config names, else the model's decoder
     layers; and the parts beside the language model.
 
@@ -215,7 +214,7 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     return (sharding.wrap_classes or layer_classes) + beside
 
 
-def _find_large_classes(model: Any, min_num_params: int) -> tuple[str, ...]:
+def _find_large_classes(model: Any, min_num_params: int) -> Names:
     """Finds the classes of modules with at least `min_num_params` parameters.
 
     Leaves out lists of modules, which have no forward, and modules that hold the embedding, which
@@ -345,7 +344,7 @@ def _fsdp2(
     model: nn.Module,
     values: Values,
     world: World,
-    classes: tuple[str, ...],
+    classes: Names,
     unfilled: frozenset[str],
     shared: Mapping[str, Tensor],
 ) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
-from finetune.constants import CONFIG_FILE, Record
+from finetune.constants import CONFIG_FILE, Record, Shape
 from finetune.distributed.model_parts import find_float32, text_names
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
@@ -52,7 +52,7 @@ class TargetModel:
 
     config_json: Record  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
-    shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
+    shapes: dict[str, Shape]  # of parameters and saved buffers, in the model's order
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
     # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
@@ -202,7 +202,7 @@ class Value:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype  # as written
     rows: Callable[[int, int], Tensor]
 
@@ -211,7 +211,7 @@ class Value:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def row_blocks(shape: Shape) -> Iterator[tuple[int, int]]:
     """Returns (start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32
     (but at least a row).
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, _weights_only_unpickler
 
 import finetune
-from finetune.constants import Fields, Record
+from finetune.constants import Fields, Record, Shape
 from finetune.errors import UserError
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
@@ -534,9 +534,7 @@ def _torch_file(path: Path) -> list[Place]:
     ]
 
 
-def _place(
-    path: Path, name: str, tensor: Tensor, archive: Archive, offsets: tuple[int, ...]
-) -> Place:
+def _place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Shape) -> Place:
     def refuse(what: str) -> NoReturn:
         raise UserError(f"{path}: {name}: {what}")
 

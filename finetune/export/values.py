@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finetune.config.module_names import find_problem, find_value, is_adapter
 from finetune.config.pretrained import why_unsupported
-from finetune.constants import ROTATION, Fields
+from finetune.constants import ROTATION, Fields, Shape
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
@@ -48,7 +48,7 @@ class WeightUpdate:
 
     # (elements of the base, where they are) -> the same, updated
     apply: Callable[[Tensor, Slices], Tensor]
-    shape: tuple[int, ...]  # of the tensor that it fits
+    shape: Shape  # of the tensor that it fits
     used: frozenset[str]  # the adapter's tensors in it
     is_whole: bool = False  # whether the tensor is replaced
     needs_whole_rows: bool = False  # whether the slices must be rows
@@ -376,7 +376,7 @@ def _factors(
     return a, b, scale, rank
 
 
-def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
+def _find_misfit(name: str, shape: Shape, target: TargetModel, where: str) -> str | None:
     expected = target.shapes.get(target.tied.get(name, name))
     if expected is None:
         return (

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.config.module_names import peft_name
-from finetune.constants import TOKENIZER_CONFIG, Fields
+from finetune.constants import TOKENIZER_CONFIG, Fields, Shape
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
@@ -94,7 +94,7 @@ class WrittenFiles:
         self._mapped_bytes = 0
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int, use: Callable[[Tensor], Result]) -> Result:

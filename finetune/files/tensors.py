@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeGuard
 import torch
 from torch import Tensor
 
-from finetune.constants import CONFIG_FILE, ITEMSIZE, Fields, Record
+from finetune.constants import CONFIG_FILE, ITEMSIZE, Fields, Record, Shape
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import DAMAGED, load_json, parse_object, read_tensor_header
@@ -72,8 +72,8 @@ class StoredPart:
 
     path: Path
     position: int  # bytes from the file's beginning
-    offsets: tuple[int, ...]  # of its first element in the whole tensor
-    shape: tuple[int, ...]
+    offsets: Shape  # of its first element in the whole tensor
+    shape: Shape
 
     @property
     def box(self) -> Box:
@@ -87,7 +87,7 @@ class ComputedPart(StoredPart):
     """A box of a tensor that is computed from what the files hold. Its position says nothing."""
 
     read: ReadSlice  # slices of the tensor that is computed
-    begin: tuple[int, ...]  # of the box's first element in that tensor
+    begin: Shape  # of the box's first element in that tensor
     # for each dimension of the box, that tensor's; None: added, of size 1
     axes: tuple[int | None, ...]
 
@@ -105,7 +105,7 @@ class StoredTensor:
     """A tensor on disk. `parts` cover it exactly: every element once."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     parts: tuple[StoredPart, ...]
 
@@ -216,9 +216,7 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tens
         raise UserError(f"{part.path}: {tensor.name}: cannot be read: {error.strerror}") from None
 
 
-def _read_box(
-    descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: Tensor
-) -> None:
+def _read_box(descriptor: int, position: int, shape: Shape, box: Box, result: Tensor) -> None:
     """Fills `result` with the elements `box` of the row-major array `shape` that lies at
     `position`.
     """
@@ -380,10 +378,10 @@ class HeaderEntry:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     begin: int  # bytes, from the file's beginning
     end: int
-    offsets: tuple[int, ...]  # of its first element in the whole tensor; zeros for a whole tensor
+    offsets: Shape  # of its first element in the whole tensor; zeros for a whole tensor
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
@@ -407,8 +405,7 @@ def read_header(path: Path) -> list[HeaderEntry]:
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    metadata: Mapping[str, str] | None = None,
+    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it
     in this order.
@@ -457,9 +454,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _parse_entry(
-    path: Path, name: str, entry: Any
-) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, Shape, int, int]:
     """Returns (dtype, shape, begin, end) of one entry of a header; the last two in bytes from the
     header's end.
     """
@@ -529,9 +524,7 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
         )
 
 
-def _read_offsets(
-    path: Path, metadata: Record
-) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
+def _read_offsets(path: Path, metadata: Record) -> Callable[[str, Shape], Shape]:
     """A function (name, shape) -> where that tensor of the file begins in the whole one."""
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
@@ -540,7 +533,7 @@ def _read_offsets(
         raise UserError(f"{path}: DCP_SHARDING_INFO: a string is expected")
     sharding = parse_object(path, text.encode("utf-8", "surrogatepass"), "DCP_SHARDING_INFO: ")
 
-    def of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def of(name: str, shape: Shape) -> Shape:
         entry = sharding.get(name)
         if isinstance(entry, dict):
             offsets = entry.get("saved_offsets")

@@ -28,7 +28,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.reward_names import SHIPPED_REWARDS, is_reward_model
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
-from finetune.constants import Fields, Record
+from finetune.constants import Fields, Names, Record
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     QUESTION_COLUMNS,
@@ -135,7 +135,7 @@ def find_gpus() -> Hardware | None:
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first.
-BY_KIND: dict[RowKind, tuple[str, ...]] = {
+BY_KIND: dict[RowKind, Names] = {
     "answers": (DEFAULT_METHOD, *MASKING, *EXITING, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,

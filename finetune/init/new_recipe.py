@@ -18,7 +18,7 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKin
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
-from finetune.constants import Fields, Record, round_up
+from finetune.constants import Fields, Names, Record, round_up
 from finetune.data.classes import LABEL
 from finetune.data.formats import (
     LABEL_COLUMNS,
@@ -64,7 +64,7 @@ class DataSummary:
     mean_tokens: float  # of a row
     is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
     kind: RowKind = "answers"
-    labels: tuple[str, ...] = ()  # the classes of the rows that were read
+    labels: Names = ()  # the classes of the rows that were read
     num_negatives: int = 0  # that each row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[Record, ...] = ()  # the rows that were read
 
@@ -114,7 +114,7 @@ def summarize_data(
     Raises:
         UserError: A row does not have the columns.
     """
-    labels: tuple[str, ...] = ()
+    labels: Names = ()
     if kind == "classes":
         labels = list_labels(rows, source)
     data = Data(labels=labels)
@@ -163,7 +163,7 @@ def find_kind(row: Fields, source: DatasetSource) -> RowKind:
     return "answers"
 
 
-def list_labels(rows: Sequence[Fields], source: DatasetSource) -> tuple[str, ...]:
+def list_labels(rows: Sequence[Fields], source: DatasetSource) -> Names:
     """The classes of rows: their names in order, or places from 0 as text.
 
     Raises `UserError` where a row has none, or there are too many for classes.

@@ -48,7 +48,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import Family, find_family
-from finetune.constants import Record
+from finetune.constants import Names, Record
 from finetune.distributed.model_parts import (
     has_other_parts,
     language_model_of,
@@ -166,7 +166,7 @@ def _drop_boundaries(kwargs: Record) -> Record:
     return split_boundaries(kwargs)[0]
 
 
-def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
+def _hand_down(trunk: nn.Module, kind: str, names: Names) -> None:
     """Passes arguments of the trunk's forward to modules deep inside it.
 
     Args:
@@ -485,7 +485,7 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 
 
 def _read_documents(
-    current: _Documents, arguments: tuple[str, ...], _trunk: nn.Module, _args: Any, kwargs: Record
+    current: _Documents, arguments: Names, _trunk: nn.Module, _args: Any, kwargs: Record
 ) -> None:
     """Sets `current` from the arguments of a forward."""
     current.lengths = None

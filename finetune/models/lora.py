@@ -40,7 +40,7 @@ from finetune.config.module_names import (
 )
 from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
-from finetune.constants import ADAPTER_NAME, ROTATION, Record
+from finetune.constants import ADAPTER_NAME, ROTATION, Record, Shape
 from finetune.distributed.model_parts import (
     Slices,
     Values,
@@ -197,7 +197,7 @@ class AdaptedParameter:
     """A parameter with an adapter. Returned by `find_adapted_parameters`."""
 
     name: str  # in the base model
-    shape: tuple[int, ...]  # [experts, out, in], or [out, in]
+    shape: Shape  # [experts, out, in], or [out, in]
     is_transposed: bool  # [experts, in, out]
 
 
@@ -529,10 +529,7 @@ def _misfit(where: str, model: nn.Module, missing: list[str], extra: list[str]) 
 
 
 def _check_shapes(
-    where: str,
-    model: nn.Module,
-    tensors: Mapping[str, StoredTensor],
-    shapes: Mapping[str, tuple[int, ...]],
+    where: str, model: nn.Module, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
 ) -> None:
     """Raises `UserError` where a tensor of an adapter has another shape than its parameter."""
     for name, shape in shapes.items():

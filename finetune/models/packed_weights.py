@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.config.quantization import find_bits, read_published_form
-from finetune.constants import CONFIG_FILE, Fields, ceil_div
+from finetune.constants import CONFIG_FILE, Fields, Names, Shape, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
@@ -34,7 +34,7 @@ class Parts:
     bits: int
     settings: Fields
 
-    def shape(self, end: str) -> tuple[int, ...]:
+    def shape(self, end: str) -> Shape:
         return self.tensors[end].shape
 
     def read(self, end: str) -> Tensor:
@@ -66,8 +66,8 @@ class Packing:
         dtypes: Of the codes.
     """
 
-    needs: tuple[str, ...]
-    beside: tuple[str, ...]
+    needs: Names
+    beside: Names
     find_shape: FindShape
     read_rows: ReadRows
     dtypes: tuple[torch.dtype, ...]

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from finetune.config.module_names import base_name
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
-from finetune.constants import CONFIG_FILE, FP32, ceil_div, round_up
+from finetune.constants import CONFIG_FILE, FP32, Shape, ceil_div, round_up
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
@@ -47,7 +47,7 @@ class QuantizedTensor:
     # numbers
     codes: Tensor
     scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
-    shape: tuple[int, ...]  # [..., columns]
+    shape: Shape  # [..., columns]
     quantization: Quantization
     block: int = BLOCK  # numbers under one scale, at 4 bits
 
@@ -600,7 +600,7 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
 
 
 def _computed(
-    name: str, shape: tuple[int, ...], source: StoredTensor, read_values: ReadSlice
+    name: str, shape: Shape, source: StoredTensor, read_values: ReadSlice
 ) -> StoredTensor:
     zeros = (0,) * len(shape)
     path = source.parts[0].path

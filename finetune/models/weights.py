@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
-from finetune.constants import Record, ceil_div
+from finetune.constants import Record, Shape, ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
@@ -31,7 +31,6 @@ from finetune.models.lora import seed_of
 
 COMPARED_ROWS = 4096  # at once
 Slices = tuple[slice, ...]
-Shape = tuple[int, ...]
 
 
 class UnsupportedConversion(Exception):
@@ -488,10 +487,7 @@ def refuse_mismatch(
 
 
 def find_mismatches(
-    model: nn.Module,
-    stored: Mapping[str, StoredTensor],
-    needed: Mapping[str, tuple[int, ...]],
-    where: str,
+    model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, Shape], where: str
 ) -> list[str]:
     """Compares the tensors `stored` with those that `model` needs, given by their shapes.
 

@@ -19,7 +19,7 @@ from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.multi_token import count_predicting_layers
 from finetune.config.pretrained import SCORING_CLASS, find_config_file
 from finetune.config.schema import Model
-from finetune.constants import SCORES, VALUE_WEIGHT, Fields, Record
+from finetune.constants import SCORES, VALUE_WEIGHT, Fields, Names, Record, Shape
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
@@ -33,7 +33,7 @@ class TensorShape:
     """One parameter: transformers' name and its shape."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def numel(self) -> int:
@@ -259,7 +259,7 @@ class Architecture:
         return None
 
     @property
-    def text_names(self) -> tuple[str, ...]:
+    def text_names(self) -> Names:
         """The beginnings of the names of what works on text."""
         return (f"{self.prefix}.", "lm_head.") if self.beside else ("",)
 
@@ -518,7 +518,7 @@ def split_config(config: Fields, drop_vision: bool = False) -> Record:
     return own | {WHOLE: None if drop_vision else config}
 
 
-def set_scores(config: Fields, scores: tuple[str, ...]) -> Record:
+def set_scores(config: Fields, scores: Names) -> Record:
     """The `config` of a model whose head computes `scores`; transformers builds its class by it
     where the family is in no table.
     """

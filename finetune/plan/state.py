@@ -29,7 +29,7 @@ from finetune.config.optimization import (
 )
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, ceil_div, round_up
+from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, Shape, ceil_div, round_up
 from finetune.plan.architecture import Architecture, TensorShape
 
 _P = ParamSpec("_P")
@@ -47,7 +47,7 @@ class StateTensor:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     unit: str  # embedding, layer 0, layer 1, ..., tail, beside 0, ...
     itemsize: int
     trainable: bool
@@ -59,7 +59,7 @@ class StateTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def shard(self, shards: int, rank: int) -> tuple[int, ...]:
+    def shard(self, shards: int, rank: int) -> Shape:
         """The shape of what rank `rank` of `shards` holds under FSDP2.
 
         Each rank holds a block of rows; the last blocks may be smaller or empty. Of divided experts

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finetune.config.export_formats import LLAMA_CPP, is_installed
 from finetune.config.pretrained import why_unsupported
+from finetune.constants import Names
 from finetune.errors import UserError, first_line, progress_bar
 from finetune.export.formats.gguf_file import (
     FILE_TYPES,
@@ -74,7 +75,7 @@ class GgufPlan:
     """The files of an export. Returned by `plan_gguf`."""
 
     files: tuple[PlannedFile, ...]  # that are written here; the first is what llama.cpp quantizes
-    types: tuple[str, ...]  # of `files`
+    types: Names  # of `files`
     quantized: tuple[tuple[str, str], ...]  # name and type of the files that llama.cpp makes
     asked: frozenset[str]  # the names that stay
     tokenizer: Any  # transformers'
@@ -202,12 +203,12 @@ def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
 class _Types:
     """Types of GGUF files, by who writes them."""
 
-    asked: tuple[str, ...]
-    written: tuple[str, ...]  # here; llama.cpp quantizes the first
-    quantized: tuple[str, ...]  # by llama.cpp
+    asked: Names
+    written: Names  # here; llama.cpp quantizes the first
+    quantized: Names  # by llama.cpp
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def all(self) -> Names:
         return (*self.written, *self.quantized)
 
 

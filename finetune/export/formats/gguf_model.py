@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finetune.config.families import FAMILIES, LlamaCpp, find_family
-from finetune.constants import Fields
+from finetune.constants import Fields, Shape
 from finetune.errors import UserError
 from finetune.export.target import BLOCK_BYTES, Value
 
@@ -28,7 +28,7 @@ class FileTensor:
     """One tensor of a GGUF file: the rows of `values`, one after the other, in float32."""
 
     name: str
-    shape: tuple[int, ...]  # as torch has it; the file lists it the other way round
+    shape: Shape  # as torch has it; the file lists it the other way round
     values: tuple[Value, ...]
     change: Callable[[Tensor], Tensor] | None = None  # of whole groups of `group` rows
     group: int = 1

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetune.constants import Fields
+from finetune.constants import Fields, Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
 
@@ -83,9 +83,9 @@ class Totals:
     """The sums over all ranks. Reading them waits for the device."""
 
     sums: Tensor  # fp32[1 + 2 x metrics]: the loss, then of each metric a sum and its divisor
-    metrics: tuple[str, ...]  # their names
+    metrics: Names  # their names
     largest: Tensor | None  # fp32[maxima]; None if there are none
-    maxima: tuple[str, ...]  # their names
+    maxima: Names  # their names
 
     def average(self, count: int) -> tuple[float, dict[str, float]]:
         """Returns the loss over `count` (nan if 0), and each metric whose divisor is not 0."""

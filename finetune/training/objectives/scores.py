@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.methods import MULTI_LABEL, POINTWISE, STEP_SCORES, RowKind
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX, Fields
+from finetune.constants import IGNORE_INDEX, Fields, Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
@@ -68,7 +68,7 @@ class ClassScores(Objective):
     to be of it, divided by the sum of those that are predicted to be and those that are.
     """
 
-    labels: tuple[str, ...]
+    labels: Names
     weights: tuple[float, ...]  # of the classes
     has_several: bool  # a document may have several classes, of which each is decided alone
     sequence_group: ProcessGroup | None
