@@ -43,7 +43,7 @@ class Progress:
     # in a checkpoint: the states of the user's callbacks, by name
     callbacks: Record | None = None
 
-    def after_step(self, batch: "StepBatch", *, is_skipped: bool = False) -> "Progress":
+    def after_step(self, batch: "StepBatch", *, is_skipped: bool) -> "Progress":
         """Returns the progress after the step of `batch`.
 
         is_skipped: The step had no update.

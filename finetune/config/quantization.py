@@ -178,12 +178,6 @@ class QuantizedBytes:
     codes: int  # the numbers: two in a byte at 4 bits, one at 8 bits
     scales: int
 
-    def padded(self, itemsize: int) -> int:
-        """Counts the bytes of codes and scales as they are kept: as numbers of a compute dtype of
-        `itemsize` bytes.
-        """
-        return sum(math.ceil(size / itemsize) * itemsize for size in (self.codes, self.scales))
-
 
 def quantized_bytes(
     rows: int, columns: int, quantization: Quantization, block: int = BLOCK

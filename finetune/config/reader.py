@@ -82,7 +82,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     return overrides + ([f"{waiting}=true"] if waiting else [])
 
 
-def read_override(text: str, place: str = COMMAND_LINE) -> tuple[Entry | None, list[str]]:
+def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
     """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:

@@ -460,7 +460,7 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
     return [*_parse_history(columns), question]
 
 
-def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
+def _make_alpaca_prompt(instruction: str, extra: str) -> str:
     """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and
     others write it.
 

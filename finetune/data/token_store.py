@@ -405,7 +405,7 @@ def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
         raise UserError(problem) from None
 
 
-def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
+def wait_for_store(folder: Path, canceled: Event | None) -> None:
     """Waits until local rank 0 of this node has written the folder or noted its failure, or
     `canceled` is set.
     """

@@ -292,7 +292,7 @@ def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) ->
 
 
 def match_tensors(
-    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool = False
+    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool
 ) -> dict[str, StoredTensor]:
     """The stored tensors by the target's names, each of them once, in its order.
 

@@ -488,7 +488,7 @@ def plan_values(
     target: TargetModel,
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
-    onto: MergeOnto = "original",
+    onto: MergeOnto,
     read_dequantized: ReadDequantized | None = None,
     *,
     dtype_is_given: bool = False,

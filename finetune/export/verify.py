@@ -158,7 +158,7 @@ def start_verification(
     weights: Weights,
     options: ExportOptions,
     logits: CheckpointLogits | None,
-    reload: ReloadProcess | None = None,
+    reload: ReloadProcess | None,
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
 
@@ -443,7 +443,7 @@ def _read_ahead(path: Path, position: int, end: int) -> None:
             )
 
 
-def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:
+def load_with_transformers(folder: Path, trust_remote_code: bool) -> None:
     """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers
     does.
 

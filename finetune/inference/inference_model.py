@@ -177,7 +177,7 @@ def choose_template(
     default: str | None,
     log: Callable[[str], object],
     *,
-    is_scoring: bool = False,
+    is_scoring: bool,
 ) -> str | None:
     """Chooses the chat template: the option's, the tokenizer's, `default`, or that of training.
 

@@ -453,7 +453,7 @@ def _compute_chunk(
 
 
 def measure_divergence(
-    student: Tensor, teacher: Tensor, beta: float, gradient: bool = False
+    student: Tensor, teacher: Tensor, beta: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The divergence of each token, and its gradient to the student's logits.
 

@@ -341,7 +341,7 @@ def _(
 
 
 def dequantize_parameters(
-    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
+    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     """Dequantizes a layer's codes and scales to its weight [rows, columns] in `dtype`."""
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)

@@ -150,7 +150,7 @@ def update_(
     second: Tensor,
     step: int,
     settings: Record,
-    found_inf: Tensor | None = None,
+    found_inf: Tensor | None,
 ) -> None:
     """Updates a parameter and its moments in place; of a sharded one this rank's shard.
 

@@ -407,7 +407,7 @@ def format_storage(disk: Disk, host: Host) -> str:
 
 
 def format_advice(
-    advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False
+    advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool
 ) -> str:
     """Says whether a run fits, and if not, what to change.
 

@@ -318,7 +318,7 @@ class Tile(NamedTuple):
 
 
 def describe_run(
-    run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
+    run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool
 ) -> Record:
     """Describes one run for the template.
 

@@ -253,7 +253,7 @@ def clip_and_update(
     recipe: Recipe,
     world: World,
     guard: "HostGuard | DeviceGuard",
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Callable[[], None],
     in_backward: UpdateInBackward | None = None,
 ) -> StepResult:
     """Clips the gradients, and updates the parameters if `guard` finds loss and gradient finite.

@@ -66,7 +66,7 @@ class GgufVocabulary:
 
 
 def describe_tokenizer(
-    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None
+    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None
 ) -> GgufVocabulary:
     """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has
     `rows` rows.

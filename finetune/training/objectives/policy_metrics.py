@@ -17,9 +17,7 @@ from finetune.training.objectives.preference import sum_and_count
 SQUARE = "ratio/square"
 
 
-def describe_completions(
-    rollout: Mapping[str, Tensor], *, has_groups: bool = True
-) -> dict[str, Tensor]:
+def describe_completions(rollout: Mapping[str, Tensor], *, has_groups: bool) -> dict[str, Tensor]:
     """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
 
     Args:
