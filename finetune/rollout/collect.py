@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Recipe
 from finetune.constants import Fields, Record
-from finetune.data.batches import StepBatch
+from finetune.data.batches import Ids, StepBatch
 from finetune.data.examples import Examples, make_generator
 from finetune.data.messages import Message
 from finetune.data.packing import StoredBatches
@@ -42,7 +41,15 @@ from finetune.rollout.completion_rows import (
     make_step_batch,
 )
 from finetune.rollout.critic import describe_advantages
-from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
+from finetune.rollout.engine import (
+    Engine,
+    Floats,
+    Request,
+    Rollout,
+    Sampled,
+    Sampling,
+    ServedEngine,
+)
 from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
@@ -66,7 +73,7 @@ class RequestBatch:
     Only the main rank has rows and messages; they are empty on others.
     """
 
-    example_ids: NDArray[np.int64]  # [completions]: the prompts'
+    example_ids: Ids  # [completions]: the prompts'
     generations: int  # completions of each prompt
     requests: list[Request]
     rows: list[Record]  # [completions]
@@ -117,7 +124,7 @@ class Sampler:
     def roll_out(
         self,
         examples: Examples,
-        example_ids: NDArray[np.int64],
+        example_ids: Ids,
         step: int,
         generations: int,
         *,
@@ -202,7 +209,7 @@ class Sampler:
 
     def _score_all(
         self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
-    ) -> tuple[NDArray[np.float64], int]:
+    ) -> tuple[Floats, int]:
         """Scores completions by functions, environments and reward models.
 
         Returns:
@@ -223,7 +230,7 @@ class Sampler:
         ordered = [by_name[name] for name in self.reward_names]
         return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), len(failed)
 
-    def _weigh(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _weigh(self, scores: Floats) -> Floats:
         """Returns fp64[completions]: the weighted sum of each one's scores [completions, rewards];
         nan where no function has scored it.
         """
@@ -244,7 +251,7 @@ class Sampler:
     def make_requests(
         self,
         examples: Examples,
-        example_ids: NDArray[np.int64],
+        example_ids: Ids,
         step: int,
         generations: int,
         prompts_before: int = 0,
@@ -402,7 +409,7 @@ class Sampler:
         return numbers, failed
 
 
-def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[Record]:
+def read_rows(examples: Examples, ids: Ids) -> list[Record]:
     """[completions]: the rows of the prompts `ids`."""
     row_by_id = {
         example_id: examples.read_row(example_id) for example_id in np.unique(ids).tolist()
@@ -566,9 +573,7 @@ class RolloutBatches:
             return rollout
         return replace(rollout, **self._collect_tokens(self.measure_tokens, rollout))
 
-    def _replace_flat_groups(
-        self, rollout: Rollout, example_ids: NDArray[np.int64], step: int
-    ) -> Rollout:
+    def _replace_flat_groups(self, rollout: Rollout, example_ids: Ids, step: int) -> Rollout:
         """Replaces flat groups by groups of other prompts, which may be flat too, until no group is
         flat, no other prompt is left or the step has sampled `max_num_gen_batches` times. Then
         drops the flat groups, unless all are flat.
