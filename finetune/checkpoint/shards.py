@@ -32,6 +32,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._optim_utils import StateInfo, _OptimStateKey, _PosDimTensorInfo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
@@ -157,9 +158,7 @@ class TensorShard:
     is_divided: bool = False  # the ranks of a tensor-parallel group have different boxes
 
 
-def get_model_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> Record:
+def get_model_state(model: torch.nn.Module, optimizer: Optimizer | None = None) -> Record:
     """Returns the model's tensors by transformers' names, a tied one under one name only.
 
     They are not copies. With adapters only trained tensors are returned: the adapters and
@@ -179,7 +178,7 @@ def get_model_state(
     return state
 
 
-def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+def get_optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> Record:
     """Returns the optimizer's state, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
@@ -410,9 +409,7 @@ def set_model_state(model: torch.nn.Module, state: Record) -> None:
     set_model_state_dict(model, all_tensors)
 
 
-def set_optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Record
-) -> None:
+def set_optimizer_state(model: torch.nn.Module, optimizer: Optimizer, state: Record) -> None:
     """Loads a state, which `get_optimizer_state` returned and `read_shards` filled."""
     if not isinstance(optimizer, OffloadedOptimizer):  # whose state was filled in place
         set_optimizer_state_dict(model, optimizer, state, options=_FLAT)

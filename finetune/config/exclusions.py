@@ -1,6 +1,6 @@
 """What a run cannot do together: features by rows, with the reason as text. Imports no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from finetune.config.recipe_rules import QAT, has_qat
 from finetune.config.rule import (
     BF16,
     Case,
+    Condition,
     Need,
     Rule,
     all_of,
@@ -40,7 +41,7 @@ class Feature:
 
     name: str
     keys: Names
-    is_on: Callable[[Case], object]
+    is_on: Condition
     otherwise: str = ""
     off: Fields | None = None
     needs: tuple[Need, ...] = ()
@@ -49,7 +50,7 @@ class Feature:
 
 def _layout(
     name: str,
-    is_on: Callable[[Case], object],
+    is_on: Condition,
     otherwise: str = "",
     off: Fields | None = None,
     needs: tuple[Need, ...] = ("layout",),
@@ -60,7 +61,7 @@ def _layout(
 
 
 def _value(
-    key: str, is_on: Callable[[Case], object], otherwise: str = "", off: Any = ..., name: str = ""
+    key: str, is_on: Condition, otherwise: str = "", off: Any = ..., name: str = ""
 ) -> Feature:
     """A feature of the recipe that some values of a key ask for."""
     return Feature(
@@ -72,12 +73,12 @@ def _value(
     )
 
 
-def _method(is_on: Callable[[Case], object], otherwise: str = "") -> Feature:
+def _method(is_on: Condition, otherwise: str = "") -> Feature:
     return Feature(name="method: {method}", keys=("method",), is_on=is_on, otherwise=otherwise)
 
 
 def _model(
-    name: str, is_on: Callable[[Case], object], otherwise: str = "", key: str = "model_name_or_path"
+    name: str, is_on: Condition, otherwise: str = "", key: str = "model_name_or_path"
 ) -> Feature:
     return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, needs=("model",))
 

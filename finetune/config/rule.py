@@ -98,6 +98,9 @@ class Case:
         return self.layout.mixed_precision
 
 
+Condition = Callable[[Case], object]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A problem that a rule found. `place` is a file with its line, or the command line."""
@@ -123,7 +126,7 @@ class Rule:
 
     name: str
     keys: Names
-    when: Callable[[Case], object]
+    when: Condition
     message: str | Callable[[Case], str | list[str]]
     advice: str | Callable[[Case], str] = ""
     fix: Fields | None = None
@@ -200,9 +203,7 @@ def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 
-def no_effect(
-    key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False
-) -> Rule:
+def no_effect(key: str, without: str, when: Condition, *reads: str, is_note: bool = False) -> Rule:
     """A rule: `key` has no effect; `without` says why, and what would give it one."""
     return Rule(
         name=f"{key} without effect: {without}",
@@ -226,7 +227,7 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
     return check
 
 
-def all_of(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
+def all_of(*conditions: Condition) -> Callable[[Case], bool]:
     """A condition: all of `conditions` hold."""
     return lambda case: all(condition(case) for condition in conditions)
 

@@ -3,7 +3,7 @@ from the columns.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -245,6 +245,11 @@ class Columns:
             for c, value in self.row.items()
             if c not in self.used and value not in (None, "", [], {})
         )
+
+
+def first_given(row: Row, columns: Iterable[str]) -> str | None:
+    """Returns the first of `columns` in which the row has a value; None without any."""
+    return next((column for column in columns if row.get(column) is not None), None)
 
 
 def parse_row(row: Row, source: DatasetSource) -> ParsedRow:

@@ -30,6 +30,7 @@ from finetune.data.formats import (
     Steps,
     Text,
     TokenRow,
+    first_given,
     label_of_number,
     make_conversation,
     make_message,
@@ -188,8 +189,8 @@ def find_end_of_prompt(chosen: str, rejected: str) -> int:
 def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
     """Finds the columns of the chosen and of the rejected answer; None where the row has none."""
     chosen_names, rejected_names = _name_sides(source)
-    chosen = next((name for name in chosen_names if row.get(name) is not None), None)
-    rejected = next((name for name in rejected_names if row.get(name) is not None), None)
+    chosen = first_given(row, chosen_names)
+    rejected = first_given(row, rejected_names)
     return chosen, rejected
 
 
@@ -210,7 +211,7 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     chosen, rejected = find_sides(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
-    rated = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
+    rated = first_given(row, LABEL_COLUMNS)
     if rated:
         hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
     else:
@@ -235,9 +236,8 @@ def _named_prompt(row: Row, source: DatasetSource) -> str | None:
 
 
 def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
-    return _named_prompt(row, source) or next(
-        (name for name in PROMPTS if row.get(name) is not None and name not in sides), None
-    )
+    usual = (name for name in PROMPTS if name not in sides)
+    return _named_prompt(row, source) or first_given(row, usual)
 
 
 def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
@@ -436,7 +436,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
         chosen, rejected = parsed.groups[0].documents
         return replace(parsed, groups=(Group((chosen,), 1), Group((rejected,), -1)))
     names = (source.label_column,) if source.label_column else LABEL_COLUMNS
-    label = next((name for name in names if row.get(name) is not None), None)
+    label = first_given(row, names)
     if label is None:
         raise BadRow(
             f"{' or '.join(names)}: no rating of the answer; its columns are "
@@ -614,9 +614,7 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
 def _find_question(row: Row, source: DatasetSource) -> str | None:
     """Finds the column of the prompt; None where the row has none."""
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    return _named_prompt(row, source) or next(
-        (name for name in usual if row.get(name) is not None), None
-    )
+    return _named_prompt(row, source) or first_given(row, usual)
 
 
 def _require_question(row: Row, source: DatasetSource) -> str:

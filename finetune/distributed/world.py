@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from finetune.config.layout import Sharding
 from finetune.errors import AgreedError, UserError
@@ -58,7 +59,7 @@ def alone() -> DataParallelRank:
 
 
 def gather_json(
-    value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+    value: Any, group: ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[Any]:
     """Returns every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
 
@@ -93,7 +94,7 @@ class World:
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
     # the ranks that divide a row's tokens; None: a rank has whole rows
-    sequence_group: dist.ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
     # The variables that joining changed -> their values before; None: they were not set.
     environment: dict[str, str | None] = field(default_factory=dict)
     # set by `leave`: from then on other ranks may end
@@ -119,7 +120,7 @@ class World:
         return self.rank % self.stage_size
 
     @property
-    def stage_group(self) -> dist.ProcessGroup | None:
+    def stage_group(self) -> ProcessGroup | None:
         """The ranks of this rank's stage; None if all ranks are in it."""
         if self.mesh is None or self.stage_size == self.size:
             return None
@@ -209,7 +210,7 @@ class World:
         """Waits for every rank; over gloo, so that no GPU is waited for."""
         self.sum(torch.zeros(1))
 
-    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
         """Returns every rank's `value` (of JSON), in order of rank, on every rank.
 
         `group`: of gloo; a thread beside the training loop needs its own.
@@ -225,7 +226,7 @@ class RankGroup:
 
     world: "World"
     # None: the default group; a thread beside the training loop needs its own
-    group: dist.ProcessGroup | None = None
+    group: ProcessGroup | None = None
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on each rank; returns the results (of JSON), in order of rank, on every
@@ -287,7 +288,7 @@ def _describe_full_disk(error: OSError) -> str:
 
 def all_to_all(
     rows: Tensor,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     sent: list[int] | None = None,
     received: list[int] | None = None,
 ) -> Tensor:
@@ -307,7 +308,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         sent: list[int] | None,
         received: list[int] | None,
     ) -> Tensor:

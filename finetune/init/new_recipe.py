@@ -593,6 +593,13 @@ def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterato
     yield f"#   {launch_command(file, hardware)}"
 
 
+METHOD_LINES = {
+    "labels": "the classes of the first rows; add others",
+    "num_negatives": "of each row, beside all others'",
+    "teacher_model_name_or_path": "with the same tokenizer",
+}
+
+
 def _method(fit: Fit) -> Iterator[str]:
     """Returns the keys of the method, where the model learns from more than answers."""
     method = fit.keys.get("method")
@@ -601,16 +608,9 @@ def _method(fit: Fit) -> Iterator[str]:
     if "mask_token" in fit.keys:
         yield _line("added_tokens", fit.keys["added_tokens"], "or a token that the tokenizer has")
         yield _line("mask_token", fit.keys["mask_token"], "what stands in a masked token's place")
-    if "labels" in fit.keys:
-        yield _line("labels", fit.keys["labels"], "the classes of the first rows; add others")
-    if "num_negatives" in fit.keys:
-        yield _line("num_negatives", fit.keys["num_negatives"], "of each row, beside all others'")
-    if "teacher_model_name_or_path" in fit.keys:
-        yield _line(
-            "teacher_model_name_or_path",
-            fit.keys["teacher_model_name_or_path"],
-            "with the same tokenizer",
-        )
+    for key, says in METHOD_LINES.items():
+        if key in fit.keys:
+            yield _line(key, fit.keys[key], says)
     if "rewards" in fit.keys:
         yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
         yield (

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
@@ -75,7 +76,7 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: StepBatch,
     *,
     objective: Objective,
@@ -247,7 +248,7 @@ class _Forwards:
 
 def clip_and_update(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: StepBatch,
     measured: Measured,
     recipe: Recipe,
@@ -292,7 +293,7 @@ def seed_dropout(seed: int, step: int, tensor_group: int) -> None:
     seed_from(f"{seed}/{step}/{tensor_group}")
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     """Sets the rate of the next update, for all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -331,7 +332,7 @@ class DeviceGuard:
     each.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._world = world
         # the first bad step; -1: none yet
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)
@@ -366,9 +367,7 @@ class DeviceGuard:
         self._unread.clear()
 
 
-def make_guard(
-    optimizer: torch.optim.Optimizer, keys: Optimization, world: World
-) -> "HostGuard | DeviceGuard":
+def make_guard(optimizer: Optimizer, keys: Optimization, world: World) -> "HostGuard | DeviceGuard":
     """Makes a `DeviceGuard` where it works, else a `HostGuard`.
 
     A `DeviceGuard` needs an optimizer that reads `found_inf`, and no loss scaler, which would set

@@ -184,6 +184,14 @@ class Objectives(NamedTuple):
         return cls(training, training.for_evaluation())
 
 
+class GroupObjective(Objective):
+    """A method whose loss is averaged over groups of documents: pairs, rated answers, queries."""
+
+    def count(self, batch: StepBatch) -> int:
+        """The groups of the step."""
+        return batch.groups
+
+
 class TokenCrossEntropy(Objective):
     """Supervised fine-tuning: the mean cross entropy of the trained tokens."""
 

@@ -26,7 +26,7 @@ from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.value_head import head_log_probabilities_and_values
 from finetune.rollout.collect import RolloutBatches, Sampler
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Measured, Objective
 from finetune.training.objectives.policy_losses import (
     Completions,
     Shape,
@@ -372,7 +372,7 @@ class PolicyObjective(Objective):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutRewards(Objective):
+class HeldOutRewards(GroupObjective):
     """The rewards of greedy answers to held-out prompts.
 
     The loss is their mean, negative, so that less is better; an answer without a reward counts as
@@ -416,10 +416,6 @@ class HeldOutRewards(Objective):
                     *rollout.scores[i].tolist(),
                 ]
         return replace(self, results=results)
-
-    def count(self, batch: StepBatch) -> int:
-        """Counts the prompts, each of which has one answer."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch

@@ -15,7 +15,7 @@ from finetune.config.methods import Method
 from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Measured
 from finetune.training.reference import Reference, evaluating, sum_log_probabilities
 
 
@@ -137,7 +137,7 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceObjective(Objective):
+class PreferenceObjective(GroupObjective):
     """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has
     one.
 
@@ -153,10 +153,6 @@ class PreferenceObjective(Objective):
     chosen_tokens_per_pair: float | None = None
     # the ranks that divide the documents' tokens between them
     sequence_group: ProcessGroup | None = None
-
-    def count(self, batch: StepBatch) -> int:
-        """The pairs of the step."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
@@ -204,7 +200,7 @@ def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) ->
 
 
 @dataclass(frozen=True, slots=True)
-class RatingObjective(Objective):
+class RatingObjective(GroupObjective):
     """KTO: the mean over rated answers of their loss.
 
     Every answer's loss depends on how far the model is from its reference. That is estimated from
@@ -236,10 +232,6 @@ class RatingObjective(Objective):
         world.sum(total)
         log_ratio_sum, answers = total.unbind()
         return replace(self, kl=(log_ratio_sum / answers.clamp(min=1)).clamp(min=0))
-
-    def count(self, batch: StepBatch) -> int:
-        """The rated answers of the step."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch

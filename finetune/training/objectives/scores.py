@@ -14,7 +14,7 @@ from finetune.constants import IGNORE_INDEX, Fields, Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Measured, Objective
 from finetune.training.objectives.preference import Pairs, make_measured, sum_and_count
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
@@ -23,7 +23,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, slots=True)
-class PairScores(Objective):
+class PairScores(GroupObjective):
     """The mean over pairs of -log sigmoid(chosen score - rejected score - margin) (Bradley and
     Terry 1952).
 
@@ -34,10 +34,6 @@ class PairScores(Objective):
 
     center_coefficient: float | None
     sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
-
-    def count(self, batch: StepBatch) -> int:
-        """The pairs of the step."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
