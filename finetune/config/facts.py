@@ -332,10 +332,9 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
         return ""
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
+    listed = ""
     if mappings.is_file():
         listed = mappings.read_text(encoding="utf-8")
-    else:
-        listed = ""
     # gemma3_text is in gemma3's file
     of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
     folder = of_another[1] if of_another else model_type

@@ -59,10 +59,9 @@ def _find_unequal_numbers(case: Case) -> list[str]:
         if ours[key] != value:
             place = recipe.place_of(key)
             by = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
+            on = ""
             if "batch" in key or "steps" in key:
                 on = f" on {ranks} ranks"
-            else:
-                on = ""
             number = "null" if ours[key] is None else format(ours[key], "g")
             name = DEEPSPEED_NAMES.get(key, key)
             problems.append(

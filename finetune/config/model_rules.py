@@ -76,10 +76,9 @@ def count_local_heads(case: Case) -> int:
 def describe_local_heads(case: Case) -> str:
     local = count_local_heads(case)
     tensors = case.layout.tensor_parallel_size
+    left = ""
     if local != case.model.heads:
         left = f", of which tp_size {tensors} leaves {local} on a rank"
-    else:
-        left = ""
     return (
         f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention "
         f"heads of {case.model.model_type}, whose scores are computed in blocks of whole rows, but "
@@ -195,10 +194,9 @@ def _describe_unknown_targets(case: Case) -> str:
         layers = f"it has {known}"
     else:
         layers = "its layers are transformers' Conv1D, which have no adapters here"
+    experts = ""
     if case.model.experts:
         experts = "; routed experts are adapted with lora_target_parameters"
-    else:
-        experts = ""
     targets = ", ".join(_find_unknown_targets(case))
     return (
         f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; "

@@ -169,10 +169,9 @@ def refuse_unknown_layers(
     ]
     if wrong:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        experts = ""
         if has_experts:
             experts = "; routed experts are adapted with lora_target_parameters"
-        else:
-            experts = ""
         raise UserError(
             f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has "
             f"{known}{experts}"
@@ -273,10 +272,9 @@ def refuse_unmatched(
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
             short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
+            more = ""
             if len(short) > SHOWN_MODULES:
                 more = f" and {len(short) - SHOWN_MODULES} more"
-            else:
-                more = ""
             raise UserError(
                 f"{key}: {pattern}: names no module of the model; it has "
                 f"{', '.join(short[:SHOWN_MODULES])}{more}"
@@ -388,10 +386,9 @@ def rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
     for old, new in renames.items():
         parts = r"\\?\.".join(map(re.escape, old.split(".")))
         before = new.removesuffix(old)
+        renamed = ""
         if before and before != new:
             renamed = rf"(?<!{re.escape(before)})(?<!{re.escape(re.escape(before))})"
-        else:
-            renamed = ""
         pattern = re.sub(rf"(?<!\w){renamed}{parts}(?!\w)", new, pattern)
     return pattern
 

@@ -252,10 +252,9 @@ def count_optimizer_bytes(
     if optim is None:
         return 0
     facts = OPTIMIZERS[optim]
+    of_matrix = None
     if is_layers_matrix(name, shape):
         of_matrix = facts.count_matrix
-    else:
-        of_matrix = None
     return ((on_disk and facts.count_saved) or of_matrix or facts.count_state)(shape, itemsize)
 
 

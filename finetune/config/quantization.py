@@ -223,10 +223,9 @@ def describe_quantization(quantization: Quantization) -> str:
     '8 bits (int8)'
     """
     kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
+    double = ""
     if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant:
         double = ", double quantization"
-    else:
-        double = ""
     return f"{quantization.bits} bits ({kind}{double})"
 
 
@@ -396,10 +395,9 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
 def _find_unquantized(name: str) -> str:
     """Names the model that a quantized one was made from, as the card in its folder says."""
     card = Path(name) / "README.md"
+    text = ""
     if card.is_file():
         text = card.read_text("utf-8", "replace")[:CARD_BYTES]
-    else:
-        text = ""
     base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
     if base_model:
         return f"{base_model[1]}, by its model card"

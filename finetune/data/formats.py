@@ -386,10 +386,9 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
     row = columns.row
     for column in LABEL_COLUMNS:
         label = row.get(column)
+        rating = ""
         if isinstance(label, bool | str):
             rating = str(label).strip().lower()
-        else:
-            rating = ""
         if rating == "true":
             columns.take(column)
         if rating == "false":
@@ -452,10 +451,9 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
     Raises `BadRow`.
     """
     instruction = columns.take_text(source.prompt_column or "instruction")
+    extra = ""
     if columns.row.get("input") is not None:
         extra = columns.take_text("input")
-    else:
-        extra = ""
     if source.alpaca_prompt:
         question = make_message("user", _make_alpaca_prompt(instruction, extra))
     elif extra:
@@ -472,10 +470,9 @@ def _make_alpaca_prompt(instruction: str, extra: str) -> str:
     >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
     ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
+    paired = ""
     if extra:
         paired = ", paired with an input that provides further context"
-    else:
-        paired = ""
     task = (
         f"Below is an instruction that describes a task{paired}. Write a response that "
         "appropriately completes the request."
@@ -533,10 +530,9 @@ def _parse_text(columns: Columns, source: DatasetSource) -> Document:
 def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
     """SQuAD's rows as NeMo Automodel writes them: the first of the answers."""
     answers = columns.take(source.completion_column or "answers")
+    texts = None
     if isinstance(answers, Mapping):
         texts = answers.get("text")
-    else:
-        texts = None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise BadRow(
             f"answers: a mapping with a list of text is expected, found {describe_value(answers)}"
@@ -654,10 +650,9 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills mappings with nulls
     given = {name: value for name, value in variables.items() if value is not None}
+    of_system = None
     if messages[0]["role"] in ("system", "developer"):
         of_system = messages[0].pop("tools", None)
-    else:
-        of_system = None
     return Conversation(
         messages, trained, parse_tools(columns.take("tools") or of_system), given, images
     )

@@ -207,10 +207,9 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
     """
     width, height = picture.size
     most = most_unpacked(len(content))
+    scans = 1
     if picture.format in ("JPEG", "MPO"):
         scans = _count_scans(content)
-    else:
-        scans = 1
     if width * height > MAX_PIXELS:
         return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
     if RGB_BYTES * width * height > most:

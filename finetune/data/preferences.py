@@ -212,10 +212,9 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     if chosen is not None and rejected is not None:
         return chosen, rejected
     rated = first_given(row, LABEL_COLUMNS)
+    hint = ""
     if rated:
         hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
-    else:
-        hint = ""
     missing = " or ".join(chosen_names if chosen is None else rejected_names)
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "

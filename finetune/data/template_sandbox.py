@@ -362,10 +362,9 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if name in AT_ONCE:
             return function
         size = FILTERS.get(name)
+        first = 1
         if getattr(function, "jinja_pass_arg", None) is None:
             first = 0
-        else:
-            first = 1
 
         @wraps(function)  # what jinja is to pass first is an attribute of the function
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -62,10 +62,9 @@ class BaseAccount:
             if not is_exported and not any(fnmatchcase(name, pattern) for pattern in named):
                 lost.append(name)
         if lost:
+            more = ""
             if len(lost) > LISTED:
                 more = f" and {len(lost) - LISTED} more"
-            else:
-                more = ""
             raise UserError(
                 f"{self.where}: not exported: the result lacks "
                 f"{', '.join(sorted(lost)[:LISTED])}{more}, which the base has; this is a fault of "

@@ -443,8 +443,7 @@ def _fill(model: Any) -> None:
                 : parameter.numel()
             ]
             values = repeated.view(parameter.shape)
+            fan_in = 1
             if parameter.dim() > 1:
                 fan_in = max(parameter[0].numel(), 1)
-            else:
-                fan_in = 1
             parameter.copy_(values * fan_in**-0.5 if parameter.dim() > 1 else 1 + 0.1 * values)

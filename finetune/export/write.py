@@ -262,10 +262,9 @@ def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
 ) -> tuple[Fields, Shard]:
     """The content of adapter_config.json, and the file of its tensors."""
+    dtype = None
     if options.dtype and not options.model:
         dtype = getattr(torch, options.dtype)
-    else:
-        dtype = None
     if why_unsupported(adapter.config) is None:
         find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)

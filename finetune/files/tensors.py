@@ -354,10 +354,9 @@ def config_dtype(config_json: Fields) -> torch.dtype | None:
     if any.
     """
     name = config_json.get("dtype") or config_json.get("torch_dtype")
+    dtype = None
     if isinstance(name, str):
         dtype = getattr(torch, name.removeprefix("torch."), None)
-    else:
-        dtype = None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
@@ -535,10 +534,9 @@ def _read_offsets(path: Path, metadata: Record) -> Callable[[str, Shape], Shape]
 
     def of(name: str, shape: Shape) -> Shape:
         entry = sharding.get(name)
+        offsets = None
         if isinstance(entry, dict):
             offsets = entry.get("saved_offsets")
-        else:
-            offsets = None
         if not isinstance(offsets, list) or not _are_counts(offsets) or len(offsets) != len(shape):
             raise UserError(
                 f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} "

@@ -195,10 +195,9 @@ def init_command(options: argparse.Namespace) -> int:
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
+    template = None
     if _is_fatal(findings):
         template = _offer_template(recipe, data, findings)
-    else:
-        template = None
     if template is not None and is_interactive():
         answer = ask(
             f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the "
@@ -384,10 +383,9 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
         f"tokens each{by}"
     )
     if unread := list_unread_files(source):
+        more = ""
         if len(unread) > SHOWN_FILES:
             more = f" and {len(unread) - SHOWN_FILES} more"
-        else:
-            more = ""
         print(
             f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as "
             "--data to choose"
@@ -651,10 +649,9 @@ def _summary(
         verdict = f"fits {hardware.words}:"
     else:
         verdict = "requires"
+    without = ""
     if uncounted:
         without = ", without activations, which are not counted"
-    else:
-        without = ""
     yield f"wrote   {output}: trains {what}"
     yield (
         f"        by the plan it {verdict} "

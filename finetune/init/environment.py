@@ -204,10 +204,9 @@ def _describe_torch(gpus: list[Gpu]) -> str:
     builds = re.findall(r"^(cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
     if builds:
         return "built for " + " and ".join(f"{name.upper()} {version}" for name, version in builds)
+    lost = ""
     if gpus:
         lost = "; install one for your driver, else no GPU is used"
-    else:
-        lost = ""
     return f"built for the CPU alone{lost}"
 
 

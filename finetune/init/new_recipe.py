@@ -409,14 +409,12 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
 def _too_little_memory(
     given: Keys, chosen: Trained, advice: Advice, hardware: Hardware
 ) -> UserError:
+    enough = ""
     if advice.ranks:
         enough = f"; {advice.ranks} of them would be enough"
-    else:
-        enough = ""
+    lora = ""
     if chosen == "full":
         lora = "; --train lora trains adapters, which need less"
-    else:
-        lora = ""
     if hardware.host_memory is None:
         host = ""
     else:

@@ -253,18 +253,15 @@ def backward_in_chunks(
     wide = widen(weight.dtype)
     width = weight.shape[1]
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
+    grad_weight = None
     if to_weight:
         grad_weight = torch.zeros_like(weight, dtype=wide)
-    else:
-        grad_weight = None
+    grad_bias = None
     if to_bias and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=wide)
-    else:
-        grad_bias = None
+    grad_b = None
     if to_b and adapter_b is not None:
         grad_b = torch.zeros_like(adapter_b, dtype=wide)
-    else:
-        grad_b = None
     own_bias = None if bias is None else bias.to(weight.dtype)
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):

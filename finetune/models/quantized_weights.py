@@ -610,14 +610,12 @@ def _computed(
 
 def _block_sizes(folder: Path) -> tuple[int, int]:
     """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
+    settings = None
     if (folder / CONFIG_FILE).exists():
         settings = load_json(folder / CONFIG_FILE).get("quantization_config")
-    else:
-        settings = None
+    sizes = None
     if isinstance(settings, dict):
         sizes = settings.get("weight_block_size")
-    else:
-        sizes = None
     is_pair = (
         isinstance(sizes, list)
         and len(sizes) == 2

@@ -584,8 +584,7 @@ def _initialize(model: Any, name: str) -> None:
 
 def _listed(names: Iterable[str], most: int = 4) -> str:
     ordered = sorted(names)
+    rest = ""
     if len(ordered) > most:
         rest = f" and {len(ordered) - most} more"
-    else:
-        rest = ""
     return ", ".join(ordered[:most]) + rest + (" is" if len(ordered) == 1 else " are")

@@ -146,10 +146,9 @@ def list_state_tensors(
     for unit, tensors in units:
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
+            ranks = 1
             if tensor.name in routed:
                 ranks = sharding.expert_parallel_size
-            else:
-                ranks = 1
             is_whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             if is_whole or (tensor in architecture.critic and lora.use_peft):
                 state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
@@ -385,10 +384,9 @@ def _split_by_rows(
     for tensor in tensors:
         real = tensor.shard(shards, rank)
         stored = prod(tensor.shard(shards, 0))
+        state = 0
         if tensor.trainable:
             state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
-        else:
-            state = 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 

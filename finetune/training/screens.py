@@ -90,10 +90,9 @@ def _class_name(module: nn.Module) -> str:
 
 def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str]:
     """The model's parameters, which of them are trained, and by which method."""
+    active = ""
     if size.active < size.total:
         active = f"{size.active:,} active, "
-    else:
-        active = ""
     trained = f"{active}{size.trained:,} trained{describe_trained(recipe)}"
     lines = [f"model   {name}, {size.total:,} parameters, {trained}"]
     if recipe.model.drop_vision:
@@ -272,10 +271,9 @@ def describe_unreached(size: ModelSize) -> list[str]:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
     names = ", ".join(modules[:SHOWN_UNREACHED])
+    more = ""
     if len(modules) > SHOWN_UNREACHED:
         more = f" and {len(modules) - SHOWN_UNREACHED} more"
-    else:
-        more = ""
     return [
         (
             f"        not trained: {names}{more}: the model reads nothing that they compute of "
@@ -384,10 +382,9 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     if not layers:
         return []
     linears = sum(isinstance(layer, QuantizedLinear) for layer in layers)
+    experts = ""
     if len(layers) > linears:
         experts = f" and {counted(len(layers) - linears, 'weight')} of experts"
-    else:
-        experts = ""
     dtype = layers[0].get_parameter(CODES).dtype
     held_bytes = 0  # on this rank
     whole_bytes = 0  # over all ranks
@@ -420,10 +417,9 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
         group = "a row"
     else:
         group = f"{keys.qat_group_size} numbers"
+    start = ""
     if keys.fake_quant_after_n_steps:
         start = f", after {keys.fake_quant_after_n_steps:,} steps"
-    else:
-        start = ""
     layers = counted(len(find_quantizable(model)), "linear layer")
     return [
         (

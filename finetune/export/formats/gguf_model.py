@@ -215,10 +215,9 @@ def _longrope(writer: Any, rope: Fields, config: Any) -> list[FileTensor]:
     stretched = rope.get("factor") or config.max_position_embeddings / original
     attention = rope.get("attention_factor")
     if attention is None:
+        attention = 1.0
         if stretched > 1:
             attention = math.sqrt(1 + math.log(stretched) / math.log(original))
-        else:
-            attention = 1.0
     writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(attention)
