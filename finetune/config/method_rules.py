@@ -596,8 +596,7 @@ RULES: tuple[Rule, ...] = (
         ),
         message=lambda c: (
             "max_num_gen_batches drops groups whose rewards are all alike, from which "
-            f"{'a teacher' if c.method_facts.needs_teacher else c['loss_type']} still "
-            "teaches"
+            f"{'a teacher' if c.method_facts.needs_teacher else c['loss_type']} still teaches"
         ),
         advice="set 1",
     ),

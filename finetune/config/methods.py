@@ -137,8 +137,7 @@ class RolloutKeys:
         SameOnResume,
         (
             "How many turns of a completion may call tools; null: as many as max_completion_length "
-            "has "
-            "room for."
+            "has room for."
         ),
     ] = None
     environment: Annotated[

@@ -558,9 +558,8 @@ RULES: tuple[Rule, ...] = (
         "pipeline_schedule",
         when=lambda c: c.layout.pipeline_chunks > c.model.layers and has_pp(c),
         message=(
-            "pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has "
-            "{model.layers} layers, and {layout.pipeline_schedule} cuts them into "
-            "{layout.pipeline_chunks} groups"
+            "pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has {model.layers} "
+            "layers, and {layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups"
         ),
         advice="choose a smaller size",
         fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},

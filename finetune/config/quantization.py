@@ -142,9 +142,8 @@ class QuantizationAware:
         "Round the weights of linear layers, and the inputs where two numbers are named, in every "
         "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
         "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16; "
-        "int8-ternary is BitNet b1.58. The "
-        "output head stays as it is. What is trained and saved has full "
-        "precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
+        "int8-ternary is BitNet b1.58. The output head stays as it is. What is trained and saved "
+        "has full precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
     ] = None
     qat_group_size: Annotated[
         Positive | None,

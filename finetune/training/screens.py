@@ -275,10 +275,7 @@ def describe_unreached(size: ModelSize) -> list[str]:
     if len(modules) > SHOWN_UNREACHED:
         more = f" and {len(modules) - SHOWN_UNREACHED} more"
     return [
-        (
-            f"        not trained: {names}{more}: the model reads nothing that they compute of "
-            "the rows"
-        )
+        f"        not trained: {names}{more}: the model reads nothing that they compute of the rows"
     ]
 
 
@@ -305,10 +302,8 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
         k = teacher.pieces[0][0].shape[1]
         tokens = sum(len(ids) for ids, _ in teacher.pieces)
         return [
-            (
-                f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
-                "in files"
-            )
+            f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
+            "in files"
         ]
     if teacher is None:
         return []
@@ -422,10 +417,8 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
         start = f", after {keys.fake_quant_after_n_steps:,} steps"
     layers = counted(len(find_quantizable(model)), "linear layer")
     return [
-        (
-            f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for "
-            f"{group}{start}"
-        )
+        f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for "
+        f"{group}{start}"
     ]
 
 
