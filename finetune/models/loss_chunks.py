@@ -90,6 +90,12 @@ class HeadProduct(NamedTuple):
     # to which weight, bias and B belong, whose group calls together; None: all of it
     shard: VocabularyShard | None = None
 
+    def to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Its tensors in one type."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        adapter_b = None if self.adapter_b is None else self.adapter_b.to(dtype)
+        return self.hidden.to(dtype), self.weight.to(dtype), bias, adapter_b
+
     def needs_grad(self) -> tuple[bool, ...]:
         """Which of the `Gradients` are needed now."""
         return find_needed_gradients(*self[:4])
