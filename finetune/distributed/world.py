@@ -177,8 +177,7 @@ class World:
     @property
     def mesh(self) -> "DeviceMesh | None":
         """The mesh of `join.make_mesh`; None if the world has one dimension."""
-        mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
-        return mesh
+        return getattr(self.accelerator, "torch_device_mesh", None)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Returns the element-wise sum of every rank's `tensor`, in place, on every rank."""

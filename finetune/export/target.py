@@ -240,8 +240,7 @@ def cast_rows(value: Value, start: int, stop: int) -> Tensor:
 
 def raw_bytes(rows: Tensor) -> memoryview:
     """The bytes of `rows`, row-major, as a file holds them."""
-    view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:

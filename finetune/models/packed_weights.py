@@ -187,8 +187,7 @@ def _read_awq(parts: Parts, rows: slice) -> Tensor:
     def unpack(end: str) -> Tensor:
         numbers = _unpack(parts.read_columns(end, words), parts.bits)
         in_words = numbers.view(numbers.shape[0], -1, len(AWQ_PLACES))
-        places: Tensor = in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
-        return places
+        return in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
 
     codes = unpack("qweight")
     scales = parts.read_columns("scales", rows).t().float()
