@@ -18,7 +18,7 @@ ADDED = {
             '    "plain_sgd": OptimizerFacts(count_state=lambda shape, itemsize: 0, update_copies=1, reads_betas=False),\n',
         ),
         "optim/optimizers.py": (
-            "CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {\n",
+            "CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], Optimizer]] = {\n",
             '    "plain_sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate),\n',
         ),
     },
