@@ -14,7 +14,7 @@ from finetune.constants import IGNORE_INDEX, Fields, Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
-from finetune.training.objectives.objective import GroupObjective, Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Means, Measured, Objective
 from finetune.training.objectives.preference import Pairs, make_measured, sum_and_count
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
@@ -147,7 +147,7 @@ class ClassScores(Objective):
         classes = torch.arange(len(self.labels), device=scores.device)
         return scores.argmax(1, keepdim=True) == classes
 
-    def describe_rows(self, rows: Tensor) -> dict[str, float]:
+    def describe_rows(self, rows: Tensor) -> Means:
         """Metrics of how the scores order documents, and how true their probabilities are.
 
         `rows`: fp64[documents, 2 x classes]: scores, then whether a document has each class.
@@ -157,7 +157,7 @@ class ClassScores(Objective):
         classes = len(self.labels)
         return describe_probabilities(rows[:, :classes], rows[:, classes:] > 0, self.has_several)
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Adds the mean F1 of the classes that occur."""
         scores = [value for name, value in means.items() if name.startswith("f1/")]
         if scores:
@@ -189,7 +189,7 @@ class StepScores(Objective):
         labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
         return self.classes.describe(scores.double(), labels, None)
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Adds the mean F1 of both classes."""
         return self.classes.complete(means)
 
