@@ -497,10 +497,9 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
             checked.problems.append(f"{entry.where}: {sentence}")
             continue
         readable = entry.value is not UNREADABLE
+        problems = []
         if readable:
             problems = _check_value(entry, key, folder, checked.values)
-        else:
-            problems = []
         if problems or not readable:
             checked.unusable.add(entry.key)
             checked.problems.extend(problems)

@@ -195,10 +195,9 @@ def list_server_options(described: Path, port: int) -> list[str]:
 
     described: The folder with the model's config.json, where it is on this machine.
     """
+    config = {}
     if described.is_dir():
         config = read_json_object(described / CONFIG_FILE)
-    else:
-        config = {}
     text = config.get("text_config") or config
     room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
     # by itself vLLM serves float32 in half of it

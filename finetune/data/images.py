@@ -274,10 +274,9 @@ class ImageProcessor:
                 "model"
             )
         _import_pillow()  # transformers' processor would ask to restart a notebook
+        options = {}
         if name == self._model.model_name_or_path:
             options = {"revision": self._model.model_revision}
-        else:
-            options = {}
         try:
             read = [json.loads(text) for text in self.describe().values()]
             named = next(

@@ -280,10 +280,9 @@ def _read_messages(
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such
     # as a system message.
+    before = []
     if prompt_name == "prompt" and isinstance(prompt, list):
         before = turns
-    else:
-        before = []
     is_repeated = all(side[: len(before)] == before for side in sides)
     if is_repeated:
         before = []
@@ -468,10 +467,9 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     if isinstance(prompt, Completion):
         if isinstance(answer, Completion):
             return replace(prompt, completion=answer.completion)
+        contents = []
         if isinstance(answer, Conversation):
             contents = [m["content"] for m, is_trained in _split(answer)[1] if is_trained]
-        else:
-            contents = []
         return replace(prompt, completion="\n".join(contents))
     assert isinstance(prompt, Conversation), "plain text has no prompt"
     if isinstance(answer, Conversation):

@@ -76,10 +76,9 @@ def _size_format(text: Any, *values: Any, **named: Any) -> Any:
     text = str(text)
     given = (*values, *named.values())
     widths = [int(match[1][:20]) if match[1] else math.inf for match in WIDTH.finditer(text)]
+    numbers = []
     if math.inf in widths:
         numbers = [abs(value) for value in given if type(value) is int]
-    else:
-        numbers = []
     wide = sum(width for width in (*widths, *numbers) if width < math.inf)
     return len(text) + wide + (text.count("%") + text.count("{")) * sum(map(_weigh, given))
 

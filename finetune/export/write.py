@@ -228,10 +228,9 @@ def _plan_files(
     """The tensors as the files hold them, made from the model's parameters: one file tensor for
     each expert, where the model has one parameter for all experts of a layer.
     """
+    updates = {}
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
-    else:
-        updates = {}
 
     def read(parameter: str, slices: Slices) -> Tensor:
         values = as_floating(read_base(parameter, slices))

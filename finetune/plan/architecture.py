@@ -393,10 +393,9 @@ class Architecture:
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
+        attention = []
         if self.family.sinks:
             attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))]
-        else:
-            attention = []
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
             (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
