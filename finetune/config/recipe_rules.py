@@ -3,12 +3,11 @@
 Torch-free.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from functools import partial
 from math import gcd
-from typing import Any
 
 from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFormat
 from finetune.config.keys import keys_of
@@ -17,6 +16,7 @@ from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
 from finetune.config.rule import Case, Rule, all_of, is_set, model_rule, no_effect, recipe_rule
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
+from finetune.constants import Fields
 
 # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
 SMALLEST_BF16_RATE = 1e-5
@@ -83,7 +83,7 @@ def _needs_evaluation(key: str) -> Rule:
 
 
 QAT = "quantization_aware_training"
-OFF: Mapping[str, Any] = {QAT: None}
+OFF: Fields = {QAT: None}
 
 
 def has_qat(case: Case) -> bool:

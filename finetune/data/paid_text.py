@@ -2,13 +2,14 @@
 judge.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.judge import fill_prompt
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Data, Model, Recipe
+from finetune.constants import Fields
 from finetune.data.formats import Completion
 from finetune.data.messages import BadRow, Message
 from finetune.data.render import render_scored
@@ -66,7 +67,7 @@ def keys_of_reward(name: str, recipe: Recipe) -> Model:
 
 
 def show_rewarded(
-    row: Mapping[str, Any], texts: Sequence[RewardText], recipe: Recipe
+    row: Fields, texts: Sequence[RewardText], recipe: Recipe
 ) -> Iterator[tuple[str, str]]:
     """Yields (name in metrics, text to read) for each reward model and judge of the recipe.
 

@@ -9,14 +9,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import finetune
+from finetune.constants import Fields
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ReloadProcess:
             computed = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             return computed, dict(opened.metadata() or {})
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Fields) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has failed already: `read_results` raises the reason
             self.process.stdin.write(json.dumps(message) + "\n")

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from finetune.config.judge import Judge, fill_prompt
+from finetune.constants import Fields
 from finetune.errors import UserError, printable
 from finetune.files.network import send
 
@@ -87,7 +88,7 @@ class JudgeReward:
         except (LookupError, ValueError, TypeError):
             return Fault(f"{url}: no number for {self._judge.regex} in {text[-SHOWN:]!r}")
 
-    def _ask(self, url: str, body: Mapping[str, Any], deadline: float) -> bytes:
+    def _ask(self, url: str, body: Fields, deadline: float) -> bytes:
         """Returns the server's answer; tries again after an error, until `deadline`.
 
         Raises `UserError` where the last try fails.

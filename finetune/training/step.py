@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
+from finetune.constants import Record
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.gradients import (
     backward,
@@ -232,7 +232,7 @@ class _Forwards:
         if self._routing is not None:
             self._routing.end_step()
 
-    def _make_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def _make_inputs(self, micro_batch: MicroBatch) -> Record:
         """The model's keyword arguments for a micro-batch, which may be on the device already."""
         inputs = micro_batch.to(self._world.device).inputs
         if self._noise_seed is not None:

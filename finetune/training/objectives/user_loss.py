@@ -1,12 +1,12 @@
 """A loss of the user's own, as `Session.forward_backward` takes it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor, nn
 
 from finetune.config.user_code import explained, place_of
+from finetune.constants import Fields
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.errors import UserError
 from finetune.models.log_probabilities import choose_label_head
@@ -43,7 +43,7 @@ class FunctionObjective(Objective):
         return batch.groups if self.counts_pairs else batch.trained_tokens
 
     def measure(
-        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Fields, batch: StepBatch
     ) -> Measured:
         """The function's loss; of a filler 0, with a graph: ranks meet in its backward too."""
         outputs = model(**inputs, head_function=choose_label_head(micro_batch.targets))
