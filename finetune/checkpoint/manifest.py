@@ -107,18 +107,18 @@ def read_state(checkpoint: Path, name: str = "state.json") -> Record:
     return content
 
 
-def refuse_malformed_manifest(name: str, content: Fields) -> None:
+def refuse_malformed_manifest(content: Fields) -> None:
     """Raises `ValueError` with a sentence if `content` is no manifest.
 
     It is none either if it names a file outside the checkpoint.
     """
-    _refuse_wrong_kinds(name, content, _MANIFEST)
+    _refuse_wrong_kinds(MANIFEST, content, _MANIFEST)
     for file in content["files"]:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{name} names a file outside the checkpoint: {file!a}")
+            raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {file!a}")
         if str(path) != file or not path.parts or not _is_file_name(path):
-            raise ValueError(f"{name} names a file that cannot exist: {file[:60]!a}")
+            raise ValueError(f"{MANIFEST} names a file that cannot exist: {file[:60]!a}")
 
 
 def _is_file_name(path: PurePosixPath) -> bool:
@@ -233,7 +233,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     try:
         if _encode(content) == encoded:
-            refuse_malformed_manifest(MANIFEST, content)
+            refuse_malformed_manifest(content)
             return Manifest(**content)
     except (TypeError, RecursionError):  # unknown keys; nested too deep
         pass

@@ -77,10 +77,10 @@ def _method(is_on: Condition, otherwise: str = "") -> Feature:
     return Feature(name="method: {method}", keys=("method",), is_on=is_on, otherwise=otherwise)
 
 
-def _model(
-    name: str, is_on: Condition, otherwise: str = "", key: str = "model_name_or_path"
-) -> Feature:
-    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, needs=("model",))
+def _model(name: str, is_on: Condition, otherwise: str = "") -> Feature:
+    return Feature(
+        name=name, keys=("model_name_or_path",), is_on=is_on, otherwise=otherwise, needs=("model",)
+    )
 
 
 def _samples_on_server(case: Case) -> bool:

@@ -311,7 +311,7 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
         yield
 
 
-def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
+def count_wrapped_units(model: nn.Module) -> dict[str, int]:
     """Counts the units by their class, for the first screen."""
     counts: dict[str, int] = {}
     for module in model.modules():

@@ -114,7 +114,7 @@ def _describe_layout(run: TrainingRun) -> list[str]:
         sharding.layout
     ]
     layers = {_class_name(layer) for layer in decoder_layers(unwrap(run.model))}
-    wrapped = count_wrapped_units(run.model, world)
+    wrapped = count_wrapped_units(run.model)
     units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
     if units:
         layout += f" {sharding.strategy}, wrapped {units}"
