@@ -104,6 +104,7 @@ def loss_memory(
 
     from benchmarks.layouts import peak, reset_peak
     from finetune.models.cross_entropy import linear_cross_entropy
+    from finetune.models.loss_chunks import HeadProduct
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)
@@ -112,7 +113,7 @@ def loss_memory(
     labels = torch.randint(0, vocabulary, (tokens,))
     before = reset_peak(states.device)
     if kind == "chunked":
-        linear_cross_entropy(states, weight, labels).backward()
+        linear_cross_entropy(HeadProduct(states, weight), labels).backward()
     else:
         F.cross_entropy(F.linear(states, weight), labels, reduction="sum").backward()
     print(peak(states.device) - before)
@@ -261,6 +262,7 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
     from finetune.models.loss_chunks import (
         UNCHANGED,
         ChunkOptions,
+        HeadProduct,
         compute_chunk,
         compute_fused_chunk,
     )
@@ -291,7 +293,9 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
                 began = time.process_time()
                 function(scores, labels[: len(scores)], None, UNCHANGED, 0.0, torch.bfloat16)
                 middle = time.process_time()
-                linear_cross_entropy(states, weight, labels, ChunkOptions(function=function))
+                linear_cross_entropy(
+                    HeadProduct(states, weight), labels, ChunkOptions(function=function)
+                )
                 if index:
                     seconds["one chunk"][which].append(middle - began)
                     seconds["the loss and its gradients"][which].append(

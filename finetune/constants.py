@@ -1,4 +1,4 @@
-"""The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
+"""The numbers, rules and types that data, loss, checkpoint and plan share. Imports no torch."""
 
 import math
 import os
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+
+Names = tuple[str, ...]
+Shape = tuple[int, ...]
 
 # the label of a position that is not trained on; torch's cross_entropy skips it
 IGNORE_INDEX = -100

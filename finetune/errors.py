@@ -346,8 +346,7 @@ def silence_libraries() -> None:
 
 def is_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
+    shell = None
     if "IPython" in sys.modules:
         shell = sys.modules["IPython"].get_ipython()
-    else:
-        shell = None
     return getattr(shell, "kernel", None) is not None

@@ -187,10 +187,9 @@ def launch_script(
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    file = None
     if config:
         file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config")
-    else:
-        file = None
     if file is not None and options.num_processes is None:
         _say_ranks(file, ranks)
     _, sharding = _check(recipe, sharding, ranks)
@@ -306,10 +305,9 @@ def _describe_end(code: int) -> str:
     """
     if code >= 0:
         return f"with exit code {code}"
+    often = ""
     if -code == signal.SIGKILL:
         often = " (often because the machine ran out of memory)"
-    else:
-        often = ""
     return f"by {signal.Signals(-code).name}{often}"
 
 

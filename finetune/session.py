@@ -375,10 +375,9 @@ class Session:
         """The batches of the recipe's data that are still to be trained on, in the command's
         order.
         """
+        training = None
         if self._loaded.objectives:
             training = self._loaded.objectives.training
-        else:
-            training = None
         if isinstance(training, PolicyObjective):
             return training.rollouts.batches(self.progress.step)
         return self.data.train.batches(self.progress.step)

@@ -18,7 +18,7 @@ ADDED = {
             '    "plain_sgd": OptimizerFacts(count_state=lambda shape, itemsize: 0, update_copies=1, reads_betas=False),\n',
         ),
         "optim/optimizers.py": (
-            "CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {\n",
+            "CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], Optimizer]] = {\n",
             '    "plain_sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate),\n',
         ),
     },
@@ -68,7 +68,7 @@ ADDED = {
     "a rule about what works together": {
         "config/recipe_rules.py": (
             "RULES: tuple[Rule, ...] = (\n",
-            '    Rule(name="seven", keys=("seed",), when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
+            '    recipe_rule("seven", "seed", when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
         )
     },
     "what is known of a family of models": {

@@ -251,8 +251,8 @@ def refuse_small_disk(
     steps: int,
     checkpoint_bytes: int,
     parameters: int,
-    steps_per_epoch: int | None = None,
-    carried_bytes: int = 0,
+    steps_per_epoch: int | None,
+    carried_bytes: int,
 ) -> None:
     """Raises `UserError` where the disk under `run_folder` is too small for the run's files.
 

@@ -42,7 +42,7 @@ class Progress:
     # in a checkpoint: the states of the user's callbacks, by name
     callbacks: dict[str, Any] | None = None
 
-    def after_step(self, batch: "StepBatch", *, is_skipped: bool = False) -> "Progress":
+    def after_step(self, batch: "StepBatch", *, is_skipped: bool) -> "Progress":
         """Returns the progress after the step of `batch`.
 
         is_skipped: The step had no update.
@@ -106,18 +106,18 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
     return content
 
 
-def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
+def refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
     """Raises `ValueError` with a sentence if `content` is no manifest.
 
     It is none either if it names a file outside the checkpoint.
     """
-    _refuse_wrong_kinds(name, content, _MANIFEST)
+    _refuse_wrong_kinds(MANIFEST, content, _MANIFEST)
     for file in content["files"]:
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{name} names a file outside the checkpoint: {file!a}")
+            raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {file!a}")
         if str(path) != file or not path.parts or not _is_file_name(path):
-            raise ValueError(f"{name} names a file that cannot exist: {file[:60]!a}")
+            raise ValueError(f"{MANIFEST} names a file that cannot exist: {file[:60]!a}")
 
 
 def _is_file_name(path: PurePosixPath) -> bool:
@@ -232,7 +232,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         )
     try:
         if _encode(content) == encoded:
-            refuse_malformed_manifest(MANIFEST, content)
+            refuse_malformed_manifest(content)
             return Manifest(**content)
     except (TypeError, RecursionError):  # unknown keys; nested too deep
         pass

@@ -41,7 +41,7 @@ from finetune.config.reader import to_dict
 from finetune.config.reward_names import SHIPPED_REWARDS
 from finetune.config.schema import NESTED, Model, Recipe, compute_global_batch_size, recipe_keys
 from finetune.config.user_code import file_of
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Names
 from finetune.data.prepare import PreparedData
 from finetune.data.sources import hash_file
 from finetune.distributed.world import RankGroup, World
@@ -61,7 +61,7 @@ OF_TOKENIZER = ("tokenizer_name_or_path", *OF_MODEL, "added_tokens", "special_to
 OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision")
 STARTED = "the same name is given, but its weights, from which the training started, have changed"
 # input -> (the recipe's keys that name it, the sentence for a changed content under equal keys)
-INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+INPUTS: Mapping[str, tuple[Names, str]] = {
     "datasets": (
         ("datasets", "streaming"),
         "datasets: the same files are named, but their content has changed",

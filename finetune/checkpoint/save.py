@@ -51,7 +51,7 @@ from finetune.checkpoint.shards import (
 )
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, compute_global_batch_size
-from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, read_versions
+from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, Names, read_versions
 from finetune.distributed.model_parts import has_other_parts, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import RankGroup, World
@@ -251,7 +251,7 @@ class Saver:
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         pipeline = find_pipeline(unwrap(self.model))
-        copied: tuple[str, ...] = ()  # parameters that an earlier stage has, too
+        copied: Names = ()  # parameters that an earlier stage has, too
         if pipeline:
             copied = tuple(f"{name}." for name in pipeline.copied)
         shards = []

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,9 +32,11 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._optim_utils import StateInfo, _OptimStateKey, _PosDimTensorInfo
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
+from finetune.constants import Shape
 from finetune.distributed.model_parts import local_part, text_names, tied_names, unwrap
 from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
@@ -49,7 +52,7 @@ def is_quantized(tensor: Any) -> bool:
     return hasattr(tensor, "codes") and hasattr(tensor, "qmap")
 
 
-def dequantize(tensor: Any) -> torch.Tensor:
+def dequantize(tensor: Any) -> Tensor:
     """Returns torchao's 8-bit tensor in fp32.
 
     Quantized again by torchao, the result has the same codes and scales. For that the lowest signed
@@ -60,11 +63,11 @@ def dequantize(tensor: Any) -> torch.Tensor:
     if tensor.signed:
         values[0] = -1.0
     blocks = values[tensor.codes.int()].view(len(tensor.scale), -1)
-    scaled: torch.Tensor = blocks * tensor.scale.view(-1, 1)
+    scaled: Tensor = blocks * tensor.scale.view(-1, 1)
     return scaled.view(tensor.shape)
 
 
-def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
+def plain_chunks(tensor: Any) -> Iterator[Tensor]:
     """Yields the elements of a rank's tensor, flat: at once, or in chunks where it is in a file."""
     if isinstance(tensor, OffloadedTensor):
         yield from tensor.chunks()
@@ -93,7 +96,7 @@ def record_event(device: torch.device) -> Any:
 
 
 def copy_to_host(
-    shards: list["TensorShard"], copies: dict[str, torch.Tensor], event: Any, device: torch.device
+    shards: list["TensorShard"], copies: dict[str, Tensor], event: Any, device: torch.device
 ) -> list["TensorShard"]:
     """Copies the shards' tensors as they are at `event`; returns the shards with the copies.
 
@@ -120,13 +123,13 @@ def copy_to_host(
     return copied
 
 
-def reserve_on_host(shards: list["TensorShard"], copies: dict[str, torch.Tensor]) -> None:
+def reserve_on_host(shards: list["TensorShard"], copies: dict[str, Tensor]) -> None:
     """Allocates the `copies` of `copy_to_host`. Removes each shard, which frees its tensor."""
     while shards:
         _find_copy(shards.pop(), copies)
 
 
-def _find_copy(shard: "TensorShard", copies: dict[str, torch.Tensor]) -> torch.Tensor:
+def _find_copy(shard: "TensorShard", copies: dict[str, Tensor]) -> Tensor:
     """Returns the host memory for a shard, which may have to be allocated."""
     name = f"{shard.part}/{shard.name}"
     copy = copies.get(name)
@@ -148,16 +151,14 @@ class TensorShard:
 
     part: str  # model or optimizer
     name: str
-    shape: tuple[int, ...]  # of the unsharded tensor
-    offsets: tuple[int, ...]  # the place of the box's first element in the unsharded tensor
+    shape: Shape  # of the unsharded tensor
+    offsets: Shape  # the place of the box's first element in the unsharded tensor
     tensor: Any  # the box: a torch tensor, or an OffloadedTensor in a file
     is_first_copy: bool  # False where another rank writes the same values
     is_divided: bool = False  # the ranks of a tensor-parallel group have different boxes
 
 
-def get_model_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, Any]:
+def get_model_state(model: torch.nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Returns the model's tensors by transformers' names, a tied one under one name only.
 
     They are not copies. With adapters only trained tensors are returned: the adapters and
@@ -177,7 +178,7 @@ def get_model_state(
     return state
 
 
-def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's state, flat: `state.<parameter>.exp_avg` and `param_groups.…`."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
@@ -189,7 +190,7 @@ def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 
 def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries of a flat state that are tensors."""
-    kinds = torch.Tensor | ShardedTensor | OffloadedTensor
+    kinds = Tensor | ShardedTensor | OffloadedTensor
     return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
@@ -413,7 +414,7 @@ def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def set_optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any]
 ) -> None:
     """Loads a state, which `get_optimizer_state` returned and `read_shards` filled."""
     if not isinstance(optimizer, OffloadedOptimizer):  # whose state was filled in place
@@ -488,7 +489,7 @@ def _refuse_different(
     )
 
 
-def weighted_sum(tensor: Any) -> torch.Tensor:
+def weighted_sum(tensor: Any) -> Tensor:
     """Returns a checksum: the sum of each element's bits times 2 * position + 1, modulo 2**64.
 
     The sum of integers does not depend on their order, so that every device gives the same. One

@@ -28,6 +28,7 @@ from finetune.config.other_names import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.reader import find_file, shipped_folder
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import Entry, read_entries
+from finetune.constants import Names
 from finetune.errors import UserError
 from finetune.files.json_files import parse_json, read_bounded
 
@@ -571,7 +572,7 @@ def _find_layout(read: "_SettingsReader") -> Layout:
     return "fsdp1" if version == "1" else "fsdp2"
 
 
-def _list_wrapped(settings: Settings) -> tuple[str, ...]:
+def _list_wrapped(settings: Settings) -> Names:
     """Lists the classes of layers that are units, from a list or a text with commas."""
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     listed = classes.split(",") if isinstance(classes, str) else classes

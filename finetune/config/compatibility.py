@@ -15,7 +15,17 @@ from finetune.config.layout import Sharding
 from finetune.config.optimization import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reward_names import REWARD_PACKAGES
-from finetune.config.rule import BF16, Case, Need, Problem, Rule, has_fp8, is_quantized, is_set
+from finetune.config.rule import (
+    BF16,
+    Case,
+    Condition,
+    Need,
+    Problem,
+    Rule,
+    has_fp8,
+    is_quantized,
+    is_set,
+)
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
 
@@ -126,7 +136,7 @@ def _machine_rule(name: str, *keys: str, **others: Any) -> Rule:
 def _package(
     name: str,
     keys: tuple[str, ...],
-    when: Callable[[Case], object],
+    when: Condition,
     package: str,
     what: Callable[[Case], str] | str,
     else_: str,

@@ -1,6 +1,6 @@
 """What a run cannot do together: features by rows, with the reason as text. Imports no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from finetune.config.recipe_rules import QAT, has_qat
 from finetune.config.rule import (
     BF16,
     Case,
+    Condition,
     Need,
     Rule,
     all_of,
@@ -26,6 +27,7 @@ from finetune.config.rule import (
     samples_itself,
 )
 from finetune.config.schema import recipe_keys
+from finetune.constants import Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,8 @@ class Feature:
     """
 
     name: str
-    keys: tuple[str, ...]
-    is_on: Callable[[Case], object]
+    keys: Names
+    is_on: Condition
     otherwise: str = ""
     off: Mapping[str, Any] | None = None
     needs: tuple[Need, ...] = ()
@@ -48,7 +50,7 @@ class Feature:
 
 def _layout(
     name: str,
-    is_on: Callable[[Case], object],
+    is_on: Condition,
     otherwise: str = "",
     off: Mapping[str, Any] | None = None,
     needs: tuple[Need, ...] = ("layout",),
@@ -59,7 +61,7 @@ def _layout(
 
 
 def _value(
-    key: str, is_on: Callable[[Case], object], otherwise: str = "", off: Any = ..., name: str = ""
+    key: str, is_on: Condition, otherwise: str = "", off: Any = ..., name: str = ""
 ) -> Feature:
     """A feature of the recipe that some values of a key ask for."""
     return Feature(
@@ -71,14 +73,14 @@ def _value(
     )
 
 
-def _method(is_on: Callable[[Case], object], otherwise: str = "") -> Feature:
+def _method(is_on: Condition, otherwise: str = "") -> Feature:
     return Feature(name="method: {method}", keys=("method",), is_on=is_on, otherwise=otherwise)
 
 
-def _model(
-    name: str, is_on: Callable[[Case], object], otherwise: str = "", key: str = "model_name_or_path"
-) -> Feature:
-    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, needs=("model",))
+def _model(name: str, is_on: Condition, otherwise: str = "") -> Feature:
+    return Feature(
+        name=name, keys=("model_name_or_path",), is_on=is_on, otherwise=otherwise, needs=("model",)
+    )
 
 
 def _samples_on_server(case: Case) -> bool:
@@ -86,7 +88,7 @@ def _samples_on_server(case: Case) -> bool:
 
 
 def _has_teacher(case: Case) -> bool:
-    return case.recipe.method_facts.needs_teacher or case.recipe.teacher is not None
+    return case.method_facts.needs_teacher or case.recipe.teacher is not None
 
 
 HEAD_ADAPTER = "LoRA on the head"
@@ -129,11 +131,11 @@ FEATURES: Mapping[str, Feature] = {
     "a teacher": _method(_has_teacher),
     "sampled completions": _method(samples),
     "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
-    "no text": _method(lambda c: not c.recipe.method_facts.writes_text),
-    "embeddings": _method(lambda c: c.recipe.method_facts.embeds),
-    "masked tokens": _method(lambda c: c.recipe.method_facts.masks),
-    "early exits": _method(lambda c: c.recipe.method_facts.exits),
-    "a critic": _method(lambda c: c.recipe.method_facts.has_critic),
+    "no text": _method(lambda c: not c.method_facts.writes_text),
+    "embeddings": _method(lambda c: c.method_facts.embeds),
+    "masked tokens": _method(lambda c: c.method_facts.masks),
+    "early exits": _method(lambda c: c.method_facts.exits),
+    "a critic": _method(lambda c: c.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.quantization import EXPORTED, SCHEMES
 from finetune.config.served import CONTEXT, list_server_options, serve_model
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Names
 from finetune.errors import UserError
 
 SAFETENSORS = "safetensors"
@@ -44,7 +44,7 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def split_list(text: str | None) -> tuple[str, ...]:
+def split_list(text: str | None) -> Names:
     """
     >>> split_list("safetensors, gguf"), split_list(None)
     (('safetensors', 'gguf'), ())
@@ -52,7 +52,7 @@ def split_list(text: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in (text or "").split(","))))
 
 
-def refuse_unknown(flag: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+def refuse_unknown(flag: str, given: Names, known: Names) -> None:
     """Raises `UserError` where one of the names that were `given` is not `known`."""
     for each in given:
         if each not in known:
@@ -272,7 +272,7 @@ def find_format_of(path: Path) -> ExportFormat | None:
     )
 
 
-def check_formats(formats: tuple[str, ...], keys: Mapping[str, Any], *, is_model: bool) -> None:
+def check_formats(formats: Names, keys: Mapping[str, Any], *, is_model: bool) -> None:
     """Checks what is asked of formats; no torch, no file is read.
 
     Args:

@@ -311,6 +311,7 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
 # What transformers' source says of a family.
 # self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next
 # assignment.
+VISION = re.compile(r"class \w*Vision")
 LINEAR = re.compile(
     r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL
 )
@@ -331,10 +332,9 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
         return ""
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
+    listed = ""
     if mappings.is_file():
         listed = mappings.read_text(encoding="utf-8")
-    else:
-        listed = ""
     # gemma3_text is in gemma3's file
     of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
     folder = of_another[1] if of_another else model_type
@@ -362,6 +362,11 @@ def find_layer_class(model_type: str) -> str:
     )
 
 
+def _read_classes(model_type: str) -> list[str]:
+    """The source of a family's classes, each from its first line on."""
+    return re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
+
+
 @cache
 def find_linear_layers(model_type: str) -> frozenset[str]:
     """Returns the names of a family's linear layers, without heads and vision towers; none of an
@@ -370,8 +375,7 @@ def find_linear_layers(model_type: str) -> frozenset[str]:
     >>> sorted(find_linear_layers("phi3"))
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
     """
-    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    of_text = "".join(text for text in classes if not re.match(r"class \w*Vision", text))
+    of_text = "".join(text for text in _read_classes(model_type) if not VISION.match(text))
     return frozenset(LINEAR.findall(of_text)) - HEADS
 
 
@@ -383,8 +387,11 @@ def find_biased_layers(model_type: str) -> frozenset[str]:
     >>> sorted(find_biased_layers("qwen2")), sorted(find_biased_layers("llama"))
     (['k_proj', 'q_proj', 'v_proj'], [])
     """
-    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    of_text = "".join(text for text in classes if not re.match(r"class \w*(Vision|For[A-Z])", text))
+    of_text = "".join(
+        text
+        for text in _read_classes(model_type)
+        if not re.match(r"class \w*(Vision|For[A-Z])", text)
+    )
     defaults = read_family_source(model_type, "configuration")
     biased = set()
     for name, arguments in LINEAR_ARGUMENTS.findall(of_text):
@@ -403,8 +410,7 @@ def find_vision_layers(model_type: str) -> frozenset[str]:
     >>> sorted(find_vision_layers("qwen3_vl"))
     ['linear_fc1', 'linear_fc2', 'proj', 'qkv']
     """
-    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
-    of_tower = "".join(text for text in classes if re.match(r"class \w*Vision", text))
+    of_tower = "".join(text for text in _read_classes(model_type) if VISION.match(text))
     return frozenset(LINEAR.findall(of_tower))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from finetune.constants import Names
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureKeys:
@@ -42,14 +44,14 @@ class LlamaCpp:
     # transformers multiplies by 1 + weight, llama.cpp by what the file holds
     adds_one_to_norms: bool = False
     activation: str = "silu"
-    biases: tuple[str, ...] = ()  # the linear layers whose biases it adds
+    biases: Names = ()  # the linear layers whose biases it adds
     # layers between two of full attention; None: every layer attends to all tokens
     window_every: int | None = None
     rope_skipped_every: int | None = None  # layers between two without RoPE
     has_own_head: bool = True  # else the embedding is the head
     # with so many layers queries are scaled by hidden_size / heads, not head_dim
     scales_like_27b: int | None = None
-    stretches_rope: tuple[str, ...] = ("linear", "yarn")  # the kinds of rope scaling
+    stretches_rope: Names = ("linear", "yarn")  # the kinds of rope scaling
     rotates_parts: bool = False  # partial_rotary_factor
 
 
@@ -59,12 +61,12 @@ class Recurrence:
     apart in them.
     """
 
-    modules: tuple[str, ...]  # the ends of their classes' names
+    modules: Names  # the ends of their classes' names
     # The arguments by which they read the boundaries of packed documents, once these packages are
     # installed. Without arguments, they would ignore boundaries, and run over one document after
     # the other.
-    arguments: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
+    arguments: Names = ()
+    packages: Names = ()
     steps_through_tokens: bool = False  # in a loop of transformers' own, without the packages
     # Whether transformers computes from its cache, for padded prompts, what it computes without
     # one.
@@ -81,7 +83,7 @@ class Family:
     # what is sharded: whole heads, or their products
     tensor_parallel: Literal["heads", "products"] | None = None
     # linear layers that return more, or are read without being called
-    unadaptable: tuple[str, ...] = ()
+    unadaptable: Names = ()
     # who makes the mask, where attention knows documents by a mask alone: transformers, from
     # position ids, or models/documents.py
     document_mask: Literal["transformers", "here"] | None = None
@@ -122,7 +124,7 @@ class Family:
     sinks: bool = False  # a score of each head that gives no value
     caps_scores: bool = False  # attn_logit_softcapping
     fused: bool = False  # one qkv_proj and one gate_up_proj
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norms: Names = ("input_layernorm", "post_attention_layernorm")
     # norms stand after attention and MLP only, so these read the residual stream itself
     norm_after: bool = False
     mixture: MixtureKeys | None = None  # None: dense
@@ -131,7 +133,7 @@ class Family:
     llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
     # parts of modules' names -> what vLLM calls them in an adapter, where it says otherwise;
     # several names: it adapts equal parts of the layer's outputs by themselves
-    vllm_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vllm_modules: Mapping[str, Names] = field(default_factory=dict)
 
     @property
     def opens_in_mlx(self) -> bool:

@@ -7,7 +7,7 @@ from math import lcm, prod
 from typing import Any, Literal
 
 from finetune.config.schema import Lora, Model, PipelineSchedule
-from finetune.constants import COMPUTE_DTYPE
+from finetune.constants import COMPUTE_DTYPE, Names, Shape
 from finetune.units import counted
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -32,7 +32,7 @@ class Fp8:
         return self.recipe_name != "rowwise_with_gw_hp"
 
 
-def is_multiplied_in_fp8(shape: tuple[int, ...]) -> bool:
+def is_multiplied_in_fp8(shape: Shape) -> bool:
     """Whether a GPU multiplies by a weight of `shape` [out, in] in FP8; tensor cores take 16
     numbers at a time.
     """
@@ -103,7 +103,7 @@ class Sharding:
     pipeline_parallel_size: int = 1
     pipeline_schedule: PipelineSchedule = "1f1b"  # a recipe's key
     wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
-    wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
+    wrap_classes: Names = ()  # empty: inferred from the model
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
     activation_checkpointing: bool = False
     cpu_offload: bool = False
@@ -283,7 +283,7 @@ def split_layers(costs: Sequence[float], parts: int) -> list[range]:
     return ranges[::-1]
 
 
-def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
+def shard_experts(shape: Shape, size: int, shards: int) -> Shape | None:
     """Returns the shape that one rank holds of a parameter [experts, rows, ...] under expert
     parallelism.
 

@@ -59,10 +59,9 @@ def _find_unequal_numbers(case: Case) -> list[str]:
         if ours[key] != value:
             place = recipe.place_of(key)
             by = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
+            on = ""
             if "batch" in key or "steps" in key:
                 on = f" on {ranks} ranks"
-            else:
-                on = ""
             number = "null" if ours[key] is None else format(ours[key], "g")
             name = DEEPSPEED_NAMES.get(key, key)
             problems.append(
@@ -227,7 +226,7 @@ RULES: tuple[Rule, ...] = (
         "streaming to a pipeline's reference",
         "streaming",
         "pipeline_parallel_size",
-        when=lambda c: has_pp(c) and c["streaming"] and c.recipe.method_facts.needs_reference,
+        when=lambda c: has_pp(c) and c["streaming"] and c.method_facts.needs_reference,
         message=(
             "streaming cannot be combined with pipeline_parallel_size: the reference of all rows "
             "is computed first"

@@ -23,15 +23,26 @@ from finetune.config.methods import (
     list_addresses,
 )
 from finetune.config.reward_names import name_of_reward
-from finetune.config.rule import Case, Rule, all_of, is_set, no_effect, samples, samples_itself
+from finetune.config.rule import (
+    Case,
+    Rule,
+    all_of,
+    is_set,
+    model_rule,
+    no_effect,
+    recipe_rule,
+    samples,
+    samples_itself,
+)
 
 
 def _method_key(key: str) -> Rule:
     users = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
-    return Rule(
-        name=f"{key} with another method",
-        keys=(key, "method"),
-        when=all_of(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
+    return recipe_rule(
+        f"{key} with another method",
+        key,
+        "method",
+        when=all_of(is_set(key), lambda case: key not in case.method_facts.keys),
         message=lambda case: (
             f"{key} has no effect with method: {case['method']}; it is for {users}"
         ),
@@ -43,11 +54,12 @@ def _column_key(entry: str, key: str) -> Rule:
 
     def is_unused(case: Case) -> bool:
         is_given = any(getattr(source, key) for source in case[entry])
-        return is_given and case.recipe.method_facts.rows not in COLUMN_KEYS[key]
+        return is_given and case.method_facts.rows not in COLUMN_KEYS[key]
 
-    return Rule(
-        name=f"{key} of {entry} with another method",
-        keys=(entry, "method"),
+    return recipe_rule(
+        f"{key} of {entry} with another method",
+        entry,
+        "method",
         when=is_unused,
         message=lambda case: (
             f"{key} has no effect with method: {case['method']}; it is for {users}"
@@ -61,11 +73,12 @@ def _layers_key(key: str) -> Rule:
         named = choose_layers(case[key], count)
         return bool(case[key]) and (not named or named[-1] >= count)
 
-    return Rule(
-        name=f"{key} that the model lacks",
-        keys=(key, "method", "model_name_or_path"),
-        needs=("model",),
-        when=all_of(lambda case: case.recipe.method_facts.exits, names_others),
+    return model_rule(
+        f"{key} that the model lacks",
+        key,
+        "method",
+        "model_name_or_path",
+        when=all_of(lambda case: case.method_facts.exits, names_others),
         message=lambda case: (
             f"{key}: {_describe_layers(case[key])}: {case['name']} has {case.model.layers} layers, "
             "counted from 0"
@@ -82,13 +95,13 @@ def _rows_key(key: str) -> Rule:
     return no_effect(
         key,
         "with method: {method}",
-        lambda case: key not in ROWS[case.recipe.method_facts.rows].keys,
+        lambda case: key not in ROWS[case.method_facts.rows].keys,
         "method",
     )
 
 
 def _has_reference(case: Case) -> bool:
-    return "beta" in case.recipe.method_facts.keys and samples(case) and case["beta"] > 0
+    return "beta" in case.method_facts.keys and samples(case) and case["beta"] > 0
 
 
 def _baseline(case: Case) -> str:
@@ -150,9 +163,9 @@ def _names_apart(key: str) -> Rule:
         names = [name_of_reward(name) for name in case[key] or ()]
         return next((name for name in names if names.count(name) > 1), None)
 
-    return Rule(
-        name=f"two {key} of one name",
-        keys=(key,),
+    return recipe_rule(
+        f"two {key} of one name",
+        key,
         when=find,
         message=lambda case: (
             f"{key}: two are named {find(case)}, under which metrics and calls know both"
@@ -176,7 +189,7 @@ def _names_student(case: Case) -> bool:
     """Whether the teacher is the model that is trained, by its name or folder."""
     teacher = case["teacher_model_name_or_path"]
     student = case["model_name_or_path"]
-    if not case.recipe.method_facts.needs_teacher or None in (teacher, student):
+    if not case.method_facts.needs_teacher or None in (teacher, student):
         return False
     is_one_folder = (
         Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
@@ -201,16 +214,18 @@ def _differs_from_teacher(case: Case) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        name="no teacher",
-        keys=("teacher_model_name_or_path", "method"),
-        when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
+    recipe_rule(
+        "no teacher",
+        "teacher_model_name_or_path",
+        "method",
+        when=lambda c: c.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
         message="method: {method} learns from a teacher",
         advice="set teacher_model_name_or_path",
     ),
-    Rule(
-        name="a teacher that is the student",
-        keys=("teacher_model_name_or_path", "model_name_or_path"),
+    recipe_rule(
+        "a teacher that is the student",
+        "teacher_model_name_or_path",
+        "model_name_or_path",
         when=lambda c: _names_student(c) and not _differs_from_teacher(c),
         message=(
             "teacher_model_name_or_path: {teacher_model_name_or_path} is the model that is "
@@ -222,17 +237,20 @@ RULES: tuple[Rule, ...] = (
     *(_method_key(key.name) for key in fields(RolloutKeys)),
     *map(_method_key, LABEL_KEYS),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
-    Rule(
-        name="label_smoothing with another loss",
-        keys=("label_smoothing", "loss_type", "method"),
+    recipe_rule(
+        "label_smoothing with another loss",
+        "label_smoothing",
+        "loss_type",
+        "method",
         when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
         message="label_smoothing has no effect with loss_type: {loss_type}",
         advice="remove it",
     ),
-    Rule(
-        name="label_smoothing of half the pairs",
-        keys=("label_smoothing", "method"),
-        when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
+    recipe_rule(
+        "label_smoothing of half the pairs",
+        "label_smoothing",
+        "method",
+        when=lambda c: c.method_facts.compares and c["label_smoothing"] >= 0.5,
         message=(
             "label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose "
             "order is wrong"
@@ -240,12 +258,13 @@ RULES: tuple[Rule, ...] = (
         advice="a number below 0.5 is expected",
     ),
     *(
-        Rule(
-            name=f"{key} without labels",
-            keys=(key, "distill_alpha", "method"),
+        recipe_rule(
+            f"{key} without labels",
+            key,
+            "distill_alpha",
+            "method",
             when=all_of(
-                lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1,
-                is_set(key),
+                lambda c: c.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)
             ),
             message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
             advice="set distill_alpha below 1, or remove it",
@@ -259,29 +278,25 @@ RULES: tuple[Rule, ...] = (
         no_effect(key, "without layer_dropout", lambda c: not c["layer_dropout"], "layer_dropout")
         for key in DROPOUT_KEYS
     ),
-    Rule(
-        name="early exits nowhere",
-        keys=("exit_layers", "layer_dropout", "method"),
-        when=lambda c: (
-            c.recipe.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"]
-        ),
+    recipe_rule(
+        "early exits nowhere",
+        "exit_layers",
+        "layer_dropout",
+        "method",
+        when=lambda c: c.method_facts.exits and c["exit_layers"] == () and not c["layer_dropout"],
         message="method: {method}: without exit_layers and layer_dropout it is fine-tuning",
         advice="name layers, or set method: sft",
     ),
     *(_layers_key(key) for key in ("exit_layers", "layer_dropout_layers")),
-    Rule(
-        name="streaming with a reference",
-        keys=(
-            "streaming",
-            "method",
-            "use_peft",
-            "modules_to_save",
-            "added_tokens",
-            "adapter_name_or_path",
-        ),
-        when=lambda c: (
-            c["streaming"] and c.recipe.method_facts.needs_reference and c.recipe.trains_base
-        ),
+    recipe_rule(
+        "streaming with a reference",
+        "streaming",
+        "method",
+        "use_peft",
+        "modules_to_save",
+        "added_tokens",
+        "adapter_name_or_path",
+        when=lambda c: c["streaming"] and c.method_facts.needs_reference and c.recipe.trains_base,
         message=(
             "streaming: {method} needs the reference's log-probabilities of all data before "
             "training, unless only new adapters are trained"
@@ -292,19 +307,21 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"streaming": False},
     ),
-    Rule(
-        name="split answers that are compared",
-        keys=("overlength", "method"),
-        when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
+    recipe_rule(
+        "split answers that are compared",
+        "overlength",
+        "method",
+        when=lambda c: c.method_facts.compares and c["overlength"] == "split",
         message=(
             "overlength: split would cut up the answers that method: {method} compares; set "
             "truncate, drop or error"
         ),
     ),
-    Rule(
-        name="assistant_only_loss of pairs",
-        keys=("assistant_only_loss", "method"),
-        when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
+    recipe_rule(
+        "assistant_only_loss of pairs",
+        "assistant_only_loss",
+        "method",
+        when=lambda c: c.method_facts.compares and not c["assistant_only_loss"],
         message=(
             "assistant_only_loss: false has no effect with method: {method}, which compares "
             "answers to one prompt"
@@ -316,26 +333,27 @@ RULES: tuple[Rule, ...] = (
             key,
             f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with "
             "assistant_only_loss: false: a row is whole",
-            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"],
+            lambda c: c.method_facts.compares or not c["assistant_only_loss"],
             "method",
         )
         for key in ("turns", "train_on_reasoning")
     ),
     # Sampled completions
-    Rule(
-        name="no classes",
-        keys=("labels", "method"),
+    recipe_rule(
+        "no classes",
+        "labels",
+        "method",
         when=lambda c: (
-            c.recipe.method_facts.rows == "classes"
-            and len(set(c["labels"])) < max(2, len(c["labels"]))
+            c.method_facts.rows == "classes" and len(set(c["labels"])) < max(2, len(c["labels"]))
         ),
         message="labels: method: {method} learns which of several classes a row has",
         advice="name two or more, each once, such as [negative, positive]",
     ),
     *map(_rows_key, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)),
-    Rule(
-        name="a weight for each class",
-        keys=("class_weights", "labels"),
+    recipe_rule(
+        "a weight for each class",
+        "class_weights",
+        "labels",
         when=lambda c: (
             c["class_weights"]
             and (len(c["class_weights"]) != len(c["labels"]) or min(c["class_weights"]) < 0)
@@ -345,9 +363,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="give each label one, from 0 on",
     ),
-    Rule(
-        name="more labels than a row can have",
-        keys=("labels", "problem_type"),
+    recipe_rule(
+        "more labels than a row can have",
+        "labels",
+        "problem_type",
         when=lambda c: c["problem_type"] == MULTI_LABEL and len(c["labels"]) > MOST_LABELS,
         message=lambda c: (
             f"labels: {len(c['labels'])} are named, and problem_type: {c['problem_type']} knows "
@@ -355,11 +374,13 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name fewer",
     ),
-    Rule(
-        name="a document that is compared with none",
-        keys=("num_negatives", "loss_type", "method"),
+    recipe_rule(
+        "a document that is compared with none",
+        "num_negatives",
+        "loss_type",
+        "method",
         when=lambda c: (
-            c.recipe.method_facts.ranks and c["loss_type"] != POINTWISE and c["num_negatives"] == 0
+            c.method_facts.ranks and c["loss_type"] != POINTWISE and c["num_negatives"] == 0
         ),
         message=(
             "num_negatives: 0: loss_type: {loss_type} compares the documents of a query, and there "
@@ -367,19 +388,22 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=f"set num_negatives, or loss_type: {POINTWISE}",
     ),
-    Rule(
-        name="no rewards",
-        keys=("rewards", "method"),
-        when=lambda c: samples(c) and not _is_paid(c) and not c.recipe.method_facts.needs_teacher,
+    recipe_rule(
+        "no rewards",
+        "rewards",
+        "method",
+        when=lambda c: samples(c) and not _is_paid(c) and not c.method_facts.needs_teacher,
         message="method: {method} learns from rewards",
         advice=(
             "set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a "
             "reward model"
         ),
     ),
-    Rule(
-        name="held-out prompts without rewards",
-        keys=("rewards", "eval_datasets", "eval_split_size"),
+    recipe_rule(
+        "held-out prompts without rewards",
+        "rewards",
+        "eval_datasets",
+        "eval_split_size",
         when=lambda c: (
             samples(c) and not _is_paid(c) and (c["eval_datasets"] or c["eval_split_size"])
         ),
@@ -389,21 +413,24 @@ RULES: tuple[Rule, ...] = (
             "completions are compared"
         ),
     ),
-    Rule(
-        name="nothing to compare",
-        keys=("num_generations", "method"),
+    recipe_rule(
+        "nothing to compare",
+        "num_generations",
+        "method",
         when=lambda c: (
             samples(c)
             and c["num_generations"] == 1
-            and not c.recipe.method_facts.needs_teacher
-            and not c.recipe.method_facts.has_critic
+            and not c.method_facts.needs_teacher
+            and not c.method_facts.has_critic
         ),
         message="num_generations: 1: {method} compares the completions of a prompt with each other",
         advice="set 2 or more; 8 is usual",
     ),
-    Rule(
-        name="a reference without files",
-        keys=("beta", "model_config", "added_tokens"),
+    recipe_rule(
+        "a reference without files",
+        "beta",
+        "model_config",
+        "added_tokens",
         when=lambda c: (
             _has_reference(c)
             and c.recipe.trains_base
@@ -415,9 +442,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set beta: 0",
     ),
-    Rule(
-        name="beta of sums",
-        keys=("beta", "loss_type"),
+    recipe_rule(
+        "beta of sums",
+        "beta",
+        "loss_type",
         when=lambda c: _has_reference(c) and _has_one_ratio(c),
         message=(
             "beta has no effect with loss_type: {loss_type}, whose loss has one ratio for a "
@@ -437,9 +465,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c["environment"],
         "environment",
     ),
-    Rule(
-        name="a weight for each reward",
-        keys=("reward_weights", "rewards"),
+    recipe_rule(
+        "a weight for each reward",
+        "reward_weights",
+        "rewards",
         when=lambda c: (
             samples(c)
             and c["reward_weights"] is not None
@@ -450,26 +479,28 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="give one for each",
     ),
-    Rule(
-        name="loss_type of another method",
-        keys=("loss_type", "method"),
+    recipe_rule(
+        "loss_type of another method",
+        "loss_type",
+        "method",
         when=lambda c: (
-            "loss_type" in c.recipe.method_facts.keys
-            and c["loss_type"] not in c.recipe.method_facts.losses
+            "loss_type" in c.method_facts.keys and c["loss_type"] not in c.method_facts.losses
         ),
         message="loss_type: {loss_type} is not for method: {method}",
-        advice=lambda c: f"set one of {', '.join(c.recipe.method_facts.losses)}",
+        advice=lambda c: f"set one of {', '.join(c.method_facts.losses)}",
     ),
-    Rule(
-        name="beta of nothing",
-        keys=("beta", "method"),
-        when=lambda c: not samples(c) and "beta" in c.recipe.method_facts.keys and c["beta"] == 0,
+    recipe_rule(
+        "beta of nothing",
+        "beta",
+        "method",
+        when=lambda c: not samples(c) and "beta" in c.method_facts.keys and c["beta"] == 0,
         message="beta: 0: method: {method} would learn nothing",
         advice="set a number above 0",
     ),
-    Rule(
-        name="no room for a prompt",
-        keys=("max_completion_length", "max_length"),
+    recipe_rule(
+        "no room for a prompt",
+        "max_completion_length",
+        "max_length",
         when=lambda c: samples(c) and c["max_completion_length"] >= c["max_length"],
         message=(
             "max_completion_length: {max_completion_length} leaves no room for a prompt in "
@@ -477,9 +508,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="raise max_length, or lower max_completion_length",
     ),
-    Rule(
-        name="the largest ratio",
-        keys=("epsilon_high", "loss_type"),
+    recipe_rule(
+        "the largest ratio",
+        "epsilon_high",
+        "loss_type",
         when=lambda c: samples(c) and _has_bound(c, "weight") and (c["epsilon_high"] or 0) < 1,
         message=(
             "loss_type: {loss_type} bounds the probability ratio itself by epsilon_high, which is "
@@ -487,9 +519,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set epsilon_high: 5",
     ),
-    Rule(
-        name="scale_rewards without groups",
-        keys=("scale_rewards", "loss_type"),
+    recipe_rule(
+        "scale_rewards without groups",
+        "scale_rewards",
+        "loss_type",
         when=lambda c: samples(c) and is_set("scale_rewards")(c) and _baseline(c) != "group",
         message=(
             "scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its "
@@ -497,9 +530,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it",
     ),
-    Rule(
-        name="a correction of tokens in sums",
-        keys=("importance_sampling_correction", "loss_type"),
+    recipe_rule(
+        "a correction of tokens in sums",
+        "importance_sampling_correction",
+        "loss_type",
         when=lambda c: samples(c) and _corrects_tokens(c) and _has_one_ratio(c),
         message=(
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
@@ -507,9 +541,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=lambda c: "set " + SEQUENCES.get(c["importance_sampling_correction"], "none"),
     ),
-    Rule(
-        name="bounds of a correction",
-        keys=("importance_sampling_clip_min", "importance_sampling_clip_max"),
+    recipe_rule(
+        "bounds of a correction",
+        "importance_sampling_clip_min",
+        "importance_sampling_clip_max",
         when=lambda c: (
             samples(c)
             and c["importance_sampling_clip_min"] is not None
@@ -519,9 +554,10 @@ RULES: tuple[Rule, ...] = (
         "importance_sampling_clip_max: {importance_sampling_clip_max}",
         advice="lower it",
     ),
-    Rule(
-        name="bounds of no correction",
-        keys=("importance_sampling_clip_max", "importance_sampling_correction"),
+    recipe_rule(
+        "bounds of no correction",
+        "importance_sampling_clip_max",
+        "importance_sampling_correction",
         when=lambda c: (
             samples(c)
             and _follows_every_ratio(c)
@@ -536,9 +572,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
-    Rule(
-        name="a punishment without its tokens",
-        keys=("soft_punish_cache", "rewards"),
+    recipe_rule(
+        "a punishment without its tokens",
+        "soft_punish_cache",
+        "rewards",
         when=lambda c: (
             samples(c)
             and (
@@ -550,24 +587,26 @@ RULES: tuple[Rule, ...] = (
         "max_completion_length, over which it falls from 0 to -1",
         advice="set both, such as soft_punish_cache: 64, or none of them",
     ),
-    Rule(
-        name="dynamic sampling without groups",
-        keys=("max_num_gen_batches", "loss_type", "method"),
+    recipe_rule(
+        "dynamic sampling without groups",
+        "max_num_gen_batches",
+        "loss_type",
+        "method",
         when=lambda c: (
             samples(c)
             and c["max_num_gen_batches"] > 1
-            and (_baseline(c) == "step" or c.recipe.method_facts.needs_teacher)
+            and (_baseline(c) == "step" or c.method_facts.needs_teacher)
         ),
         message=lambda c: (
             "max_num_gen_batches drops groups whose rewards are all alike, from which "
-            f"{'a teacher' if c.recipe.method_facts.needs_teacher else c['loss_type']} still "
-            "teaches"
+            f"{'a teacher' if c.method_facts.needs_teacher else c['loss_type']} still teaches"
         ),
         advice="set 1",
     ),
-    Rule(
-        name="importance_sampling_level of sums",
-        keys=("importance_sampling_level", "loss_type"),
+    recipe_rule(
+        "importance_sampling_level of sums",
+        "importance_sampling_level",
+        "loss_type",
         when=lambda c: (
             samples(c)
             and is_set("importance_sampling_level")(c)
@@ -579,9 +618,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it",
     ),
-    Rule(
-        name="a scale beside Dr. GRPO",
-        keys=("scale_rewards", "loss_type"),
+    recipe_rule(
+        "a scale beside Dr. GRPO",
+        "scale_rewards",
+        "loss_type",
         when=lambda c: (
             samples(c)
             and c["loss_type"] in POLICY_LOSSES
@@ -595,10 +635,11 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
     ),
     *map(_names_apart, ("rewards", "tools")),
-    Rule(
-        name="models that are sampled otherwise",
-        keys=("method", "model_name_or_path", "vllm_server_base_url"),
-        needs=("model",),
+    model_rule(
+        "models that are sampled otherwise",
+        "method",
+        "model_name_or_path",
+        "vllm_server_base_url",
         when=lambda c: samples_itself(c) and _is_sampled_otherwise(c),
         message=(
             "method: {method} cannot sample {name} here: with a cache, {model.model_type} computes "
@@ -606,9 +647,9 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set vllm_server_base_url",
     ),
-    Rule(
-        name="a server's address",
-        keys=("vllm_server_base_url",),
+    recipe_rule(
+        "a server's address",
+        "vllm_server_base_url",
         when=_list_wrong_addresses,
         message=lambda case: (
             f"vllm_server_base_url: {_list_wrong_addresses(case)[0]} is no address; write it as "

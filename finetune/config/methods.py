@@ -17,6 +17,7 @@ from finetune.config.reward_names import (
     is_reward_model,
     name_of_reward,
 )
+from finetune.constants import Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +137,7 @@ class RolloutKeys:
         SameOnResume,
         (
             "How many turns of a completion may call tools; null: as many as max_completion_length "
-            "has "
-            "room for."
+            "has room for."
         ),
     ] = None
     environment: Annotated[
@@ -329,12 +329,12 @@ class RolloutKeys:
         return bool(self.tools or self.environment)
 
     @property
-    def reward_models(self) -> tuple[str, ...]:
+    def reward_models(self) -> Names:
         """The entries of `rewards` that are models, by folder or hub name."""
         return tuple(name for name in self.rewards if is_reward_model(name))
 
     @property
-    def reward_functions(self) -> tuple[str, ...]:
+    def reward_functions(self) -> Names:
         """The entries of `rewards` that the reward process computes: functions and judges."""
         return tuple(name for name in self.rewards if not is_reward_model(name))
 
@@ -382,7 +382,7 @@ class RowFacts:
     # What the label of a document that is scored says: by how much its score should be above the
     # next one's, its class, those of its steps, or a number.
     label: Literal["margin", "class", "steps", "number"] = "margin"
-    keys: tuple[str, ...] = ()  # of the data, which no other rows use
+    keys: Names = ()  # of the data, which no other rows use
     averaged_over: str = "token"  # what the loss is a mean of, for the report
 
     def count_documents(self, num_negatives: int) -> int:
@@ -399,7 +399,7 @@ MOST_LABELS = 31  # where a row may have several, which are the bits of one numb
 class ScoreHead:
     """A head of scores in place of the vocabulary's; without names it is the vocabulary's."""
 
-    names: tuple[str, ...] = ()  # of its scores
+    names: Names = ()  # of its scores
     problem_type: str | None = None  # what transformers' class takes them for
     reads_tokens: bool = False  # it is of transformers' classes that score each token
     has_values: bool = False  # whether a critic's vector is beside the vocabulary's head
@@ -431,13 +431,13 @@ class MethodFacts:
     says: str  # what the model learns, for the recipe that `finetune init` writes
     rows: RowKind = "answers"  # what it reads of the data
     # the recipe's keys, beside `method`, that it uses and another method does not
-    keys: tuple[str, ...] = ()
+    keys: Names = ()
     needs_reference: bool = False  # the log-probabilities of the model before training
     needs_teacher: bool = False  # another model's probabilities
     has_critic: bool = False  # a value of each token's state, by a head beside the vocabulary's
     # of keys that have another default under this method
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    losses: tuple[str, ...] = ()  # the values of loss_type
+    losses: Names = ()  # the values of loss_type
     # whether tokens are masked, and predicted from what is before and after them
     masks: bool = False
     exits: bool = False  # whether the output of inner layers is scored beside the model's

@@ -33,6 +33,7 @@ from finetune.config.rule import (
     is_fsdp1,
     model_layout_rule,
     model_rule,
+    recipe_rule,
     samples,
 )
 from finetune.config.schema import Quantization
@@ -75,10 +76,9 @@ def count_local_heads(case: Case) -> int:
 def describe_local_heads(case: Case) -> str:
     local = count_local_heads(case)
     tensors = case.layout.tensor_parallel_size
+    left = ""
     if local != case.model.heads:
         left = f", of which tp_size {tensors} leaves {local} on a rank"
-    else:
-        left = ""
     return (
         f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention "
         f"heads of {case.model.model_type}, whose scores are computed in blocks of whole rows, but "
@@ -194,10 +194,9 @@ def _describe_unknown_targets(case: Case) -> str:
         layers = f"it has {known}"
     else:
         layers = "its layers are transformers' Conv1D, which have no adapters here"
+    experts = ""
     if case.model.experts:
         experts = "; routed experts are adapted with lora_target_parameters"
-    else:
-        experts = ""
     targets = ", ".join(_find_unknown_targets(case))
     return (
         f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; "
@@ -559,9 +558,8 @@ RULES: tuple[Rule, ...] = (
         "pipeline_schedule",
         when=lambda c: c.layout.pipeline_chunks > c.model.layers and has_pp(c),
         message=(
-            "pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has "
-            "{model.layers} layers, and {layout.pipeline_schedule} cuts them into "
-            "{layout.pipeline_chunks} groups"
+            "pipeline_parallel_size: {layout.pipeline_parallel_size}: {name} has {model.layers} "
+            "layers, and {layout.pipeline_schedule} cuts them into {layout.pipeline_chunks} groups"
         ),
         advice="choose a smaller size",
         fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
@@ -757,9 +755,7 @@ RULES: tuple[Rule, ...] = (
         "method",
         "max_length",
         when=lambda c: (
-            c.recipe.method_facts.masks
-            and c.model.window is not None
-            and c.model.window < c["max_length"]
+            c.method_facts.masks and c.model.window is not None and c.model.window < c["max_length"]
         ),
         message=(
             "method: {method}: layers of {model.model_type}, the family of {name}, see "
@@ -771,7 +767,7 @@ RULES: tuple[Rule, ...] = (
         "masked tokens under a mask",
         "method",
         "model_name_or_path",
-        when=lambda c: c.recipe.method_facts.masks and _attends_by_mask(c),
+        when=lambda c: c.method_facts.masks and _attends_by_mask(c),
         message=(
             "method: {method}: the attention of {model.model_type}, the family of {name}, reads a "
             "mask of transformers' own, which hides what is after a token"
@@ -788,9 +784,10 @@ RULES: tuple[Rule, ...] = (
         of_teacher=True,
     ),
     # Rows with images, which are known once the data has been read.
-    Rule(
-        name="images of the family",
-        keys=("model_name_or_path", "model_config"),
+    recipe_rule(
+        "images of the family",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
         message=(
             "{name}: rows hold images, and training on images is not supported for {images}; "
@@ -798,16 +795,17 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove these rows",
     ),
-    Rule(
-        name="images without the tower",
-        keys=("drop_vision",),
+    recipe_rule(
+        "images without the tower",
+        "drop_vision",
         when=lambda c: c.images and c["drop_vision"],
         message="drop_vision: rows hold images, which need the vision tower",
         fix={"drop_vision": False},
     ),
-    Rule(
-        name="images in packed rows",
-        keys=("attn_implementation", "packing"),
+    recipe_rule(
+        "images in packed rows",
+        "attn_implementation",
+        "packing",
         when=lambda c: c.images and c["packing"] and c["attn_implementation"] != "auto",
         message=(
             "attn_implementation: {attn_implementation}: does not keep packed documents with "
@@ -815,19 +813,18 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"packing": False},
     ),
-    Rule(
-        name="images of a method",
-        keys=("method",),
+    recipe_rule(
+        "images of a method",
+        "method",
         when=lambda c: (
-            c.images
-            and (c.recipe.method_facts.rows == "ratings" or c.recipe.method_facts.needs_teacher)
+            c.images and (c.method_facts.rows == "ratings" or c.method_facts.needs_teacher)
         ),
         message="method: {method}: rows hold images, which it does not support",
         advice="use method: sft, or one that learns from pairs",
     ),
-    Rule(
-        name="images that a server would read",
-        keys=("vllm_server_base_url",),
+    recipe_rule(
+        "images that a server would read",
+        "vllm_server_base_url",
         when=lambda c: c.images and samples(c) and c["vllm_server_base_url"],
         message=(
             "vllm_server_base_url: rows hold images, and a server reads images in a conversation "
@@ -835,16 +832,18 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"vllm_server_base_url": None},
     ),
-    Rule(
-        name="images beside tools",
-        keys=("tools", "environment"),
+    recipe_rule(
+        "images beside tools",
+        "tools",
+        "environment",
         when=lambda c: c.images and samples(c) and (c["tools"] or c["environment"]),
         message="tools, environment: rows hold images, beside which no tools were tried",
         advice="remove the key, or these rows",
     ),
-    Rule(
-        name="images that are sampled across",
-        keys=("model_name_or_path", "model_config"),
+    recipe_rule(
+        "images that are sampled across",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: c.images and samples(c) and FAMILIES[c.images].images_are_read_across,
         message=(
             "{name}: rows hold images, which {images} reads by cross attention; completions are "
@@ -852,16 +851,16 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name another model",
     ),
-    Rule(
-        name="images in compiled layers",
-        keys=("torch_compile",),
+    recipe_rule(
+        "images in compiled layers",
+        "torch_compile",
         when=lambda c: c.images and c["torch_compile"],
         message="torch_compile: rows hold images, with which it was not tried",
         fix={"torch_compile": False},
     ),
-    Rule(
-        name="images beyond the plan",
-        keys=("datasets",),
+    recipe_rule(
+        "images beyond the plan",
+        "datasets",
         when=lambda c: c.images,
         message=(
             "rows hold images: the plan counts their tokens with the row's, and not what the "

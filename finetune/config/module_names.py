@@ -22,7 +22,7 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.schema import Lora, Model, Recipe, recipe_keys
-from finetune.constants import ROTATION
+from finetune.constants import ROTATION, Names
 from finetune.errors import UserError
 
 SHOWN_MODULES = 12  # where a pattern matches none
@@ -75,9 +75,7 @@ def find_value(module: str, pattern_values: Mapping[str, int] | None, default: i
     )
 
 
-def find_trained(
-    tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)
-) -> set[str]:
+def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: Names = ("",)) -> set[str]:
     """Finds the parameters that `trainable_modules` and `frozen_modules` leave trained.
 
     Args:
@@ -171,10 +169,9 @@ def refuse_unknown_layers(
     ]
     if wrong:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        experts = ""
         if has_experts:
             experts = "; routed experts are adapted with lora_target_parameters"
-        else:
-            experts = ""
         raise UserError(
             f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has "
             f"{known}{experts}"
@@ -264,10 +261,7 @@ def gives_head_adapter(head: str, names: Iterable[str], lora: Lora) -> bool:
 
 
 def refuse_unmatched(
-    key: str,
-    patterns: Iterable[str],
-    tensors: Collection[Sequence[str]],
-    text: tuple[str, ...] = ("",),
+    key: str, patterns: Iterable[str], tensors: Collection[Sequence[str]], text: Names = ("",)
 ) -> None:
     """Raises `UserError` where one of `patterns` names no parameter, or none that text reaches (see
     `find_trained`).
@@ -278,10 +272,9 @@ def refuse_unmatched(
         if not any(is_within(name, [pattern]) for name in parameters):
             modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
             short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
+            more = ""
             if len(short) > SHOWN_MODULES:
                 more = f" and {len(short) - SHOWN_MODULES} more"
-            else:
-                more = ""
             raise UserError(
                 f"{key}: {pattern}: names no module of the model; it has "
                 f"{', '.join(short[:SHOWN_MODULES])}{more}"
@@ -393,10 +386,9 @@ def rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:
     for old, new in renames.items():
         parts = r"\\?\.".join(map(re.escape, old.split(".")))
         before = new.removesuffix(old)
+        renamed = ""
         if before and before != new:
             renamed = rf"(?<!{re.escape(before)})(?<!{re.escape(re.escape(before))})"
-        else:
-            renamed = ""
         pattern = re.sub(rf"(?<!\w){renamed}{parts}(?!\w)", new, pattern)
     return pattern
 

@@ -18,13 +18,11 @@ from finetune.config.schedules import (
     Schedule,
     ScheduleName,
 )
-from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT, round_up
+from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT, Names, Shape, round_up
 
 QUANTIZED_MIN_NUMEL = 4096
 QUANTIZED_BLOCK = 256
 QUANTIZATION_MAP = 256  # torchao's (optim/adam.py, subclass_8bit.py)
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,7 @@ class OptimizerFacts:
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
     # Other tools.
-    other_names: tuple[str, ...] = ()  # their values of `optim`, for a hint
+    other_names: Names = ()  # their values of `optim`, for a hint
     # a pattern of the names that `finetune convert` takes for it, in lower case and without _
     converted: str = "(?!)"
 
@@ -254,10 +252,9 @@ def count_optimizer_bytes(
     if optim is None:
         return 0
     facts = OPTIMIZERS[optim]
+    of_matrix = None
     if is_layers_matrix(name, shape):
         of_matrix = facts.count_matrix
-    else:
-        of_matrix = None
     return ((on_disk and facts.count_saved) or of_matrix or facts.count_state)(shape, itemsize)
 
 

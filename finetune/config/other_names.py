@@ -111,8 +111,7 @@ QUANTIZED = (
 )
 RECOMPUTED = (
     "no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP "
-    "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: "
-    "true"
+    "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: true"
 )
 ATTENTION = (
     "no such key: packed attention is built in; attn_implementation: flash_attention_2 asks for "

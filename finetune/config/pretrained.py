@@ -17,7 +17,15 @@ from finetune.config.methods import ScoreHead
 from finetune.config.module_names import is_adapter
 from finetune.config.schema import Model, Recipe
 from finetune.config.served import NAMES_KEY
-from finetune.constants import ADAPTER, ADAPTER_CONFIG, ALL_LINEAR, CONFIG_FILE, ROTATION, SCORES
+from finetune.constants import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    ALL_LINEAR,
+    CONFIG_FILE,
+    ROTATION,
+    SCORES,
+    Names,
+)
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import load_json, read_json_object, read_tensor_header
 from finetune.files.network import download_file, download_folder
@@ -514,7 +522,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def _read_targets(config: Mapping[str, Any], folder: Path) -> str | tuple[str, ...]:
+def _read_targets(config: Mapping[str, Any], folder: Path) -> str | Names:
     """Returns `lora_target_modules` as adapter_config.json has them.
 
     Of a pattern, of excluded modules and of chosen layers they are the modules in the adapter's
@@ -533,7 +541,7 @@ def _read_targets(config: Mapping[str, Any], folder: Path) -> str | tuple[str, .
     return (*targets, *layers)
 
 
-def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
+def _list_modules(folder: Path, kind: str) -> Names:
     """Lists modules in the adapter's file, by what their tensors' names contain.
 
     `kind`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.

@@ -142,9 +142,8 @@ class QuantizationAware:
         "Round the weights of linear layers, and the inputs where two numbers are named, in every "
         "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
         "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16; "
-        "int8-ternary is BitNet b1.58. The "
-        "output head stays as it is. What is trained and saved has full "
-        "precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
+        "int8-ternary is BitNet b1.58. The output head stays as it is. What is trained and saved "
+        "has full precision; export_formats: [safetensors, compressed-tensors] quantizes it.",
     ] = None
     qat_group_size: Annotated[
         Positive | None,
@@ -177,12 +176,6 @@ class QuantizedBytes:
 
     codes: int  # the numbers: two in a byte at 4 bits, one at 8 bits
     scales: int
-
-    def padded(self, itemsize: int) -> int:
-        """Counts the bytes of codes and scales as they are kept: as numbers of a compute dtype of
-        `itemsize` bytes.
-        """
-        return sum(math.ceil(size / itemsize) * itemsize for size in (self.codes, self.scales))
 
 
 def quantized_bytes(
@@ -229,10 +222,9 @@ def describe_quantization(quantization: Quantization) -> str:
     '8 bits (int8)'
     """
     kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
+    double = ""
     if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant:
         double = ", double quantization"
-    else:
-        double = ""
     return f"{quantization.bits} bits ({kind}{double})"
 
 
@@ -402,10 +394,9 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
 def _find_unquantized(name: str) -> str:
     """Names the model that a quantized one was made from, as the card in its folder says."""
     card = Path(name) / "README.md"
+    text = ""
     if card.is_file():
         text = card.read_text("utf-8", "replace")[:CARD_BYTES]
-    else:
-        text = ""
     base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
     if base_model:
         return f"{base_model[1]}, by its model card"

@@ -47,6 +47,7 @@ from finetune.config.yaml_file import (
     read_entries,
     read_value,
 )
+from finetune.constants import Names
 from finetune.errors import UserError, name_page
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
@@ -81,7 +82,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     return overrides + ([f"{waiting}=true"] if waiting else [])
 
 
-def read_override(text: str, place: str = COMMAND_LINE) -> tuple[Entry | None, list[str]]:
+def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
     """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
@@ -496,10 +497,9 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
             checked.problems.append(f"{entry.where}: {sentence}")
             continue
         readable = entry.value is not UNREADABLE
+        problems = []
         if readable:
             problems = _check_value(entry, key, folder, checked.values)
-        else:
-            problems = []
         if problems or not readable:
             checked.unusable.add(entry.key)
             checked.problems.extend(problems)
@@ -582,8 +582,8 @@ def _locate(value: Any, key: Key, folder: Path) -> Any:
 
 
 def _locate_functions(
-    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: tuple[str, ...]
-) -> str | tuple[str, ...] | dict[str, str]:
+    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: Names
+) -> str | Names | dict[str, str]:
     """Returns the names of functions with their files found, from here or the recipe's folder.
 
     Names that begin with one of `served` stay as they are.

@@ -14,7 +14,7 @@ from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFor
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
-from finetune.config.rule import Case, Rule, all_of, is_set, no_effect
+from finetune.config.rule import Case, Rule, all_of, is_set, model_rule, no_effect, recipe_rule
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
@@ -28,9 +28,9 @@ def _function_beside(entry: str, key: str) -> Rule:
         default = keys_of(DatasetSource)[key].default
         return any(source.function and getattr(source, key) != default for source in case[entry])
 
-    return Rule(
-        name=f"function beside {key} of {entry}",
-        keys=(entry,),
+    return recipe_rule(
+        f"function beside {key} of {entry}",
+        entry,
         when=has_both,
         message=f"an entry of {entry} cannot combine function with {key}",
         advice=f"keep one of the two; what {key} would choose, the function can",
@@ -60,9 +60,10 @@ def _holds_out(case: Case) -> bool:
 
 
 def _interval_without_effect(strategy: str, steps: str) -> Rule:
-    return Rule(
-        name=f"{steps} with another {strategy}",
-        keys=(steps, strategy),
+    return recipe_rule(
+        f"{steps} with another {strategy}",
+        steps,
+        strategy,
         when=lambda case: is_set(steps)(case) and case[strategy] in ("no", "epoch"),
         message=lambda case: f"{steps} has no effect with {strategy}: {case[strategy]}",
         advice="keep one of the two",
@@ -70,9 +71,11 @@ def _interval_without_effect(strategy: str, steps: str) -> Rule:
 
 
 def _needs_evaluation(key: str) -> Rule:
-    return Rule(
-        name=f"{key} without held-out losses",
-        keys=(key, "eval_strategy", "eval_steps"),
+    return recipe_rule(
+        f"{key} without held-out losses",
+        key,
+        "eval_strategy",
+        "eval_steps",
         when=all_of(is_set(key), lambda case: not _evaluates(case)),
         message=f"{key} needs held-out losses during training",
         advice="set eval_steps, or eval_strategy: epoch",
@@ -120,44 +123,48 @@ def _advise_group_size(case: Case) -> str:
 
 # What every recipe needs; asked only when one is read.
 REQUIRED: tuple[Rule, ...] = (
-    Rule(
-        name="two models",
-        keys=("model_config", "model_name_or_path"),
+    recipe_rule(
+        "two models",
+        "model_config",
+        "model_name_or_path",
         when=lambda c: c["model_name_or_path"] is not None and c["model_config"] is not None,
         message="model_name_or_path and model_config both name a model",
         advice="keep one",
     ),
-    Rule(
-        name="no model",
-        keys=("model_name_or_path", "model_config"),
+    recipe_rule(
+        "no model",
+        "model_name_or_path",
+        "model_config",
         when=lambda c: c["model_name_or_path"] is None and c["model_config"] is None,
         message="no model",
         advice="set model_name_or_path (a hub name or folder) or model_config (an architecture)",
     ),
-    Rule(
-        name="no tokenizer",
-        keys=("model_config", "tokenizer_name_or_path"),
+    recipe_rule(
+        "no tokenizer",
+        "model_config",
+        "tokenizer_name_or_path",
         when=lambda c: c["model_config"] is not None and c["tokenizer_name_or_path"] is None,
         message="model_config brings no tokenizer",
         advice="set tokenizer_name_or_path",
     ),
-    Rule(
-        name="no model_type",
-        keys=("model_config",),
+    recipe_rule(
+        "no model_type",
+        "model_config",
         when=lambda c: c["model_config"] is not None and "model_type" not in c["model_config"],
         message="model_config: model_type is missing",
         advice="for example model_type: llama",
     ),
-    Rule(
-        name="no data",
-        keys=("datasets",),
+    recipe_rule(
+        "no data",
+        "datasets",
         when=lambda c: not c["datasets"],
         message="no data",
         advice="set datasets, a list with at least `- path: FILE`",
     ),
-    Rule(
-        name="adapters on a part of the checkpoint",
-        keys=("drop_vision", "use_peft"),
+    recipe_rule(
+        "adapters on a part of the checkpoint",
+        "drop_vision",
+        "use_peft",
         when=lambda c: c["drop_vision"] and c["use_peft"],
         message=(
             "drop_vision: adapters are opened on the checkpoint, whose own class has other names "
@@ -165,9 +172,10 @@ REQUIRED: tuple[Rule, ...] = (
         ),
         fix={"drop_vision": False},
     ),
-    Rule(
-        name="adapters on random weights",
-        keys=("use_peft", "model_config"),
+    recipe_rule(
+        "adapters on random weights",
+        "use_peft",
+        "model_config",
         when=lambda c: c["use_peft"] and c["model_config"] is not None,
         message="use_peft adapts a trained model, but model_config starts from random weights",
         advice="set model_name_or_path",
@@ -176,9 +184,9 @@ REQUIRED: tuple[Rule, ...] = (
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        name="layers for multi-token prediction",
-        keys=("train_mtp",),
+    recipe_rule(
+        "layers for multi-token prediction",
+        "train_mtp",
         when=lambda c: c["train_mtp"],
         message=(
             "train_mtp: no model class of transformers has layers for multi-token prediction, and "
@@ -192,34 +200,38 @@ RULES: tuple[Rule, ...] = (
         no_effect(key.name, "without use_peft: true", lambda c: not c["use_peft"], "use_peft")
         for key in fields(Lora)[1:]
     ),
-    Rule(
-        name="no targets",
-        keys=("lora_target_modules", "lora_target_parameters"),
+    recipe_rule(
+        "no targets",
+        "lora_target_modules",
+        "lora_target_parameters",
         when=lambda c: c["lora_target_modules"] == () and not c["lora_target_parameters"],
         message="lora_target_modules: names no layer",
         advice="name some, or all-linear",
     ),
     *(
-        Rule(
-            name=f"{key} with LoRA",
-            keys=(key, "use_peft"),
+        recipe_rule(
+            f"{key} with LoRA",
+            key,
+            "use_peft",
             when=all_of(is_set(key), is_set("use_peft", True)),
             message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
             advice="name them there",
         )
         for key in ("trainable_modules", "frozen_modules")
     ),
-    Rule(
-        name="two quantizations",
-        keys=("load_in_8bit", "load_in_4bit"),
+    recipe_rule(
+        "two quantizations",
+        "load_in_8bit",
+        "load_in_4bit",
         when=lambda c: c["load_in_4bit"] and c["load_in_8bit"],
         message="load_in_4bit and load_in_8bit both say how the base is kept",
         advice="keep one",
     ),
     *(
-        Rule(
-            name=f"{key} in full",
-            keys=(key, "use_peft"),
+        recipe_rule(
+            f"{key} in full",
+            key,
+            "use_peft",
             when=all_of(is_set(key, True), is_set("use_peft", False)),
             message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
             advice=f"set use_peft: true, or remove {key}",
@@ -235,9 +247,11 @@ RULES: tuple[Rule, ...] = (
         if key.name.startswith("bnb_4bit")
     ),
     # What is computed and kept
-    Rule(
-        name="kept activations offloaded from compiled layers",
-        keys=("activation_offload", "activation_checkpointing_keeps", "torch_compile"),
+    recipe_rule(
+        "kept activations offloaded from compiled layers",
+        "activation_offload",
+        "activation_checkpointing_keeps",
+        "torch_compile",
         when=lambda c: (
             c["torch_compile"]
             and c["activation_offload"]
@@ -254,15 +268,17 @@ RULES: tuple[Rule, ...] = (
         is_set("optim_offload", "none"),
         "optim_offload",
     ),
-    Rule(
-        name="no offload_dir",
-        keys=("optim_offload", "offload_dir"),
+    recipe_rule(
+        "no offload_dir",
+        "optim_offload",
+        "offload_dir",
         when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is None,
         message="optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
     ),
-    Rule(
-        name="empty offload_dir",
-        keys=("offload_dir", "optim_offload"),
+    recipe_rule(
+        "empty offload_dir",
+        "offload_dir",
+        "optim_offload",
         when=lambda c: (
             c["optim_offload"] == "nvme"
             and c["offload_dir"] is not None
@@ -272,30 +288,34 @@ RULES: tuple[Rule, ...] = (
         advice="name one on the NVMe disk of each node",
     ),
     # The schedule
-    Rule(
-        name="arguments of the schedule",
-        keys=("lr_scheduler_kwargs", "lr_scheduler_type"),
+    recipe_rule(
+        "arguments of the schedule",
+        "lr_scheduler_kwargs",
+        "lr_scheduler_type",
         when=lambda c: _find_schedule_problems(c),
         message=_find_schedule_problems,
     ),
-    Rule(
-        name="a schedule without its minimum",
-        keys=("lr_scheduler_type", "min_lr_ratio"),
+    recipe_rule(
+        "a schedule without its minimum",
+        "lr_scheduler_type",
+        "min_lr_ratio",
         when=lambda c: SCHEDULES[c["lr_scheduler_type"]].needs_floor and not c["min_lr_ratio"],
         message="lr_scheduler_type: {lr_scheduler_type} ends at learning_rate times min_lr_ratio",
         advice=f"set min_lr_ratio, or lr_scheduler_type: {DEFAULT_SCHEDULE}",
     ),
-    Rule(
-        name="a minimum of a schedule without an end",
-        keys=("min_lr_ratio", "lr_scheduler_type"),
+    recipe_rule(
+        "a minimum of a schedule without an end",
+        "min_lr_ratio",
+        "lr_scheduler_type",
         when=lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end and c["min_lr_ratio"] > 0,
         message="lr_scheduler_type: {lr_scheduler_type} has no end, so min_lr_ratio has no effect",
         advice="remove one of the two",
         fix={"min_lr_ratio": 0},
     ),
-    Rule(
-        name="a warm-up longer than the run",
-        keys=("warmup_steps", "max_steps"),
+    recipe_rule(
+        "a warm-up longer than the run",
+        "warmup_steps",
+        "max_steps",
         when=lambda c: (c["warmup_steps"] or 0) > (c.steps or c["max_steps"] or 1e99),
         message=lambda c: (
             f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} "
@@ -303,9 +323,11 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    Rule(
-        name="a learning rate too small for bf16",
-        keys=("dtype", "learning_rate", "optim"),
+    recipe_rule(
+        "a learning rate too small for bf16",
+        "dtype",
+        "learning_rate",
+        "optim",
         when=lambda c: (
             c["dtype"] == "bfloat16"
             and not c["use_peft"]
@@ -319,9 +341,10 @@ RULES: tuple[Rule, ...] = (
         advice="remove dtype (float32), or raise the rate",
         is_note=True,
     ),
-    Rule(
-        name="a learning rate of 1",
-        keys=("learning_rate", "optim"),
+    recipe_rule(
+        "a learning rate of 1",
+        "learning_rate",
+        "optim",
         when=lambda c: c["learning_rate"] >= LARGEST_RATE and OPTIMIZERS[c["optim"]].reads_betas,
         message=(
             "learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about "
@@ -345,36 +368,42 @@ RULES: tuple[Rule, ...] = (
         for entry in ("datasets", "eval_datasets")
         for key in ("path", "name", "split")
     ),
-    Rule(
-        name="no date",
-        keys=("chat_template_date",),
+    recipe_rule(
+        "no date",
+        "chat_template_date",
         when=_is_no_date,
         message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
     ),
-    Rule(
-        name="streaming without an end",
-        keys=("streaming", "max_steps"),
+    recipe_rule(
+        "streaming without an end",
+        "streaming",
+        "max_steps",
         when=lambda c: c["streaming"] and c["max_steps"] is None,
         message="streaming has no known end",
         advice="set max_steps",
     ),
-    Rule(
-        name="held out of a stream",
-        keys=("eval_split_size", "streaming"),
+    recipe_rule(
+        "held out of a stream",
+        "eval_split_size",
+        "streaming",
         when=lambda c: c["streaming"] and c["eval_split_size"] is not None,
         message="eval_split_size cannot be held out of a stream",
         advice="set eval_datasets",
     ),
-    Rule(
-        name="held out twice",
-        keys=("eval_split_size", "eval_datasets"),
+    recipe_rule(
+        "held out twice",
+        "eval_split_size",
+        "eval_datasets",
         when=lambda c: c["eval_datasets"] and c["eval_split_size"] is not None,
         message="eval_datasets and eval_split_size both name the held-out rows",
         advice="keep one",
     ),
-    Rule(
-        name="evaluation without held-out rows",
-        keys=("eval_steps", "eval_strategy", "eval_datasets", "eval_split_size"),
+    recipe_rule(
+        "evaluation without held-out rows",
+        "eval_steps",
+        "eval_strategy",
+        "eval_datasets",
+        "eval_split_size",
         when=lambda c: _evaluates(c) and not _holds_out(c),
         message=lambda c: (
             f"{'eval_strategy' if c['eval_strategy'] == 'epoch' else 'eval_steps'}, but no "
@@ -382,9 +411,11 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set eval_datasets or eval_split_size",
     ),
-    Rule(
-        name="exact_match_samples without held-out rows",
-        keys=("exact_match_samples", "eval_datasets", "eval_split_size"),
+    recipe_rule(
+        "exact_match_samples without held-out rows",
+        "exact_match_samples",
+        "eval_datasets",
+        "eval_split_size",
         when=lambda c: c["exact_match_samples"] and not _holds_out(c),
         message="exact_match_samples, but no held-out rows",
         advice="set eval_datasets or eval_split_size",
@@ -399,9 +430,9 @@ RULES: tuple[Rule, ...] = (
     _needs_evaluation("keep_best_checkpoint"),
     _interval_without_effect("eval_strategy", "eval_steps"),
     _interval_without_effect("save_strategy", "save_steps"),
-    Rule(
-        name="profile_steps backwards",
-        keys=("profile_steps",),
+    recipe_rule(
+        "profile_steps backwards",
+        "profile_steps",
         when=lambda c: (
             c["profile_steps"] is not None and c["profile_steps"][0] > c["profile_steps"][1]
         ),
@@ -411,9 +442,9 @@ RULES: tuple[Rule, ...] = (
         advice="give the first step first",
     ),
     # Quantization-aware training and quantized exports
-    Rule(
-        name="a scheme that torchao does not finish here",
-        keys=(QAT,),
+    recipe_rule(
+        "a scheme that torchao does not finish here",
+        QAT,
         when=lambda c: has_qat(c) and SCHEMES[c[QAT]].refused,
         message=lambda c: (
             f"{QAT}: {c[QAT]}: {SCHEMES[c[QAT]].refused}, so that the quantized model could not be "
@@ -426,9 +457,9 @@ RULES: tuple[Rule, ...] = (
         no_effect(key.name, f"without {QAT}", lambda c: not has_qat(c), QAT)
         for key in fields(QuantizationAware)[1:]
     ),
-    Rule(
-        name="an export without a folder",
-        keys=("export_formats",),
+    recipe_rule(
+        "an export without a folder",
+        "export_formats",
         when=lambda c: "safetensors" not in c["export_formats"],
         message="export_formats: without safetensors a run's folder has no model to chat with",
         advice="add it",
@@ -446,27 +477,28 @@ RULES: tuple[Rule, ...] = (
         lambda c: COMPRESSED not in c["export_formats"],
         "export_formats",
     ),
-    Rule(
-        name="a quantized export without a scheme",
-        keys=("export_formats", "export_quantization", QAT),
+    recipe_rule(
+        "a quantized export without a scheme",
+        "export_formats",
+        "export_quantization",
+        QAT,
         when=lambda c: (
             COMPRESSED in c["export_formats"] and not (has_qat(c) or c["export_quantization"])
         ),
         message="export_formats: compressed-tensors: no scheme",
         advice="set export_quantization, such as int8-int8",
     ),
-    Rule(
-        name="a scheme that is not exported",
-        keys=("export_quantization",),
+    recipe_rule(
+        "a scheme that is not exported",
+        "export_quantization",
         when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
         message="export_quantization: {export_quantization}: not written",
         advice=f"use one of {', '.join(EXPORTED)}",
     ),
     *(
-        Rule(
-            name=f"a model that is not exported as {row.title}",
-            keys=("export_formats",),
-            needs=("model",),
+        model_rule(
+            f"a model that is not exported as {row.title}",
+            "export_formats",
             when=partial(_is_refused, name, row),
             message=f"export_formats: {name}: {row.refused}",
             advice="remove it",
@@ -474,9 +506,10 @@ RULES: tuple[Rule, ...] = (
         for name, row in EXPORT_FORMATS.items()
         if row.refused
     ),
-    Rule(
-        name="rounding after the end",
-        keys=("fake_quant_after_n_steps", "max_steps"),
+    recipe_rule(
+        "rounding after the end",
+        "fake_quant_after_n_steps",
+        "max_steps",
         when=lambda c: c["fake_quant_after_n_steps"] >= (c.steps or c["max_steps"] or 1e99),
         message=lambda c: (
             f"fake_quant_after_n_steps: {c['fake_quant_after_n_steps']}: the run ends after "
@@ -485,9 +518,10 @@ RULES: tuple[Rule, ...] = (
         advice="set a smaller number",
         fix={"fake_quant_after_n_steps": 0},
     ),
-    Rule(
-        name="a scheme with blocks of its own",
-        keys=("qat_group_size", QAT),
+    recipe_rule(
+        "a scheme with blocks of its own",
+        "qat_group_size",
+        QAT,
         when=lambda c: has_qat(c) and _own_group(c) != c["qat_group_size"],
         message=lambda c: (
             f"qat_group_size: {c['qat_group_size']}: {c[QAT]} has a scale for "
@@ -495,9 +529,10 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=lambda c: f"set qat_group_size: {_own_group(c) or 'null'}",
     ),
-    Rule(
-        name="a trained scheme that is not exported",
-        keys=("export_formats", QAT),
+    recipe_rule(
+        "a trained scheme that is not exported",
+        "export_formats",
+        QAT,
         when=lambda c: (
             COMPRESSED in c["export_formats"]
             and not c["export_quantization"]
@@ -510,9 +545,9 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it, and quantize the plain export with a tool that knows the scheme",
     ),
-    Rule(
-        name="an export that is not rounded",
-        keys=(QAT,),
+    recipe_rule(
+        "an export that is not rounded",
+        QAT,
         when=lambda c: has_qat(c) and SCHEMES[c[QAT]].is_ternary and c["export_at_end"],
         message=lambda c: (
             f"{QAT}: {c[QAT]}: the export holds the weights before rounding, which answer as they "
@@ -521,10 +556,11 @@ RULES: tuple[Rule, ...] = (
         advice="round it with onebitllms' convert_in_bf16 before you chat with it",
         is_note=True,
     ),
-    Rule(
-        name="groups that do not divide",
-        keys=("qat_group_size", QAT, "model_name_or_path"),
-        needs=("model",),
+    model_rule(
+        "groups that do not divide",
+        "qat_group_size",
+        QAT,
+        "model_name_or_path",
         when=lambda c: has_qat(c) and _uneven_widths(c),
         message=lambda c: (
             f"qat_group_size: {c['qat_group_size']} does not divide "

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
+from finetune.config.methods import MethodFacts
 from finetune.config.quantization import name_load_key, quantize_teacher
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
+from finetune.constants import Names
 
 Need = Literal["layout", "model", "machine"]
 
@@ -58,6 +60,10 @@ class Case:
         return name or "model_config"
 
     @property
+    def method_facts(self) -> MethodFacts:
+        return self.recipe.method_facts
+
+    @property
     def quantization(self) -> Quantization:
         """How the model is kept: as its files are quantized, else as the recipe says."""
         stored: Quantization | None = getattr(self.model, "quantization", None)
@@ -92,6 +98,9 @@ class Case:
         return self.layout.mixed_precision
 
 
+Condition = Callable[[Case], object]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A problem that a rule found. `place` is a file with its line, or the command line."""
@@ -116,8 +125,8 @@ class Rule:
     """
 
     name: str
-    keys: tuple[str, ...]
-    when: Callable[[Case], object]
+    keys: Names
+    when: Condition
     message: str | Callable[[Case], str | list[str]]
     advice: str | Callable[[Case], str] = ""
     fix: Mapping[str, Any] | None = None
@@ -150,7 +159,7 @@ class Rule:
         return [make(sentence=start + message + end) for message in messages]
 
 
-def _find_place(keys: tuple[str, ...], case: Case) -> str:
+def _find_place(keys: Names, case: Case) -> str:
     """Returns where the first of `keys` stands that somebody set; the file where all are
     defaults.
     """
@@ -174,6 +183,11 @@ def _in_yaml(value: Any) -> str:
     return str(value)
 
 
+def recipe_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """Returns a rule on the recipe alone."""
+    return Rule(name=name, keys=keys, **others)
+
+
 def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     """Returns a rule on the layout."""
     return Rule(name=name, keys=keys, needs=("layout",), **others)
@@ -189,9 +203,7 @@ def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
 
-def no_effect(
-    key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False
-) -> Rule:
+def no_effect(key: str, without: str, when: Condition, *reads: str, is_note: bool = False) -> Rule:
     """A rule: `key` has no effect; `without` says why, and what would give it one."""
     return Rule(
         name=f"{key} without effect: {without}",
@@ -215,7 +227,7 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
     return check
 
 
-def all_of(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
+def all_of(*conditions: Condition) -> Callable[[Case], bool]:
     """A condition: all of `conditions` hold."""
     return lambda case: all(condition(case) for condition in conditions)
 
@@ -250,7 +262,7 @@ def is_quantized(case: Case) -> bool:
 
 def samples(case: Case) -> bool:
     """Whether the recipe's method samples completions."""
-    return case.recipe.method_facts.samples
+    return case.method_facts.samples
 
 
 def samples_itself(case: Case) -> bool:

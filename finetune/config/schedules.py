@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from finetune.constants import count_steps
+from finetune.constants import Names, count_steps
 
 # of a run's steps, in which warmup_stable_decay decays unless num_decay_steps is given
 DECAY_SHARE = 0.1
@@ -43,7 +43,7 @@ class ScheduleFacts:
     share_left: Callable[[int, Schedule], float]
     # lr_scheduler_kwargs, by transformers' names: one of these words, or without any a number above
     # 0.
-    arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arguments: Mapping[str, Names] = field(default_factory=dict)
     has_end: bool = True  # min_lr_ratio has an effect
     needs_floor: bool = False  # min_lr_ratio must be set
     warms_from_floor: bool = False  # the warm-up begins there, not at 0

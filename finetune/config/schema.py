@@ -350,8 +350,7 @@ class Data:
         FileOrName,
         SameOnResume,
         "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, "
-        "mistral-v3, qwen3 or alpaca (all are in docs/chat-templates.md), a file, or inline "
-        "Jinja.",
+        "mistral-v3, qwen3 or alpaca (all are in docs/chat-templates.md), a file, or inline Jinja.",
     ] = None
     chat_template_date: Annotated[
         str | None,
@@ -387,9 +386,8 @@ class Data:
         SameOnResume,
         "How the turns of a conversation become documents. whole: one document, as the chat "
         "template writes the conversation. split: a document for each of the assistant's turns, "
-        "with the prompt that the model has when it is asked for that turn. auto: whole where "
-        "each turn has that prompt anyway, else as few documents as give it. last: the last turn "
-        "alone.",
+        "with the prompt that the model has when it is asked for that turn. auto: whole where each "
+        "turn has that prompt anyway, else as few documents as give it. last: the last turn alone.",
     ] = "auto"
     train_on_reasoning: Annotated[
         bool,
@@ -525,9 +523,8 @@ class Model:
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         SameOnResume,
-        "The type of the trained parameters in memory, in every layout; LoRA's adapters are "
-        "always float32. float32 keeps small updates; the compute dtype is the Accelerate "
-        "config's.",
+        "The type of the trained parameters in memory, in every layout; LoRA's adapters are always "
+        "float32. float32 keeps small updates; the compute dtype is the Accelerate config's.",
     ] = "float32"
     trainable_modules: Annotated[
         tuple[str, ...],

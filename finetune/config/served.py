@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.multi_token import count_predicting_layers
-from finetune.constants import CONFIG_FILE, HEADS
+from finetune.constants import CONFIG_FILE, HEADS, Names
 from finetune.files.json_files import read_json_object
 
 SERVED_FILE = Path(__file__).with_name("served.json")
@@ -146,7 +146,7 @@ def _find_rank(adapter: Mapping[str, Any]) -> int | None:
     return next((each for each in RANKS if each >= max(ranks)), None)
 
 
-def rename_for_vllm(module: str, modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def rename_for_vllm(module: str, modules: Mapping[str, Names]) -> Names:
     """What vLLM calls an adapted module, or the equal parts of its outputs in their order.
 
     modules: `Family.vllm_modules`.
@@ -195,10 +195,9 @@ def list_server_options(described: Path, port: int) -> list[str]:
 
     described: The folder with the model's config.json, where it is on this machine.
     """
+    config = {}
     if described.is_dir():
         config = read_json_object(described / CONFIG_FILE)
-    else:
-        config = {}
     text = config.get("text_config") or config
     room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
     # by itself vLLM serves float32 in half of it

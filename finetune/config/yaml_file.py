@@ -244,10 +244,9 @@ def _entry(
     problems += [
         f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)
     ]
+    places = {}
     if isinstance(node, yaml.MappingNode):
         places = {str(k.value): place(k) for k, _ in node.value}
-    else:
-        places = {}
     try:
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:

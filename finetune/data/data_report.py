@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import ROUND_TOKENS
+from finetune.constants import ROUND_TOKENS, Names
 from finetune.data.batches import Ids
 from finetune.data.examples import Cuts, Examples, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.packing import StoredBatches
 from finetune.data.source_tokens import SHOWN_BAD_ROWS, SourceStats, count_columns
-from finetune.data.token_store import TokenStore
+from finetune.data.token_store import Int64s, TokenStore
 from finetune.units import counted
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -45,7 +45,7 @@ class SourceReport:
     """The counts of one source, before its weight."""
 
     path: str
-    formats: tuple[str, ...]  # of its rows
+    formats: Names  # of its rows
     rows_in_source: int | None  # where only max_samples of them are read
     rows_read: int
     rows_skipped: int
@@ -177,14 +177,14 @@ def select_examples(
     return kept, report
 
 
-def _find_duplicates(store: TokenStore) -> NDArray[np.int64]:
+def _find_duplicates(store: TokenStore) -> Int64s:
     """Finds the groups that are the same as an earlier one: the first document of each."""
     hashes = store.hashes[:: store.group_size]
     _, first = np.unique(hashes, return_index=True)
     return np.delete(np.arange(len(hashes)), first) * store.group_size
 
 
-def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
+def _find_cut_equal(examples: Examples, cuts: Cuts) -> Int64s:
     """Finds the pairs that are trained on and differ only in what was cut off: their groups."""
     if examples.group_size != 2 or examples.is_rated:
         return np.zeros(0, np.int64)
@@ -214,9 +214,7 @@ def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts
         _add_documents(tally, "truncated_untrained", store, np.intersect1d(emptied, cuts.truncated))
 
 
-def _add_documents(
-    tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]
-) -> None:
+def _add_documents(tally: Tally, name: str, store: TokenStore, documents: Int64s) -> None:
     """Counts a finding once for each row, though several documents may come of a row."""
     _, first = np.unique(number_rows(store)[documents], return_index=True)
     shown = documents[first[:MAX_SHOWN_ROWS]]

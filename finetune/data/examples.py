@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
-from finetune.data.token_store import TokenStore
+from finetune.data.token_store import Int32s, Int64s, TokenStore
 from finetune.errors import UserError
 from finetune.units import counted
 
@@ -23,9 +23,9 @@ Overlength = Literal["truncate", "drop", "split", "error"]
 class Example:
     """One conversation or text, or a stretch of one, as tokens."""
 
-    input_ids: NDArray[np.int32]  # [tokens]
+    input_ids: Int32s  # [tokens]
     # [tokens]: the id to predict at this position, the next token's, or IGNORE_INDEX
-    labels: NDArray[np.int32]
+    labels: Int32s
 
 
 COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside the store of each
@@ -39,11 +39,11 @@ class Examples:
     """
 
     stores: tuple[TokenStore, ...]
-    store: NDArray[np.int32]  # [examples]: index into `stores`
-    document: NDArray[np.int64]  # [examples]: index into the store's documents
-    start: NDArray[np.int64]  # [examples]: the first token, counted over the store
-    lengths: NDArray[np.int32]  # [examples]: tokens
-    trained: NDArray[np.int32]  # [examples]: tokens with a label
+    store: Int32s  # [examples]: index into `stores`
+    document: Int64s  # [examples]: index into the store's documents
+    start: Int64s  # [examples]: the first token, counted over the store
+    lengths: Int32s  # [examples]: tokens
+    trained: Int32s  # [examples]: tokens with a label
     # examples that belong together, one after another: 2 for chosen and rejected
     group_size: int = 1
 
@@ -63,7 +63,7 @@ class Examples:
             store.input_ids[start : start + length], store.labels[start : start + length]
         )
 
-    def take(self, ids: NDArray[np.int64]) -> "Examples":
+    def take(self, ids: Int64s) -> "Examples":
         """The examples `ids`, numbered in that order; an id may come more than once.
 
         No group is taken apart.
@@ -71,7 +71,7 @@ class Examples:
         taken: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
         return replace(self, **taken)
 
-    def take_groups(self, groups: NDArray[np.int64]) -> "Examples":
+    def take_groups(self, groups: Int64s) -> "Examples":
         """The examples of `groups`, numbered in that order; a group may come more than once."""
         return self.take(expand_groups(groups, self.group_size))
 
@@ -156,9 +156,9 @@ class Cuts:
     Returned by `cut`.
     """
 
-    truncated: NDArray[np.int64]  # their indexes in the store
-    dropped: NDArray[np.int64]
-    split: NDArray[np.int64]
+    truncated: Int64s  # their indexes in the store
+    dropped: Int64s
+    split: Int64s
     tokens_lost: int
     trained_tokens_lost: int
 
@@ -202,7 +202,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     return examples, cuts
 
 
-def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int) -> str:
+def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
     """Says which documents are too long, and what to do. `lengths`: [documents], in tokens."""
     overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
@@ -215,7 +215,7 @@ def _say_overlong(store: TokenStore, lengths: NDArray[np.int64], max_length: int
     )
 
 
-def _cut_into(store: TokenStore, parts: NDArray[np.int64], max_length: int) -> Examples:
+def _cut_into(store: TokenStore, parts: Int64s, max_length: int) -> Examples:
     """Cuts each document into its number of parts of `max_length` tokens, an example each.
 
     What a document has behind its last part is lost.
@@ -327,7 +327,7 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     return to_train, _drop_repeats(held_out)
 
 
-def number_rows(store: TokenStore) -> NDArray[np.int64]:
+def number_rows(store: TokenStore) -> Int64s:
     """Numbers the rows of a store: int64[documents], the row that each document comes of."""
     is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
     return np.append(0, np.cumsum(is_next))
@@ -340,7 +340,7 @@ def _drop_repeats(examples: Examples) -> Examples:
     return examples.take(np.sort(first))
 
 
-def _make_keys(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
+def _make_keys(store: Int32s, within: Int64s) -> Int64s:
     """Makes one number of each (store, place within it); they sort far quicker than pairs."""
     return (store.astype(np.int64) << 44) | within
 
@@ -388,7 +388,7 @@ def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
     return Prompt(prompt_ids, answer.strip())
 
 
-def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def expand_groups(groups: Int64s, size: int) -> Int64s:
     """Lists the documents of `groups` in that order; group g has those from g x size on.
 
     >>> expand_groups(np.array([3, 0]), 2)

@@ -369,18 +369,15 @@ class Tally:
                 severity = check.every
             else:
                 severity = check.some
+            unused = ""
             if check.names_unused:
                 unused = f"; not used: {list_columns(unused_columns)}"
-            else:
-                unused = ""
+            more = ""
             if name in self.tokens:
                 more = f"; {self.tokens[name]:,} more tokens"
-            else:
-                more = ""
+            first = ""
             if name in self.details:
                 first = f"; first: {self.details[name]}"
-            else:
-                first = ""
             what = check.what + unused + more + first
             findings.append(
                 Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what)

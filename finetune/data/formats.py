@@ -3,7 +3,7 @@ from the columns.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -13,7 +13,7 @@ import numpy as np
 
 from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import FORMATS, DatasetSource, Pooling
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Names
 from finetune.data.messages import (
     BadRow,
     Message,
@@ -177,7 +177,7 @@ class ParsedRow:
     groups: tuple[Group, ...]
     format: str  # preference, or a key of PARSERS
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
+    findings: Names = ()  # names in the table of data/findings.py
 
     @property
     def document(self) -> Document:
@@ -238,13 +238,18 @@ class Columns:
         return describe_value(value) + present
 
     @property
-    def unused(self) -> tuple[str, ...]:
+    def unused(self) -> Names:
         """The columns that hold a value and have not been read."""
         return tuple(
             str(c)
             for c, value in self.row.items()
             if c not in self.used and value not in (None, "", [], {})
         )
+
+
+def first_given(row: Row, columns: Iterable[str]) -> str | None:
+    """Returns the first of `columns` in which the row has a value; None without any."""
+    return next((column for column in columns if row.get(column) is not None), None)
 
 
 def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
@@ -264,7 +269,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     columns = Columns(row)
     if FORMATS[row_format].may_be_rated:
         _check_preference(columns, row_format, source)
-    findings: tuple[str, ...] = ()
+    findings: Names = ()
     if recognized is not None:
         source = replace(source, prompt_column=recognized[0], completion_column=recognized[1])
         findings = ("columns_recognized",)
@@ -381,10 +386,9 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
     row = columns.row
     for column in LABEL_COLUMNS:
         label = row.get(column)
+        rating = ""
         if isinstance(label, bool | str):
             rating = str(label).strip().lower()
-        else:
-            rating = ""
         if rating == "true":
             columns.take(column)
         if rating == "false":
@@ -447,10 +451,9 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
     Raises `BadRow`.
     """
     instruction = columns.take_text(source.prompt_column or "instruction")
+    extra = ""
     if columns.row.get("input") is not None:
         extra = columns.take_text("input")
-    else:
-        extra = ""
     if source.alpaca_prompt:
         question = make_message("user", _make_alpaca_prompt(instruction, extra))
     elif extra:
@@ -460,17 +463,16 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
     return [*_parse_history(columns), question]
 
 
-def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
+def _make_alpaca_prompt(instruction: str, extra: str) -> str:
     """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and
     others write it.
 
     >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
     ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
+    paired = ""
     if extra:
         paired = ", paired with an input that provides further context"
-    else:
-        paired = ""
     task = (
         f"Below is an instruction that describes a task{paired}. Write a response that "
         "appropriately completes the request."
@@ -528,10 +530,9 @@ def _parse_text(columns: Columns, source: DatasetSource) -> Document:
 def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
     """SQuAD's rows as NeMo Automodel writes them: the first of the answers."""
     answers = columns.take(source.completion_column or "answers")
+    texts = None
     if isinstance(answers, Mapping):
         texts = answers.get("text")
-    else:
-        texts = None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise BadRow(
             f"answers: a mapping with a list of text is expected, found {describe_value(answers)}"
@@ -649,10 +650,9 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills mappings with nulls
     given = {name: value for name, value in variables.items() if value is not None}
+    of_system = None
     if messages[0]["role"] in ("system", "developer"):
         of_system = messages[0].pop("tools", None)
-    else:
-        of_system = None
     return Conversation(
         messages, trained, parse_tools(columns.take("tools") or of_system), given, images
     )

@@ -23,7 +23,7 @@ import xxhash
 
 from finetune.config.pretrained import is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
-from finetune.constants import PROCESSOR_FILES
+from finetune.constants import PROCESSOR_FILES, Names
 from finetune.data.messages import IMAGE, BadRow, describe_value
 from finetune.data.readers import UNPACKED_TIMES, most_unpacked
 from finetune.errors import UserError, install_command
@@ -207,10 +207,9 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
     """
     width, height = picture.size
     most = most_unpacked(len(content))
+    scans = 1
     if picture.format in ("JPEG", "MPO"):
         scans = _count_scans(content)
-    else:
-        scans = 1
     if width * height > MAX_PIXELS:
         return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
     if RGB_BYTES * width * height > most:
@@ -275,10 +274,9 @@ class ImageProcessor:
                 "model"
             )
         _import_pillow()  # transformers' processor would ask to restart a notebook
+        options = {}
         if name == self._model.model_name_or_path:
             options = {"revision": self._model.model_revision}
-        else:
-            options = {}
         try:
             read = [json.loads(text) for text in self.describe().values()]
             named = next(
@@ -364,7 +362,7 @@ class ImageProcessor:
         return tuple(_find_image_ids(self._own))
 
     @cached_property
-    def reserved(self) -> tuple[str, ...]:
+    def reserved(self) -> Names:
         """The texts of an image's tokens, which no row may hold."""
         return tuple({self.token, *self._tokenizer.convert_ids_to_tokens(list(self.token_ids))})
 

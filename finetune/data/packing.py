@@ -25,6 +25,7 @@ from finetune.data.batches import Ids, MicroBatch, StepBatch
 from finetune.data.examples import Example, Examples, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
+from finetune.data.token_store import Int32s, Int64s
 from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
 
@@ -33,17 +34,17 @@ from finetune.errors import UserError
 class Rows:
     """Which documents share a row. Returned by `pack` and `arrange_epoch`."""
 
-    ids: NDArray[np.int64]  # [documents], row after row
-    starts: NDArray[np.int64]  # [rows + 1]: row r holds ids[starts[r]:starts[r + 1]]
+    ids: Int64s  # [documents], row after row
+    starts: Int64s  # [rows + 1]: row r holds ids[starts[r]:starts[r + 1]]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, row: int) -> NDArray[np.int64]:
+    def __getitem__(self, row: int) -> Int64s:
         """int64[documents of the row]: their ids."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
-    def take(self, order: NDArray[np.int64]) -> "Rows":
+    def take(self, order: Int64s) -> "Rows":
         """The rows in another order."""
         sizes = np.diff(self.starts)[order]
         starts = np.concatenate(([0], np.cumsum(sizes)))
@@ -95,7 +96,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     return Rows(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
 
 
-def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+def _plan_moves(count_of_length: Int64s, capacity: int) -> Int64s:
     """Plans which rows take the documents, from the longest documents on.
 
     Rows with the same free space are kept as ranges of row numbers. The fullest rows with room,
@@ -177,9 +178,7 @@ class BatchConfig:
         )
 
 
-def arrange_epoch(
-    lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
-) -> Rows:
+def arrange_epoch(lengths: Int32s, config: BatchConfig, group_size: int, epoch: int) -> Rows:
     """Arranges the rows of an epoch, which hold every example once.
 
     With one group in a row (`one_group_a_row`), rows come in the order in which they are drawn, and
@@ -200,9 +199,7 @@ def arrange_epoch(
     return _arrange_groups(group_lengths, config, group_size, epoch).expand(group_size)
 
 
-def _arrange_groups(
-    lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int
-) -> Rows:
+def _arrange_groups(lengths: Int32s, config: BatchConfig, group_size: int, epoch: int) -> Rows:
     """Arranges groups of `lengths` tokens, as `arrange_epoch`."""
     random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
@@ -216,11 +213,8 @@ def _arrange_groups(
 
 
 def _group_by_length(
-    drawn: NDArray[np.int64],
-    lengths: NDArray[np.int32],
-    step_rows: int,
-    random: np.random.Generator,
-) -> NDArray[np.int64]:
+    drawn: Int64s, lengths: Int32s, step_rows: int, random: np.random.Generator
+) -> Int64s:
     """Reorders unpacked rows so that those of a step have similar lengths.
 
     Within a step the longest row comes first; the steps come in random order.

@@ -30,6 +30,7 @@ from finetune.data.formats import (
     Steps,
     Text,
     TokenRow,
+    first_given,
     label_of_number,
     make_conversation,
     make_message,
@@ -188,8 +189,8 @@ def find_end_of_prompt(chosen: str, rejected: str) -> int:
 def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
     """Finds the columns of the chosen and of the rejected answer; None where the row has none."""
     chosen_names, rejected_names = _name_sides(source)
-    chosen = next((name for name in chosen_names if row.get(name) is not None), None)
-    rejected = next((name for name in rejected_names if row.get(name) is not None), None)
+    chosen = first_given(row, chosen_names)
+    rejected = first_given(row, rejected_names)
     return chosen, rejected
 
 
@@ -210,11 +211,10 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     chosen, rejected = find_sides(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
-    rated = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
+    rated = first_given(row, LABEL_COLUMNS)
+    hint = ""
     if rated:
         hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
-    else:
-        hint = ""
     missing = " or ".join(chosen_names if chosen is None else rejected_names)
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "
@@ -235,9 +235,8 @@ def _named_prompt(row: Row, source: DatasetSource) -> str | None:
 
 
 def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
-    return _named_prompt(row, source) or next(
-        (name for name in PROMPTS if row.get(name) is not None and name not in sides), None
-    )
+    usual = (name for name in PROMPTS if name not in sides)
+    return _named_prompt(row, source) or first_given(row, usual)
 
 
 def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
@@ -281,10 +280,9 @@ def _read_messages(
         return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such
     # as a system message.
+    before = []
     if prompt_name == "prompt" and isinstance(prompt, list):
         before = turns
-    else:
-        before = []
     is_repeated = all(side[: len(before)] == before for side in sides)
     if is_repeated:
         before = []
@@ -436,7 +434,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
         chosen, rejected = parsed.groups[0].documents
         return replace(parsed, groups=(Group((chosen,), 1), Group((rejected,), -1)))
     names = (source.label_column,) if source.label_column else LABEL_COLUMNS
-    label = next((name for name in names if row.get(name) is not None), None)
+    label = first_given(row, names)
     if label is None:
         raise BadRow(
             f"{' or '.join(names)}: no rating of the answer; its columns are "
@@ -469,10 +467,9 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     if isinstance(prompt, Completion):
         if isinstance(answer, Completion):
             return replace(prompt, completion=answer.completion)
+        contents = []
         if isinstance(answer, Conversation):
             contents = [m["content"] for m, is_trained in _split(answer)[1] if is_trained]
-        else:
-            contents = []
         return replace(prompt, completion="\n".join(contents))
     assert isinstance(prompt, Conversation), "plain text has no prompt"
     if isinstance(answer, Conversation):
@@ -614,9 +611,7 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
 def _find_question(row: Row, source: DatasetSource) -> str | None:
     """Finds the column of the prompt; None where the row has none."""
     usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    return _named_prompt(row, source) or next(
-        (name for name in usual if row.get(name) is not None), None
-    )
+    return _named_prompt(row, source) or first_given(row, usual)
 
 
 def _require_question(row: Row, source: DatasetSource) -> str:

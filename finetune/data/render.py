@@ -338,10 +338,9 @@ def _check(
             rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
         )
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
+    turn_ends = []
     if renderer.assistant_only:
         turn_ends = [extents[i][1] for i in trained if i in extents]
-    else:
-        turn_ends = []
     findings = [
         *_check_turns(conversation, text, rendered.spans, turn_ends, renderer),
         *_find_dropped(conversation, text, extents),

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import Candidate, Columns, Group, ParsedRow, Row, Text, label_of_number
+from finetune.data.formats import (
+    Candidate,
+    Columns,
+    Group,
+    ParsedRow,
+    Row,
+    Text,
+    first_given,
+    label_of_number,
+)
 from finetune.data.messages import BadRow, list_columns
 from finetune.units import is_fp32_number
 
@@ -65,7 +74,7 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     columns = Columns(row)
     query = _take_query(columns, source)
     named = (source.label_column,) if source.label_column else LABELS
-    label = next((name for name in named if row.get(name) is not None), None)
+    label = first_given(row, named)
     if label is None:
         texts, numbers = _take_by_columns(columns, source)
     else:
@@ -167,7 +176,7 @@ def _find_column(row: Row, named: str | None, usual: Iterable[str], what: str, k
     """
     if named is not None:
         return named
-    present = next((name for name in usual if row.get(name) is not None), None)
+    present = first_given(row, usual)
     if present is None:
         raise BadRow(f"no {what}: its columns are {list_columns(row) or 'none'} ({key} names it)")
     return present

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
-from finetune.constants import count_cores
+from finetune.constants import Names, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, ParsedRow, Question, Row
 from finetune.data.groups import GroupReader, render_group
@@ -28,7 +27,7 @@ from finetune.data.messages import BadRow, list_columns, list_unread_keys
 from finetune.data.readers import RepeatedKeys
 from finetune.data.render import COMPARED, RenderedText
 from finetune.data.sources import RowBatch
-from finetune.data.token_store import Tokens
+from finetune.data.token_store import Int64s, Tokens
 from finetune.data.tokenize import Places, tokenize
 from finetune.data.tokenizer import Renderer, make_encoder, make_renderer_of, renderer_of_source
 from finetune.errors import UserError
@@ -141,7 +140,7 @@ def tokenize_rows(
                 future.cancel()
 
 
-def _name_scores(kind: RowKind, data: Data) -> tuple[str, ...]:
+def _name_scores(kind: RowKind, data: Data) -> Names:
     """Names the scores of a document for inspection; none where its tokens are predicted."""
     if ROWS[kind].head != "scores":
         return ()
@@ -346,13 +345,13 @@ def _check_tokens(
     return tokens
 
 
-def _find_doubled_bos(tokens: Tokens, bos: int) -> NDArray[np.int64]:
+def _find_doubled_bos(tokens: Tokens, bos: int) -> Int64s:
     """Finds the documents that begin with two BOS: their indexes in the batch."""
     starts = np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths
     candidates = np.flatnonzero(tokens.lengths > 1)
     first = tokens.input_ids[starts[candidates]]
     second = tokens.input_ids[starts[candidates] + 1]
-    doubled: NDArray[np.int64] = candidates[(first == bos) & (second == bos)]
+    doubled: Int64s = candidates[(first == bos) & (second == bos)]
     return doubled
 
 

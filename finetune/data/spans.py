@@ -284,10 +284,9 @@ def find_turns(
     """
     messages = read_messages(conversation, renderer)
     tools = conversation.tools
+    wanted = []
     if renderer.assistant_only:
         wanted = [i for i, is_trained in enumerate(conversation.trained) if is_trained]
-    else:
-        wanted = []
     if renderer.has_markers:
         return _find_marked_turns(messages, wanted, tools, renderer)
     rendering = Rendering(messages, tools, renderer)

@@ -76,10 +76,9 @@ def _size_format(text: Any, *values: Any, **named: Any) -> Any:
     text = str(text)
     given = (*values, *named.values())
     widths = [int(match[1][:20]) if match[1] else math.inf for match in WIDTH.finditer(text)]
+    numbers = []
     if math.inf in widths:
         numbers = [abs(value) for value in given if type(value) is int]
-    else:
-        numbers = []
     wide = sum(width for width in (*widths, *numbers) if width < math.inf)
     return len(text) + wide + (text.count("%") + text.count("{")) * sum(map(_weigh, given))
 
@@ -362,10 +361,9 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if name in AT_ONCE:
             return function
         size = FILTERS.get(name)
+        first = 1
         if getattr(function, "jinja_pass_arg", None) is None:
             first = 0
-        else:
-            first = 1
 
         @wraps(function)  # what jinja is to pass first is an attribute of the function
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -37,24 +37,28 @@ class DamagedStore(UserError):
     """A store's files are not what was written: one is missing, cut short or altered."""
 
 
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """A batch of documents as tokens, to be written into a store."""
 
-    input_ids: NDArray[np.int32]  # [tokens], document after document
-    labels: NDArray[np.int32]  # [tokens]: the id of the next token of the document, or IGNORE_INDEX
-    lengths: NDArray[np.int32]  # [documents]: tokens
-    trained: NDArray[np.int32]  # [documents]: tokens with a label
-    files: NDArray[np.int32]  # [documents]: index into the store's list of files
-    rows: NDArray[np.int64]  # [documents]: number of the row in its file, from 1
+    input_ids: Int32s  # [tokens], document after document
+    labels: Int32s  # [tokens]: the id of the next token of the document, or IGNORE_INDEX
+    lengths: Int32s  # [documents]: tokens
+    trained: Int32s  # [documents]: tokens with a label
+    files: Int32s  # [documents]: index into the store's list of files
+    rows: Int64s  # [documents]: number of the row in its file, from 1
     # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
     hashes: NDArray[np.uint64]
     # [documents]: 1 for a good answer (and its mismatched one), -1 for bad, 0 for unrated
     ratings: NDArray[np.int8]
-    kept_sizes: NDArray[np.int64]  # [documents]: bytes of `kept_bytes`
+    kept_sizes: Int64s  # [documents]: bytes of `kept_bytes`
     kept_bytes: NDArray[np.uint8]  # of prompts, what rewards read of each row, one after another
-    image_counts: NDArray[np.int32]  # [documents]: images
-    image_sizes: NDArray[np.int64]  # [images]: bytes of `image_bytes`
+    image_counts: Int32s  # [documents]: images
+    image_sizes: Int64s  # [images]: bytes of `image_bytes`
     image_bytes: NDArray[np.uint8]  # `EncodedImage.stored()` of each image, one after another
     image_hashes: NDArray[np.uint64]  # [images]: xxh3 of the encoded image
 
@@ -63,23 +67,23 @@ class Tokens:
 class TokenStore:
     """The documents of one source. Returned by `open_store`."""
 
-    input_ids: NDArray[np.int32]  # [tokens], memory-mapped
-    labels: NDArray[np.int32]  # [tokens], memory-mapped
-    starts: NDArray[np.int64]  # [documents + 1]: where each document begins
-    trained: NDArray[np.int32]  # [documents]: tokens with a label
-    files: NDArray[np.int32]  # [documents]: index into `facts["files"]`
-    rows: NDArray[np.int64]  # [documents]
+    input_ids: Int32s  # [tokens], memory-mapped
+    labels: Int32s  # [tokens], memory-mapped
+    starts: Int64s  # [documents + 1]: where each document begins
+    trained: Int32s  # [documents]: tokens with a label
+    files: Int32s  # [documents]: index into `facts["files"]`
+    rows: Int64s  # [documents]
     hashes: NDArray[np.uint64]  # [documents]
     ratings: NDArray[np.int8]  # [documents]
     facts: dict[str, Any]
     # [documents + 1]
-    kept_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    kept_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
     # memory-mapped
     kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     # [documents + 1]: the first image of each; None: there are none
-    first_images: NDArray[np.int64] | None = None
+    first_images: Int64s | None = None
     # [images + 1]
-    image_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    image_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
     # memory-mapped
     image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     # [images]
@@ -198,7 +202,7 @@ def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
     )
 
 
-def _find_starts(sizes: NDArray[np.integer]) -> NDArray[np.int64]:
+def _find_starts(sizes: NDArray[np.integer]) -> Int64s:
     """Returns where each of several stretches begins, and where the last ends: [sizes + 1]."""
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
@@ -406,7 +410,7 @@ def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
         raise UserError(problem) from None
 
 
-def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
+def wait_for_store(folder: Path, canceled: Event | None) -> None:
     """Waits until local rank 0 of this node has written the folder or noted its failure, or
     `canceled` is set.
     """

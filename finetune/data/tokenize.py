@@ -17,7 +17,7 @@ from finetune.config.schema import Pooling
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, Question
 from finetune.data.render import RenderedText, render
-from finetune.data.token_store import Tokens
+from finetune.data.token_store import Int32s, Int64s, Tokens
 from finetune.data.tokenizer import CONTEXT_CHARACTERS, Encoder, Renderer, keeps_border
 
 LONG_TEXT = 2**18  # characters that are encoded at a time; what is longer is cut
@@ -64,7 +64,7 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     )
 
 
-def _join(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def _join(stretches: Sequence[Stretch]) -> tuple[Int32s, NDArray[np.bool_]]:
     """Joins stretches to (int32[tokens]: ids, bool[tokens]: whether each is trained on)."""
     lengths = np.array([len(ids) for _, ids in stretches], np.int64)
     ids = chain.from_iterable(ids for _, ids in stretches)
@@ -111,9 +111,7 @@ def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) 
     return [token for _, ids in stretches for token in ids]
 
 
-def _make_labels(
-    input_ids: NDArray[np.int32], is_trained: NDArray[np.bool_], ends: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def _make_labels(input_ids: Int32s, is_trained: NDArray[np.bool_], ends: Int64s) -> Int32s:
     """int32[tokens]: what each position predicts: the next token of its document, if that is
     trained on.
 
@@ -130,8 +128,8 @@ def _make_labels(
 
 def _relabel(
     document: RenderedText,
-    labels: NDArray[np.int32],
-    input_ids: NDArray[np.int32],
+    labels: Int32s,
+    input_ids: Int32s,
     is_trained: NDArray[np.bool_],
     pad_id: int | None,
 ) -> None:
@@ -144,9 +142,7 @@ def _relabel(
         _label_pooled(labels, document.pooling)
 
 
-def _label_last(
-    labels: NDArray[np.int32], input_ids: NDArray[np.int32], label: int, pad_id: int | None
-) -> None:
+def _label_last(labels: Int32s, input_ids: Int32s, label: int, pad_id: int | None) -> None:
     """Gives a document one label, at its last token that is not the pad token.
 
     transformers' sequence classifiers read the score there: where the pad token is also the end of
@@ -159,7 +155,7 @@ def _label_last(
 
 
 def _label_steps(
-    labels: NDArray[np.int32], is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
+    labels: Int32s, is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
 ) -> None:
     """Gives a document a label at the last token of each separator.
 
@@ -171,7 +167,7 @@ def _label_steps(
     labels[is_last] = step_labels
 
 
-def _label_pooled(labels: NDArray[np.int32], pooling: Pooling) -> None:
+def _label_pooled(labels: Int32s, pooling: Pooling) -> None:
     """Marks the tokens whose hidden states make the document's embedding: the last one, or all.
 
     The label that marks them is 0, and no loss reads it.

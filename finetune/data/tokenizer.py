@@ -225,10 +225,9 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=True) for token in model.eot_tokens]
     )
+    bos = None
     if "bos_token" in special:
         bos = [find_id(tokenizer, special["bos_token"])]
-    else:
-        bos = None
     if writes_bos and bos is not None and encode_bos(tokenizer) != bos:
         raise UserError(
             f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} "
@@ -294,10 +293,9 @@ def _load_own(model: Model) -> Any:
         raise UserError("no tokenizer; set tokenizer_name_or_path")
     if Path(name).exists() and not Path(name).is_dir():
         raise UserError(f"{name}: a folder with tokenizer.json is expected, this is a file")
+    revision = None
     if model.tokenizer_name_or_path is None:
         revision = model.model_revision
-    else:
-        revision = None
     if not Path(name).is_dir():
         go_offline_without_network()
     try:
@@ -424,10 +422,9 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
         _raise_exceptions_for_connection_errors=False,
     )
     # A damaged file is reported where it is written into an export.
+    stops = None
     if file:
         stops = read_json_object(Path(file)).get("eos_token_id")
-    else:
-        stops = None
     ids = stops if isinstance(stops, list) else [stops]
     return [
         str(token)

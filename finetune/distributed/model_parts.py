@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.constants import SCORES
+from finetune.constants import SCORES, Names
 
 PARTS = ("language_model", "text_model")  # transformers' names of a trunk beside other parts
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 
 Stored = TypeVar("Stored")
 Slices = tuple[slice, ...]
-Values = Callable[[str, Slices], torch.Tensor]
+Values = Callable[[str, Slices], Tensor]
 """(the name of a parameter or persistent buffer, slices) -> the value within them, from files or
 from a seed.
 """
@@ -92,7 +92,7 @@ def other_parts(model: Any) -> list[nn.Module]:
     return parts
 
 
-def text_names(model: Any) -> tuple[str, ...]:
+def text_names(model: Any) -> Names:
     """The prefixes of the names of all parameters that work on text; ("",) if all do."""
     if not has_other_parts(model):
         return ("",)
@@ -161,7 +161,7 @@ def find_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
     return frozenset(filter(pattern.search, names))
 
 
-def set_buffer(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
+def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
     """Replaces the buffer of that name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, buffer)
@@ -201,7 +201,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def find_local_slices(tensor: torch.Tensor) -> Slices:
+def find_local_slices(tensor: Tensor) -> Slices:
     """Finds the slices of a tensor that this rank holds: all of it, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -211,20 +211,20 @@ def find_local_slices(tensor: torch.Tensor) -> Slices:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor that may be sharded.
 
     Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits, since optimizers and
     checkpoints need the weight.
     """
     if isinstance(tensor, DTensor):
-        local: torch.Tensor = tensor.to_local()
+        local: Tensor = tensor.to_local()
     else:
         local = tensor
     return getattr(local, "_tensor", local)
 
 
-def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Returns the whole tensor, or the sum, whose parts may be on several ranks.
 
     All ranks of its mesh call it.
@@ -232,7 +232,7 @@ def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def product_dtype(tensor: torch.Tensor) -> torch.dtype:
+def product_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which a product of `tensor` runs: autocast's, if that is on."""
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
@@ -240,7 +240,7 @@ def product_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def place_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def place_like(like: Tensor, part: Tensor) -> Tensor:
     """Returns a tensor sharded like `like`, of which this rank has `part`."""
     if not isinstance(like, DTensor):
         return part

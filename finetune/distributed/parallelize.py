@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 from finetune.config.layout import Sharding
 from finetune.config.module_names import base_name
+from finetune.constants import Names
 from finetune.distributed.join import set_timeouts
 from finetune.distributed.model_parts import (
     Values,
@@ -45,12 +46,10 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
 
-NOTHING: Mapping[str, torch.Tensor] = {}
+NOTHING: Mapping[str, Tensor] = {}
 
 
-def shard_as_fsdp1(
-    model: nn.Module, values: Values, world: World, classes: tuple[str, ...]
-) -> Fsdp1:
+def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Names) -> Fsdp1:
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
     FSDP1 flattens a unit after materializing it whole, so the units are filled one after another,
@@ -64,7 +63,7 @@ def shard_as_fsdp1(
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     # Parameters on meta with two names -> the filled one. Others must not be kept here, or a rank
     # would hold them all.
-    tied: dict[torch.Tensor, nn.Parameter] = {}
+    tied: dict[Tensor, nn.Parameter] = {}
 
     def fill(module: nn.Module) -> None:
         for leaf, on_meta in list(module._parameters.items()):
@@ -119,7 +118,7 @@ def _make_mesh(world: World) -> Any:
     return mesh
 
 
-def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...]) -> Any:
+def _wrap_policy(model: nn.Module, sharding: Sharding, classes: Names) -> Any:
     """The policy by which FSDP1 makes a module a unit; None makes the model the only one."""
     if sharding.wrapping == "NO_WRAP":
         by_layer: Any = None
@@ -156,7 +155,7 @@ def parallelize(
     values: Values,
     world: World,
     unfilled: frozenset[str] = frozenset(),
-    shared: Mapping[str, torch.Tensor] = NOTHING,
+    shared: Mapping[str, Tensor] = NOTHING,
     *,
     misses_gradients: bool = False,
 ) -> nn.Module:
@@ -202,7 +201,7 @@ def parallelize(
     return prepared
 
 
-def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     """Finds the classes that become units: those that the config names, else the model's decoder
     layers, without layers that have a parameter in common; and the parts beside the language model.
 
@@ -239,7 +238,7 @@ def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
     }
 
 
-def _find_large_classes(model: Any, min_num_params: int) -> tuple[str, ...]:
+def _find_large_classes(model: Any, min_num_params: int) -> Names:
     """Finds the classes of modules with at least `min_num_params` parameters.
 
     Leaves out lists of modules, which have no forward, and modules that hold the embedding, which
@@ -336,7 +335,7 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
         yield
 
 
-def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
+def count_wrapped_units(model: nn.Module) -> dict[str, int]:
     """Counts the units by their class, for the first screen."""
     counts: dict[str, int] = {}
     for module in model.modules():
@@ -369,9 +368,9 @@ def _fsdp2(
     model: nn.Module,
     values: Values,
     world: World,
-    classes: tuple[str, ...],
+    classes: Names,
     unfilled: frozenset[str],
-    shared: Mapping[str, torch.Tensor],
+    shared: Mapping[str, Tensor],
 ) -> nn.Module:
     """Wraps each module of `classes` (the decoder layers) and the model by FSDP2, through
     Accelerate, and fills the shards. See `parallelize`.
@@ -451,7 +450,7 @@ def _materialize(
     parameters_on: torch.device,
     buffers_on: torch.device,
     unfilled: frozenset[str],
-    shared: Mapping[str, torch.Tensor] = NOTHING,
+    shared: Mapping[str, Tensor] = NOTHING,
 ) -> None:
     """Gives meta parameters memory and fills them from `values`, reading only this rank's slices.
 
@@ -468,7 +467,7 @@ def _materialize(
             _set_parameter(model, name, shared_parameters[first])
     have_memory = {id(parameter) for parameter in shared_parameters.values()}
 
-    def give_memory(tensor: torch.Tensor) -> torch.Tensor:
+    def give_memory(tensor: Tensor) -> Tensor:
         if id(tensor) in have_memory:
             return tensor.detach()
         return torch.empty_like(tensor, device=parameters_on)
@@ -492,7 +491,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
     model.get_submodule(parent)._parameters[leaf] = parameter
 
 
-def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
+def frozen_parts(model: nn.Module) -> dict[str, Tensor]:
     """Returns this rank's part of each frozen parameter, by its name in the base: a model with
     another adapter can share them.
     """
@@ -503,7 +502,7 @@ def frozen_parts(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _find_shared(model: nn.Module, shared: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+def _find_shared(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
     """Makes those frozen parameters of a model on meta that are `shared`, in that memory."""
     parameters = {}
     for name, on_meta in model.named_parameters():

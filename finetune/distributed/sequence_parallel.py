@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from finetune.distributed.world import all_to_all
 
 
 def trade_tokens_for_heads(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Trades all heads of this rank's tokens for all tokens of this rank's heads, in one
     all-to-all.
@@ -56,7 +57,7 @@ def trade_tokens_for_heads(
     return query, key, value
 
 
-def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+def trade_heads_for_tokens(output: Tensor, group: ProcessGroup) -> Tensor:
     """Trades the output of attention, all tokens of this rank's heads, for all heads of this rank's
     tokens.
 
@@ -68,7 +69,7 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
 
 
-def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_keys(states: Tensor, group: ProcessGroup) -> Tensor:
     """Gathers the keys or values of the row's tokens, with gradients.
 
     [rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size].
@@ -77,7 +78,7 @@ def gather_keys(states: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
+def take_heads(of_heads: Tensor, group: ProcessGroup) -> Tensor:
     """Takes this rank's part of a tensor that has one number for every head, [heads]."""
     return of_heads.chunk(group.size())[group.rank()]
 
@@ -89,7 +90,7 @@ def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, states: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return gather_tokens(states, group, dim=2)
 
@@ -99,7 +100,7 @@ class _GatherTokens(torch.autograd.Function):
         return all_to_all(parts, ctx.group).sum(0), None
 
 
-def gather_tokens(states: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Tensor:
+def gather_tokens(states: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
     """Gathers the tokens of a row, without gradients.
 
     [rows, tokens of this rank, ...] -> [rows, tokens, ...]; `dim`: that of the tokens.
@@ -111,7 +112,7 @@ def gather_tokens(states: Tensor, group: dist.ProcessGroup, dim: int = 1) -> Ten
     return torch.cat(parts, dim)
 
 
-def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sums `tensor` over the ranks of a sequence, with gradients.
 
     Every rank computes the same loss from the sum, so each must count 1 / ranks of that loss.
@@ -128,7 +129,7 @@ def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from finetune.config.layout import Sharding
 from finetune.errors import AgreedError, UserError
@@ -57,7 +59,7 @@ def alone() -> DataParallelRank:
 
 
 def gather_json(
-    value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu"
+    value: Any, group: ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[Any]:
     """Returns every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
 
@@ -92,7 +94,7 @@ class World:
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
     # the ranks that divide a row's tokens; None: a rank has whole rows
-    sequence_group: dist.ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
     # The variables that joining changed -> their values before; None: they were not set.
     environment: dict[str, str | None] = field(default_factory=dict)
     # set by `leave`: from then on other ranks may end
@@ -118,7 +120,7 @@ class World:
         return self.rank % self.stage_size
 
     @property
-    def stage_group(self) -> dist.ProcessGroup | None:
+    def stage_group(self) -> ProcessGroup | None:
         """The ranks of this rank's stage; None if all ranks are in it."""
         if self.mesh is None or self.stage_size == self.size:
             return None
@@ -175,22 +177,21 @@ class World:
     @property
     def mesh(self) -> "DeviceMesh | None":
         """The mesh of `join.make_mesh`; None if the world has one dimension."""
-        mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
-        return mesh
+        return getattr(self.accelerator, "torch_device_mesh", None)
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Returns the element-wise sum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor)
         return tensor
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def largest(self, tensor: Tensor) -> Tensor:
         """Returns the element-wise maximum of every rank's `tensor`, in place, on every rank."""
         if dist.is_initialized():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_over_groups(self, tensor: Tensor) -> Tensor:
         """As `sum`, but the ranks of a tensor-parallel group or of a pipeline have the same
         `tensor`, and count once.
         """
@@ -208,7 +209,7 @@ class World:
         """Waits for every rank; over gloo, so that no GPU is waited for."""
         self.sum(torch.zeros(1))
 
-    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
         """Returns every rank's `value` (of JSON), in order of rank, on every rank.
 
         `group`: of gloo; a thread beside the training loop needs its own.
@@ -224,7 +225,7 @@ class RankGroup:
 
     world: "World"
     # None: the default group; a thread beside the training loop needs its own
-    group: dist.ProcessGroup | None = None
+    group: ProcessGroup | None = None
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on each rank; returns the results (of JSON), in order of rank, on every
@@ -285,17 +286,17 @@ def _describe_full_disk(error: OSError) -> str:
 
 
 def all_to_all(
-    rows: torch.Tensor,
-    group: dist.ProcessGroup,
+    rows: Tensor,
+    group: ProcessGroup,
     sent: list[int] | None = None,
     received: list[int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sends `sent[r]` of the rows to each rank r of the group; returns the rows from all ranks,
     `received[r]` from rank r, in order of rank.
 
     Its backward sends the gradients back. None: each rank sends and receives the same number.
     """
-    exchanged: torch.Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return exchanged
 
 
@@ -305,11 +306,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows: torch.Tensor,
-        group: dist.ProcessGroup,
+        rows: Tensor,
+        group: ProcessGroup,
         sent: list[int] | None,
         received: list[int] | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.arguments = group, received, sent
         count = len(rows) if received is None else sum(received)
         arriving = rows.new_empty(count, *rows.shape[1:])
@@ -317,5 +318,5 @@ class _AllToAll(torch.autograd.Function):
         return arriving
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return all_to_all(gradients[0], *ctx.arguments), None, None, None

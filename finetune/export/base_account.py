@@ -62,10 +62,9 @@ class BaseAccount:
             if not is_exported and not any(fnmatchcase(name, pattern) for pattern in named):
                 lost.append(name)
         if lost:
+            more = ""
             if len(lost) > LISTED:
                 more = f" and {len(lost) - LISTED} more"
-            else:
-                more = ""
             raise UserError(
                 f"{self.where}: not exported: the result lacks "
                 f"{', '.join(sorted(lost)[:LISTED])}{more}, which the base has; this is a fault of "
@@ -212,10 +211,9 @@ def _account(
         for part in box.parts:
             files_of[own[part.name].name] |= holders.get(first, frozenset())
     files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
+    left_out = []
     if drop_vision:
         left_out = sorted(name for name, its in files_of.items() if not its)
-    else:
-        left_out = []
     reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
     account = BaseAccount(where, files_of, carried, quantized, reasons, target=target)
     other_rows = _find_other_rows(target, boxes, carried)

@@ -45,10 +45,9 @@ def export_command(arguments: argparse.Namespace) -> int:
     with ExitStack() as beside:
         beside.enter_context(exit_on_signals())
         is_opened = options.verify and options.model and "safetensors" in options.formats
+        reload = None
         if is_opened:
             reload = beside.enter_context(start_reload())
-        else:
-            reload = None
         # it would walk through half a million objects that imports make, a third of their time
         gc.disable()
         beside.callback(gc.enable)

@@ -483,9 +483,8 @@ def describe_use(commands: Mapping[str, str]) -> list[str]:
     >>> describe_use({"vLLM": "vllm serve out"})
     ['use     vLLM          vllm serve out']
     """
+    width = 0
     if commands:
         width = max(14, *(len(program) + 2 for program in commands))
-    else:
-        width = 0
     lines = [f"{program:<{width}}{command}" for program, command in commands.items()]
     return [f"{'use' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

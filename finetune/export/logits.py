@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,12 +33,12 @@ from finetune.models.routing import GivenChoices
 ROWS = 2
 TOKENS = 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
-Rows = Callable[[str, int, int], torch.Tensor]
+Rows = Callable[[str, int, int], Tensor]
 # (layer, its inputs) -> what it multiplies
-RoundInputs = Callable[[str, torch.Tensor], torch.Tensor]
+RoundInputs = Callable[[str, Tensor], Tensor]
 
 
-def prompts(vocabulary: int) -> torch.Tensor:
+def prompts(vocabulary: int) -> Tensor:
     """The prompts on which logits are compared: int64[ROWS, TOKENS], the same for every model of
     this vocabulary.
 
@@ -51,8 +51,8 @@ def prompts(vocabulary: int) -> torch.Tensor:
 class Logits(NamedTuple):
     """What a model computes of `prompts`."""
 
-    values: torch.Tensor  # float32[ROWS, TOKENS, vocabulary]
-    choices: list[torch.Tensor]  # int64, the places of each `topk`: a token's experts, say
+    values: Tensor  # float32[ROWS, TOKENS, vocabulary]
+    choices: list[Tensor]  # int64, the places of each `topk`: a token's experts, say
 
     def differ_from(self, other: "Logits") -> float:
         """The norm of the difference from the values of `other`, in units of their norm."""
@@ -71,7 +71,7 @@ class Logits(NamedTuple):
 
 
 @torch.no_grad()
-def stream_logits(model: nn.Module, rows: Rows, choices: Sequence[torch.Tensor] = ()) -> Logits:
+def stream_logits(model: nn.Module, rows: Rows, choices: Sequence[Tensor] = ()) -> Logits:
     """Computes the logits of `prompts` in float32.
 
     Args:
@@ -84,7 +84,7 @@ def stream_logits(model: nn.Module, rows: Rows, choices: Sequence[torch.Tensor] 
     """
     plain: Any = model
     with stream(model, [rows]), GivenChoices(choices) as made:
-        logits: torch.Tensor = plain(
+        logits: Tensor = plain(
             input_ids=prompts(plain.config.get_text_config().vocab_size), use_cache=False
         ).logits
     return Logits(logits.float(), made.chosen)
@@ -94,7 +94,7 @@ class CheckpointLogits:
     """The logits of a checkpoint, which a thread computes."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, compute: Callable[[Sequence[torch.Tensor]], Logits]
+        self, pool: ThreadPoolExecutor, compute: Callable[[Sequence[Tensor]], Logits]
     ) -> None:
         """
         Args:
@@ -108,7 +108,7 @@ class CheckpointLogits:
         """Returns them once they are computed."""
         return self._future.result()
 
-    def with_choices(self, choices: Sequence[torch.Tensor]) -> Logits:
+    def with_choices(self, choices: Sequence[Tensor]) -> Logits:
         """Computes them again, with these choices in place of its own."""
         return self._compute(choices)
 
@@ -154,9 +154,9 @@ class _Reader:
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
-        self.latest: tuple[str, torch.Tensor] | None = None
+        self.latest: tuple[str, Tensor] | None = None
 
-    def __call__(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def __call__(self, name: str, like: Tensor) -> Tensor:
         if self.latest is None or self.latest[0] != name:
             self.latest = None  # freed before the next is read
             self.latest = (name, _read_whole(name, like, self.rows))
@@ -203,7 +203,7 @@ class _EachExpert:
         self.name = name
         self.rows = rows
 
-    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, expert: int | Tensor) -> Tensor:
         return self.rows(self.name, int(expert), int(expert) + 1)[0].float()
 
 
@@ -220,7 +220,7 @@ class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**(kwargs or {}), "device": "cpu"}
         result = function(*args, **(kwargs or {}))
         if any(
-            isinstance(leaf, torch.Tensor) and leaf.is_meta
+            isinstance(leaf, Tensor) and leaf.is_meta
             for leaf in tree_leaves((args, kwargs, result))
         ):
             raise UserError(
@@ -235,8 +235,8 @@ def _linear(
     name: str,
     variants: Sequence[Rows],
     round_inputs: Sequence[RoundInputs | None],
-    inputs: torch.Tensor,
-) -> torch.Tensor:
+    inputs: Tensor,
+) -> Tensor:
     """Computes a linear layer in each of `variants` of its weight, which is read in blocks of rows.
 
     Args:
@@ -257,7 +257,7 @@ def _linear(
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
     places = list(row_blocks((module.out_features, module.in_features)))
 
-    def read_blocks(start: int, stop: int) -> list[torch.Tensor]:
+    def read_blocks(start: int, stop: int) -> list[Tensor]:
         return [rows(f"{name}.weight", start, stop) for rows in variants]
 
     for (start, stop), blocks in zip(places, prefetch(read_blocks, places), strict=True):
@@ -272,8 +272,8 @@ def _embedding(
     name: str,
     variants: Sequence[Rows],
     _: Sequence[RoundInputs | None],
-    ids: torch.Tensor,
-) -> torch.Tensor:
+    ids: Tensor,
+) -> Tensor:
     tokens, places = torch.unique(ids, return_inverse=True)
     rows = torch.cat(
         [variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()]
@@ -281,7 +281,7 @@ def _embedding(
     return rows[places]
 
 
-STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+STREAMED: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: _linear,
     nn.Embedding: _embedding,
 }
@@ -294,7 +294,7 @@ def _read_buffers(prefix: str, module: nn.Module, rows: Rows) -> None:
             module._buffers[attribute] = _read_whole(prefix + attribute, buffer, rows)
 
 
-def _read_whole(name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _read_whole(name: str, like: Tensor, rows: Rows) -> Tensor:
     tensor = rows(name, 0, like.shape[0] if like.dim() else 1)
     return tensor.float() if tensor.is_floating_point() else tensor
 
@@ -363,7 +363,7 @@ def check_streamed_logits(
     return True
 
 
-def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[start:stop] if tensor.dim() else tensor  # a scalar has one row, itself
 
 
@@ -444,8 +444,7 @@ def _fill(model: Any) -> None:
                 : parameter.numel()
             ]
             values = repeated.view(parameter.shape)
+            fan_in = 1
             if parameter.dim() > 1:
                 fan_in = max(parameter[0].numel(), 1)
-            else:
-                fan_in = 1
             parameter.copy_(values * fan_in**-0.5 if parameter.dim() > 1 else 1 + 0.1 * values)

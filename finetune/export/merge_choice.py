@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
@@ -46,9 +46,9 @@ class ComparisonRows:
     not matter to it.
     """
 
-    input_ids: torch.Tensor  # int64[rows, tokens]
-    labels: torch.Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
-    lengths: torch.Tensor  # int64[rows]
+    input_ids: Tensor  # int64[rows, tokens]
+    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
+    lengths: Tensor  # int64[rows]
     held_out: bool  # else they were trained on: nothing is held out
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ def _take_within(rows: Iterable[Row], tokens: int) -> list[Row]:
     return taken
 
 
-def _is_row(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> bool:
+def _is_row(ids: Tensor, labels: Tensor, vocabulary: int) -> bool:
     labeled = labels[labels != IGNORE_INDEX]
     numbers = torch.cat([ids, labeled])
     are_ids = (
@@ -218,7 +218,7 @@ def measure(
     return sums.average(rows.labeled_tokens)
 
 
-def _make_inputs(model: nn.Module, rows: ComparisonRows) -> dict[str, torch.Tensor]:
+def _make_inputs(model: nn.Module, rows: ComparisonRows) -> dict[str, Tensor]:
     inputs = {"input_ids": rows.input_ids}
     if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
         install_document_rotary(model)
@@ -237,7 +237,7 @@ class _Sums:
         self.differences = torch.zeros(variants)
         self.divergences = torch.zeros(variants, dtype=torch.float64)
 
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    def add(self, logits: Tensor, labels: Tensor) -> None:
         """Adds a chunk of tokens. `logits`: fp32[variants, tokens, vocabulary]; `labels`:
         int64[tokens].
         """

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from finetune.checkpoint.manifest import STATE
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, check_formats, list_keys
 from finetune.config.quantization import read_recipe_quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES, Names
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import read_json_object
@@ -42,7 +42,7 @@ class ExportOptions:
     adapter_names: AdapterNames = "peft"  # whose names the adapter's tensors have
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
-    formats: tuple[str, ...] = ("safetensors",)
+    formats: Names = ("safetensors",)
     # of the formats (`list_keys`); each has its default
     keys: Mapping[str, Any] = field(default_factory=dict)
 

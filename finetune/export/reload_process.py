@@ -39,9 +39,7 @@ class ReloadProcess:
     process: "subprocess.Popen[str]"
     results: Path  # the file that it leaves
 
-    def open_folder(
-        self, folder: Path, files: Collection[str], *, trust_remote_code: bool = False
-    ) -> None:
+    def open_folder(self, folder: Path, files: Collection[str], *, trust_remote_code: bool) -> None:
         """Starts its work: all of `folder` is there but the values in its `files`, which it reads
         in this order.
         """

@@ -193,10 +193,9 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     model = checkpoint / MODEL
     state = read_state(checkpoint, STATE)
     name = base_model or state.get("base_model")
+    run = None
     if checkpoint.parent.name == "checkpoints":
         run = checkpoint.parent.parent
-    else:
-        run = None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
     is_own = name == source.recipe.get("model_name_or_path")
     revision = source.recipe.get("model_revision") if is_own else None

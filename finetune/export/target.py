@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, Shape
 from finetune.distributed.model_parts import find_float32, text_names
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
@@ -52,7 +52,7 @@ class TargetModel:
 
     config_json: dict[str, Any]  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
-    shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
+    shapes: dict[str, Shape]  # of parameters and saved buffers, in the model's order
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
     # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
@@ -202,16 +202,16 @@ class Value:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype  # as written
-    rows: Callable[[int, int], torch.Tensor]
+    rows: Callable[[int, int], Tensor]
 
     @property
     def byte_count(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def row_blocks(shape: Shape) -> Iterator[tuple[int, int]]:
     """Returns (start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32
     (but at least a row).
 
@@ -223,7 +223,7 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, height)) for start in range(0, height, step))
 
 
-def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
+def cast_rows(value: Value, start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` in the dtype of the result.
 
     Raises `UserError` where that dtype cannot hold them.
@@ -238,13 +238,12 @@ def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
     return cast
 
 
-def raw_bytes(rows: torch.Tensor) -> memoryview:
+def raw_bytes(rows: Tensor) -> memoryview:
     """The bytes of `rows`, row-major, as a file holds them."""
-    view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:
     """Rows `start` to `stop` as they are stored; a scalar has one row, itself."""
     return read_slice(stored, (slice(start, stop),) if stored.shape else ())
 
@@ -255,13 +254,13 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
     Its rows are read when asked for.
     """
 
-    def rows(start: int, stop: int) -> torch.Tensor:
+    def rows(start: int, stop: int) -> Tensor:
         return as_floating(read_rows(stored, start, stop))
 
     return Value(name, stored.shape, dtype, rows)
 
 
-def as_floating(block: torch.Tensor) -> torch.Tensor:
+def as_floating(block: Tensor) -> Tensor:
     """`block` as values are computed with: in float32, or as stored if not floating."""
     # float64 is kept: rounding it to float32 first would round twice
     if block.is_floating_point() and block.dtype != torch.float64:
@@ -292,7 +291,7 @@ def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) ->
 
 
 def match_tensors(
-    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool = False
+    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool
 ) -> dict[str, StoredTensor]:
     """The stored tensors by the target's names, each of them once, in its order.
 

@@ -28,9 +28,10 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
-from torch import _weights_only_unpickler
+from torch import Tensor, _weights_only_unpickler
 
 import finetune
+from finetune.constants import Shape
 from finetune.errors import UserError
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
@@ -513,7 +514,7 @@ def _dcp_part(
         opened[path] = MappedFile(path, f"{path}: {name}: its file is missing or")
     archive = Archive(opened[path], place[0], place[1], f"{path}: {name}")
     content = archive.load()
-    if not isinstance(content, torch.Tensor) or content.dim() != len(offsets):
+    if not isinstance(content, Tensor) or content.dim() != len(offsets):
         raise UserError(f"{path}: {name}: holds no tensor of {len(offsets)} dimensions")
     with_offsets = _place(path, name, content, archive, offsets)
     opened[path].release()
@@ -529,15 +530,13 @@ def _torch_file(path: Path) -> list[Place]:
         content = content["model"]
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         raise UserError(f"{path}: holds no state dict")
-    tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+    tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     return [
         _place(path, name, tensor, archive, (0,) * tensor.dim()) for name, tensor in tensors.items()
     ]
 
 
-def _place(
-    path: Path, name: str, tensor: torch.Tensor, archive: Archive, offsets: tuple[int, ...]
-) -> Place:
+def _place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Shape) -> Place:
     def refuse(what: str) -> NoReturn:
         raise UserError(f"{path}: {name}: {what}")
 

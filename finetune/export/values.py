@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune.config.module_names import find_problem, find_value, is_adapter
 from finetune.config.pretrained import why_unsupported
-from finetune.constants import ROTATION
+from finetune.constants import ROTATION, Shape
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
@@ -47,8 +48,8 @@ class WeightUpdate:
     """An adapter's change of one tensor of its base, a few rows at a time, in float32."""
 
     # (elements of the base, where they are) -> the same, updated
-    apply: Callable[[torch.Tensor, Slices], torch.Tensor]
-    shape: tuple[int, ...]  # of the tensor that it fits
+    apply: Callable[[Tensor, Slices], Tensor]
+    shape: Shape  # of the tensor that it fits
     used: frozenset[str]  # the adapter's tensors in it
     is_whole: bool = False  # whether the tensor is replaced
     needs_whole_rows: bool = False  # whether the slices must be rows
@@ -166,7 +167,7 @@ def find_parameter_updates(
 def merged_value(update: WeightUpdate, base: Value) -> Value:
     """The base tensor with its update merged."""
 
-    def rows(start: int, stop: int) -> torch.Tensor:
+    def rows(start: int, stop: int) -> Tensor:
         return update.apply(base.rows(start, stop).float(), (slice(start, stop),))
 
     return Value(base.name, base.shape, base.dtype, rows)
@@ -228,7 +229,7 @@ def _parameter_update(
     else:
         shape = (experts, outputs, inputs)
 
-    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+    def apply(weight: Tensor, slices: Slices) -> Tensor:
         whole = (slice(None),) * (3 - len(slices))
         if parameter.is_transposed:
             expert_slice, input_slice, output_slice = (*slices, *whole)
@@ -258,14 +259,14 @@ def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) 
             f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows"
         )
 
-    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+    def apply(weight: Tensor, slices: Slices) -> Tensor:
         rows = slices[:1]
         columns = slices[1:]
         product = read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()
         weight = weight + product * scale
         if magnitude is None:
             return weight
-        lengths: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
+        lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
         return (read_slice(magnitude, rows).float() / lengths)[:, None] * weight
 
     used = {a.name, b.name} | ({magnitude.name} if magnitude else set())
@@ -287,7 +288,7 @@ def _rotation_update(adapter: Adapter, name: str, rows: int, where: str) -> Weig
         )
     blocks = vectors.shape[0]
 
-    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+    def apply(weight: Tensor, slices: Slices) -> Tensor:
         rotations = make_rotations(read(vectors).float(), block)
         parts = weight.view(len(weight), blocks, block)
         # w: row of the weight, b: block, i and j: column of the block, before and after
@@ -305,7 +306,7 @@ def _embedding_update(adapter: Adapter, module: str, where: str) -> WeightUpdate
             "adapter"
         )
 
-    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+    def apply(weight: Tensor, slices: Slices) -> Tensor:
         product = read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()
         return weight + product.T * scale
 
@@ -376,7 +377,7 @@ def _factors(
     return a, b, scale, rank
 
 
-def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
+def _find_misfit(name: str, shape: Shape, target: TargetModel, where: str) -> str | None:
     expected = target.shapes.get(target.tied.get(name, name))
     if expected is None:
         return (
@@ -389,7 +390,7 @@ def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: 
     return None
 
 
-ReadDequantized = Callable[[StoredTensor], torch.Tensor]
+ReadDequantized = Callable[[StoredTensor], Tensor]
 
 
 def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
@@ -469,9 +470,9 @@ def make_dequantizer(source: Source) -> ReadDequantized:
 
     It keeps the latest one, for its rows are asked for block by block: each thread needs its own.
     """
-    latest: list[tuple[StoredTensor, torch.Tensor]] = []
+    latest: list[tuple[StoredTensor, Tensor]] = []
 
-    def read_dequantized(stored: StoredTensor) -> torch.Tensor:
+    def read_dequantized(stored: StoredTensor) -> Tensor:
         if not latest or latest[0][0] is not stored:
             latest.clear()  # freed before the next is computed
             whole = quantize_whole(
@@ -488,7 +489,7 @@ def plan_values(
     target: TargetModel,
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
-    onto: MergeOnto = "original",
+    onto: MergeOnto,
     read_dequantized: ReadDequantized | None = None,
     *,
     dtype_is_given: bool = False,
@@ -536,6 +537,6 @@ def plan_values(
 
 def dequantized_rows(
     stored: StoredTensor, read_dequantized: ReadDequantized
-) -> Callable[[int, int], torch.Tensor]:
+) -> Callable[[int, int], Tensor]:
     """The rows of a `Value` that is read by `read_dequantized`, of `make_dequantizer`."""
     return lambda start, stop: read_dequantized(stored)[start:stop].float()

@@ -25,9 +25,10 @@ import torch
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from finetune.config.module_names import peft_name
-from finetune.constants import TOKENIZER_CONFIG
+from finetune.constants import TOKENIZER_CONFIG, Shape
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
@@ -93,12 +94,10 @@ class WrittenFiles:
         self._mapped_bytes = 0
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
-    def read(
-        self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]
-    ) -> Result:
+    def read(self, name: str, start: int, stop: int, use: Callable[[Tensor], Result]) -> Result:
         """`use(rows)` for rows of a tensor (of a scalar, itself): a memory map that is gone when
         `use` returns.
         """
@@ -132,7 +131,7 @@ def read_digests(
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
 
-        def add(rows: torch.Tensor, digest: Any = digest) -> int:
+        def add(rows: Tensor, digest: Any = digest) -> int:
             digest.update(raw_bytes(rows))
             return rows.nbytes
 
@@ -159,7 +158,7 @@ def start_verification(
     weights: Weights,
     options: ExportOptions,
     logits: CheckpointLogits | None,
-    reload: ReloadProcess | None = None,
+    reload: ReloadProcess | None,
 ) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
 
@@ -259,7 +258,7 @@ def start_logits(
         merged = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(other.model, adapter.config)
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+    def rows(name: str, start: int, stop: int) -> Tensor:
         if ended.is_set():
             raise CancelledError
         is_base = BASE_LAYER in name or ORIGINAL_MODULE in name
@@ -444,7 +443,7 @@ def _read_ahead(path: Path, position: int, end: int) -> None:
             )
 
 
-def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:
+def load_with_transformers(folder: Path, trust_remote_code: bool) -> None:
     """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers
     does.
 
@@ -485,19 +484,19 @@ def _compute_logits(folder: Path, target: TargetModel, progress: DiskProgress) -
     files = WrittenFiles(folder, tuple(path.name for path in paths), progress.wait_for)
     boxes = boxes_of_parameters(target.model, files.shapes, str(folder))
 
-    def read(name: str, slices: Slices) -> torch.Tensor:
+    def read(name: str, slices: Slices) -> Tensor:
         start, stop = (slices[0].start, slices[0].stop) if slices else (0, 1)
         rows = files.read(name, start, stop, _copy_float32)
         return rows[(slice(None), *slices[1:])] if slices else rows
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+    def rows(name: str, start: int, stop: int) -> Tensor:
         box = boxes[target.tied.get(name, name)]
         return box.read((slice(start, stop),) if box.shape else (), read)
 
     return stream_logits(target.model, rows)
 
 
-def _copy_float32(mapped: torch.Tensor) -> torch.Tensor:
+def _copy_float32(mapped: Tensor) -> Tensor:
     """A copy in memory; what is not floating keeps its dtype."""
     return mapped.to(torch.float32 if mapped.is_floating_point() else mapped.dtype, copy=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 from finetune.config.families import find_family
 from finetune.config.module_names import find_value
 from finetune.config.served import NAMES_KEY, rename_for_vllm, why_not_loaded
+from finetune.constants import Names
 from finetune.errors import UserError
 from finetune.export.source import Adapter
 from finetune.export.target import TargetModel, Value
@@ -51,7 +52,7 @@ def name_for_vllm(
     return adapter.config | _describe(adapter, target, modules), renamed
 
 
-def _rename(value: Value, modules: Mapping[str, tuple[str, ...]]) -> list[Value]:
+def _rename(value: Value, modules: Mapping[str, Names]) -> list[Value]:
     """A tensor under its new names; B in equal parts of its rows, where it has several."""
     module, mark, factor = value.name.rpartition(LORA)
     names = rename_for_vllm(module, modules)
@@ -76,7 +77,7 @@ def _cut(value: Value, number: int, count: int) -> Value:
 
 
 def _describe(
-    adapter: Adapter, target: TargetModel, modules: Mapping[str, tuple[str, ...]]
+    adapter: Adapter, target: TargetModel, modules: Mapping[str, Names]
 ) -> dict[str, Any]:
     """The keys of adapter_config.json that name modules. A pattern is replaced by the names of the
     modules that it gives a rank or alpha of their own: it may match no new name, or others.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
@@ -209,7 +210,7 @@ def plan_weights(
     else:
         quantized = frozenset[str]()
 
-    def read_base(name: str, slices: Slices) -> torch.Tensor:
+    def read_base(name: str, slices: Slices) -> Tensor:
         base = stored[name]
         if name in quantized:
             return read_dequantized(base)[slices]
@@ -228,18 +229,17 @@ def _plan_files(
     """The tensors as the files hold them, made from the model's parameters: one file tensor for
     each expert, where the model has one parameter for all experts of a layer.
     """
+    updates = {}
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
-    else:
-        updates = {}
 
-    def read(parameter: str, slices: Slices) -> torch.Tensor:
+    def read(parameter: str, slices: Slices) -> Tensor:
         values = as_floating(read_base(parameter, slices))
         if parameter in updates:
             return updates[parameter].apply(values, slices)
         return values
 
-    def rows(box: BoxedTensor, start: int, stop: int) -> torch.Tensor:
+    def rows(box: BoxedTensor, start: int, stop: int) -> Tensor:
         return box.read((slice(start, stop),), read)
 
     for name, box in target.files.items():
@@ -262,10 +262,9 @@ def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
 ) -> tuple[Mapping[str, Any], Shard]:
     """The content of adapter_config.json, and the file of its tensors."""
+    dtype = None
     if options.dtype and not options.model:
         dtype = getattr(torch, options.dtype)
-    else:
-        dtype = None
     if why_unsupported(adapter.config) is None:
         find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)

@@ -98,9 +98,7 @@ def find_local_folder(name: str, revision: str | None = None) -> Path | None:
     return None
 
 
-def hub_error(
-    repository: str, error: Exception, what: str = "its files", revision: str | None = None
-) -> UserError:
+def hub_error(repository: str, error: Exception, what: str, revision: str | None) -> UserError:
     """The error to raise where the hub did not deliver `what` of `repository`: the reason, and what
     to do about it.
     """

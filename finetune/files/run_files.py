@@ -76,10 +76,9 @@ def find_origin(folder: Path) -> Path | None:
     this machine.
     """
     base = read_json_object(folder.parent / "state.json").get("base_model")
+    base_folder = None
     if isinstance(base, str):
         base_folder = find_local_folder(base)
-    else:
-        base_folder = None
     if base_folder is not None and any(base_folder.glob("*.safetensors")):
         return base_folder
     return None
@@ -89,10 +88,9 @@ def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
     """The results in a run's folder; those that cannot be read are skipped, and the page or card
     lacks them.
     """
+    entries = None
     if run is not None:
         entries = read_json_object(run / BENCHMARKS).get("results")
-    else:
-        entries = None
     results = map(_read_entry, entries) if isinstance(entries, list) else ()
     return [result for result in results if result is not None]
 

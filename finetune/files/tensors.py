@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 import torch
+from torch import Tensor
 
-from finetune.constants import CONFIG_FILE, ITEMSIZE
+from finetune.constants import CONFIG_FILE, ITEMSIZE, Shape
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import DAMAGED, load_json, parse_object, read_tensor_header
@@ -62,7 +63,7 @@ NAME_LIMIT = 500
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 Slices = tuple[slice, ...]
-ReadSlice = Callable[[Slices], torch.Tensor]
+ReadSlice = Callable[[Slices], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class StoredPart:
 
     path: Path
     position: int  # bytes from the file's beginning
-    offsets: tuple[int, ...]  # of its first element in the whole tensor
-    shape: tuple[int, ...]
+    offsets: Shape  # of its first element in the whole tensor
+    shape: Shape
 
     @property
     def box(self) -> Box:
@@ -86,11 +87,11 @@ class ComputedPart(StoredPart):
     """A box of a tensor that is computed from what the files hold. Its position says nothing."""
 
     read: ReadSlice  # slices of the tensor that is computed
-    begin: tuple[int, ...]  # of the box's first element in that tensor
+    begin: Shape  # of the box's first element in that tensor
     # for each dimension of the box, that tensor's; None: added, of size 1
     axes: tuple[int | None, ...]
 
-    def read_box(self, inside: Box) -> torch.Tensor:
+    def read_box(self, inside: Box) -> Tensor:
         """The elements `inside` of the box."""
         bounds = [slice(start, start + 1) for start in self.begin]
         for axis, (start, stop) in zip(self.axes, inside, strict=True):
@@ -104,7 +105,7 @@ class StoredTensor:
     """A tensor on disk. `parts` cover it exactly: every element once."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     parts: tuple[StoredPart, ...]
 
@@ -162,12 +163,12 @@ def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
-def read(tensor: StoredTensor) -> torch.Tensor:
+def read(tensor: StoredTensor) -> Tensor:
     """The whole tensor, `dtype[*shape]`, on the CPU."""
     return read_slice(tensor, ())
 
 
-def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
+def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> Tensor:
     """`read(tensor)[slices]`, contiguous and on the CPU, reading only the bytes that it needs.
 
     Dimensions without a slice are taken whole. Slices step by 1.
@@ -196,7 +197,7 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
     return result
 
 
-def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torch.Tensor) -> None:
+def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tensor) -> None:
     if isinstance(part, ComputedPart):
         result.copy_(part.read_box(inside))
         return
@@ -215,9 +216,7 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torc
         raise UserError(f"{part.path}: {tensor.name}: cannot be read: {error.strerror}") from None
 
 
-def _read_box(
-    descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: torch.Tensor
-) -> None:
+def _read_box(descriptor: int, position: int, shape: Shape, box: Box, result: Tensor) -> None:
     """Fills `result` with the elements `box` of the row-major array `shape` that lies at
     `position`.
     """
@@ -240,7 +239,7 @@ def _read_box(
             result[row : row + rows] = buffer[(slice(None), *inner)]
 
 
-def _read_bytes(descriptor: int, position: int, result: torch.Tensor) -> None:
+def _read_bytes(descriptor: int, position: int, result: Tensor) -> None:
     if result.numel():
         view = result.reshape(-1).view(torch.uint8).numpy().data
     else:
@@ -355,10 +354,9 @@ def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
     if any.
     """
     name = config_json.get("dtype") or config_json.get("torch_dtype")
+    dtype = None
     if isinstance(name, str):
         dtype = getattr(torch, name.removeprefix("torch."), None)
-    else:
-        dtype = None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
@@ -379,10 +377,10 @@ class HeaderEntry:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: Shape
     begin: int  # bytes, from the file's beginning
     end: int
-    offsets: tuple[int, ...]  # of its first element in the whole tensor; zeros for a whole tensor
+    offsets: Shape  # of its first element in the whole tensor; zeros for a whole tensor
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
@@ -406,8 +404,7 @@ def read_header(path: Path) -> list[HeaderEntry]:
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    metadata: Mapping[str, str] | None = None,
+    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
     """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it
     in this order.
@@ -456,9 +453,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _parse_entry(
-    path: Path, name: str, entry: Any
-) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, Shape, int, int]:
     """Returns (dtype, shape, begin, end) of one entry of a header; the last two in bytes from the
     header's end.
     """
@@ -528,9 +523,7 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
         )
 
 
-def _read_offsets(
-    path: Path, metadata: dict[str, Any]
-) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
+def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, Shape], Shape]:
     """A function (name, shape) -> where that tensor of the file begins in the whole one."""
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
@@ -539,12 +532,11 @@ def _read_offsets(
         raise UserError(f"{path}: DCP_SHARDING_INFO: a string is expected")
     sharding = parse_object(path, text.encode("utf-8", "surrogatepass"), "DCP_SHARDING_INFO: ")
 
-    def of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def of(name: str, shape: Shape) -> Shape:
         entry = sharding.get(name)
+        offsets = None
         if isinstance(entry, dict):
             offsets = entry.get("saved_offsets")
-        else:
-            offsets = None
         if not isinstance(offsets, list) or not _are_counts(offsets) or len(offsets) != len(shape):
             raise UserError(
                 f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} "

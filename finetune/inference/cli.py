@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.constants import ADAPTER, EXPORT
+from finetune.constants import ADAPTER, EXPORT, Names
 from finetune.data.formats import Conversation
 from finetune.data.messages import IMAGE, OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, install_command
@@ -146,7 +146,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read_tasks(options: argparse.Namespace) -> tuple[str, ...]:
+def _read_tasks(options: argparse.Namespace) -> Names:
     """Returns the tasks to measure. Raises `UserError` for an invalid option of evaluate."""
     tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
     if not tasks:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -239,7 +240,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
         self._write = write
         self._ids: list[int] | None = None  # None: the prompt, which comes first, is expected
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         if self._ids is None:
             self._ids = []
             return
@@ -268,7 +269,7 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
 
     event: Event
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 

@@ -11,6 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from finetune.constants import Names
 from finetune.errors import UserError, on_one_line
 from finetune.files.run_files import BenchmarkResult
 from finetune.inference.inference_model import (
@@ -27,7 +28,7 @@ from finetune.models.documents import depends_on_length
 class BenchmarkOptions:
     """The options of a measurement, by lm-eval's names."""
 
-    tasks: tuple[str, ...]
+    tasks: Names
     include_path: str | None = None  # a folder with the user's task files
     num_fewshot: int | None = None  # None: as each task says
     limit: float | None = None  # documents of each task, or a share below 1; None: all

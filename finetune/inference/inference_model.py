@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
@@ -176,7 +177,7 @@ def choose_template(
     default: str | None,
     log: Callable[[str], object],
     *,
-    is_scoring: bool = False,
+    is_scoring: bool,
 ) -> str | None:
     """Chooses the chat template: the option's, the tokenizer's, `default`, or that of training.
 
@@ -316,7 +317,7 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     weights = plan_weights(source, target, export_options)
     folder.mkdir()
     write_metadata(folder, source, target, weights, folder.name, export_options)
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     for shard in weights.model:
         state |= {value.name: _read_value(value) for value in shard.values}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
@@ -327,7 +328,7 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     return model
 
 
-def _read_value(value: Value) -> torch.Tensor:
+def _read_value(value: Value) -> Tensor:
     """Computes an exported tensor, some rows at a time."""
     tensor = torch.empty(value.shape, dtype=value.dtype)
     for start, stop in row_blocks(value.shape):

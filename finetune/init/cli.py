@@ -28,6 +28,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.reward_names import SHIPPED_REWARDS, is_reward_model
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
+from finetune.constants import Names
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     QUESTION_COLUMNS,
@@ -134,7 +135,7 @@ def find_gpus() -> Hardware | None:
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first.
-BY_KIND: dict[RowKind, tuple[str, ...]] = {
+BY_KIND: dict[RowKind, Names] = {
     "answers": (DEFAULT_METHOD, *MASKING, *EXITING, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
     "ratings": RATED,
@@ -194,10 +195,9 @@ def init_command(options: argparse.Namespace) -> int:
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
     recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
+    template = None
     if _is_fatal(findings):
         template = _offer_template(recipe, data, findings)
-    else:
-        template = None
     if template is not None and is_interactive():
         answer = ask(
             f"{findings[0]}\nchat_template: {template} has no such finding. Write it into the "
@@ -383,10 +383,9 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
         f"tokens each{by}"
     )
     if unread := list_unread_files(source):
+        more = ""
         if len(unread) > SHOWN_FILES:
             more = f" and {len(unread) - SHOWN_FILES} more"
-        else:
-            more = ""
         print(
             f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as "
             "--data to choose"
@@ -654,10 +653,9 @@ def _summary(
         verdict = f"fits {hardware.words}:"
     else:
         verdict = "requires"
+    without = ""
     if uncounted:
         without = ", without activations, which are not counted"
-    else:
-        without = ""
     yield f"wrote   {output}: trains {what}"
     yield (
         f"        by the plan it {verdict} "

@@ -25,14 +25,14 @@ from finetune.config.facts import MachineFacts, has_compiler, with_recipe_keys
 from finetune.config.pretrained import complete_lora
 from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import DatasetSource
-from finetune.constants import PACKAGES, count_cores
+from finetune.constants import PACKAGES, Names, count_cores
 from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted, gib
 
 # An optional part of the package, by its name in pyproject.toml -> its distributions, and what it
 # is for.
-OPTIONAL: Mapping[str, tuple[tuple[str, ...], str]] = {
+OPTIONAL: Mapping[str, tuple[Names, str]] = {
     "tensorboard": (("tensorboard",), "report_to: tensorboard"),
     "wandb": (("wandb",), "report_to: wandb"),
     "mlflow": (("mlflow",), "report_to: mlflow"),
@@ -204,10 +204,9 @@ def _describe_torch(gpus: list[Gpu]) -> str:
     builds = re.findall(r"^(cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
     if builds:
         return "built for " + " and ".join(f"{name.upper()} {version}" for name, version in builds)
+    lost = ""
     if gpus:
         lost = "; install one for your driver, else no GPU is used"
-    else:
-        lost = ""
     return f"built for the CPU alone{lost}"
 
 

@@ -18,7 +18,7 @@ from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKin
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
-from finetune.constants import round_up
+from finetune.constants import Names, round_up
 from finetune.data.classes import LABEL
 from finetune.data.formats import (
     LABEL_COLUMNS,
@@ -64,7 +64,7 @@ class DataSummary:
     mean_tokens: float  # of a row
     is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
     kind: RowKind = "answers"
-    labels: tuple[str, ...] = ()  # the classes of the rows that were read
+    labels: Names = ()  # the classes of the rows that were read
     num_negatives: int = 0  # that each row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
 
@@ -114,7 +114,7 @@ def summarize_data(
     Raises:
         UserError: A row does not have the columns.
     """
-    labels: tuple[str, ...] = ()
+    labels: Names = ()
     if kind == "classes":
         labels = list_labels(rows, source)
     data = Data(labels=labels)
@@ -163,7 +163,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
     return "answers"
 
 
-def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> tuple[str, ...]:
+def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Names:
     """The classes of rows: their names in order, or places from 0 as text.
 
     Raises `UserError` where a row has none, or there are too many for classes.
@@ -411,14 +411,12 @@ def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: 
 def _too_little_memory(
     given: Keys, chosen: Trained, advice: Advice, hardware: Hardware
 ) -> UserError:
+    enough = ""
     if advice.ranks:
         enough = f"; {advice.ranks} of them would be enough"
-    else:
-        enough = ""
+    lora = ""
     if chosen == "full":
         lora = "; --train lora trains adapters, which need less"
-    else:
-        lora = ""
     if hardware.host_memory is None:
         host = ""
     else:
@@ -595,6 +593,13 @@ def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterato
     yield f"#   {launch_command(file, hardware)}"
 
 
+METHOD_LINES = {
+    "labels": "the classes of the first rows; add others",
+    "num_negatives": "of each row, beside all others'",
+    "teacher_model_name_or_path": "with the same tokenizer",
+}
+
+
 def _method(fit: Fit) -> Iterator[str]:
     """Returns the keys of the method, where the model learns from more than answers."""
     method = fit.keys.get("method")
@@ -603,16 +608,9 @@ def _method(fit: Fit) -> Iterator[str]:
     if "mask_token" in fit.keys:
         yield _line("added_tokens", fit.keys["added_tokens"], "or a token that the tokenizer has")
         yield _line("mask_token", fit.keys["mask_token"], "what stands in a masked token's place")
-    if "labels" in fit.keys:
-        yield _line("labels", fit.keys["labels"], "the classes of the first rows; add others")
-    if "num_negatives" in fit.keys:
-        yield _line("num_negatives", fit.keys["num_negatives"], "of each row, beside all others'")
-    if "teacher_model_name_or_path" in fit.keys:
-        yield _line(
-            "teacher_model_name_or_path",
-            fit.keys["teacher_model_name_or_path"],
-            "with the same tokenizer",
-        )
+    for key, says in METHOD_LINES.items():
+        if key in fit.keys:
+            yield _line(key, fit.keys[key], says)
     if "rewards" in fit.keys:
         yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
         yield (

@@ -217,8 +217,7 @@ def attend_in_blocks(
         attend = _attend
     else:
         attend = _compile_attention()
-    attended: Tensor = attend(query, key, value, mask, options)
-    return attended
+    return attend(query, key, value, mask, options)
 
 
 @cache

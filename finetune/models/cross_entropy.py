@@ -37,24 +37,18 @@ returns in place of the loss.
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
+    product: HeadProduct,
     labels: Tensor,
     chunks: ChunkOptions = PLAIN,
     *,
-    bias: Tensor | None = None,
-    adapter_b: Tensor | None = None,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
     Args:
-        hidden: [tokens, hidden].
-        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it
-            is frozen.
+        product: of [tokens, hidden]. The weight's gradient is accumulated in fp32, and not computed
+            where it is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
-        bias: [vocabulary] or None.
-        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
         trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps
             others, which add nothing; only these are multiplied by the head. By default they are
             looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would
@@ -64,7 +58,6 @@ def linear_cross_entropy(
     """
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    product = HeadProduct(hidden, weight, bias, adapter_b)
     needs_grad = product.needs_grad()
     if trained_positions is None:
         ids = labels
@@ -74,7 +67,7 @@ def linear_cross_entropy(
     def compute(
         trained: Tensor, weight: Tensor, adapter_b: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        given = trained, weight, bias, ids, chunks, needs_grad
+        given = trained, weight, product.bias, ids, chunks, needs_grad
         computed = compute_in_chunks(*given, adapter_b=adapter_b)
         return computed.loss, computed.gradients
 
@@ -149,12 +142,9 @@ class LossHead(nn.Module):
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
         product = self.prepare(hidden.flatten(0, -2))
         return linear_cross_entropy(
-            product.hidden,
-            product.weight,
+            product,
             labels.flatten(),
             self.chunk_options()._replace(shard=product.shard),
-            bias=product.bias,
-            adapter_b=product.adapter_b,
             trained_positions=trained_positions,
         )
 

@@ -397,7 +397,7 @@ def _call_with_known_heads(layer: Callable[..., Any], *arguments: Any, **keys: A
     return layer(*arguments, **keys)
 
 
-def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
     """Makes the first layer's input require a gradient exactly when those of the other layers do: a
     frozen embedding's output (LoRA) does not, which would compile the first layer by itself.
     """

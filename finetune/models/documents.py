@@ -48,6 +48,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.config.compatibility import FLASH_GPUS, FLASH_ON_INDEX, FLASH_PACKAGES
 from finetune.config.facts import attends_by_mask
 from finetune.config.families import Family, find_family
+from finetune.constants import Names
 from finetune.distributed.model_parts import (
     has_other_parts,
     language_model_of,
@@ -165,7 +166,7 @@ def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
     return split_boundaries(kwargs)[0]
 
 
-def _hand_down(trunk: nn.Module, kind: str, names: tuple[str, ...]) -> None:
+def _hand_down(trunk: nn.Module, kind: str, names: Names) -> None:
     """Passes arguments of the trunk's forward to modules deep inside it.
 
     Args:
@@ -484,11 +485,7 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 
 
 def _read_documents(
-    current: _Documents,
-    arguments: tuple[str, ...],
-    _trunk: nn.Module,
-    _args: Any,
-    kwargs: dict[str, Any],
+    current: _Documents, arguments: Names, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
 ) -> None:
     """Sets `current` from the arguments of a forward."""
     current.lengths = None

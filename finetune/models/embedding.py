@@ -98,7 +98,7 @@ def find_grown(
     return {name: stored[name] for name in names if name in stored}
 
 
-def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], torch.Tensor]:
+def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], Tensor]:
     """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of
     its bias [rows].
 
@@ -110,7 +110,7 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
     known = min(vocabulary.known, stored)
 
     @cache
-    def mean() -> torch.Tensor:
+    def mean() -> Tensor:
         total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
         for start in range(0, known, BLOCK_ROWS):
             total += (
@@ -118,7 +118,7 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
             )
         return (total / known).float()
 
-    def read(slices: Slices) -> torch.Tensor:
+    def read(slices: Slices) -> Tensor:
         wanted = range(vocabulary.rows)[slices[0]]
         rest = slices[1:]
         parts = []

@@ -147,7 +147,7 @@ def compute_experts(
     parameters: Mapping[str, Tensor],
     num_experts: int,
     *inputs: Any,
-    factors: Factors | None = None,
+    factors: Factors | None,
 ) -> Any:
     """Runs an expert layer with other expert weights.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.constants import SCORES
+from finetune.constants import SCORES, Names, Shape
 from finetune.distributed.model_parts import Slices, has_scores
 from finetune.models.cross_entropy import LossHead
 from finetune.models.lora import seed_of
@@ -37,7 +37,7 @@ def head_scores(
     return F.linear(read, head.weight.to(read.dtype), head.bias).float()
 
 
-def find_new_head(model: Any, stored: Collection[str]) -> tuple[str, ...]:
+def find_new_head(model: Any, stored: Collection[str]) -> Names:
     """The names of the head's parameters, where `model` has a head of scores and the files have
     none.
     """
@@ -59,7 +59,7 @@ def draw_head(model: Any, name: str, seed: int, slices: Slices) -> Tensor:
     """
     deviation = getattr(model.config, "initializer_range", None) or DEFAULT_DEVIATION
     generator = torch.Generator().manual_seed(seed_of(seed, name))
-    shape: tuple[int, ...] = tuple(model.score.weight.shape)
+    shape: Shape = tuple(model.score.weight.shape)
     return torch.normal(0.0, deviation, shape, generator=generator)[slices]
 
 

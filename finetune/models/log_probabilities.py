@@ -60,43 +60,24 @@ def head_log_probabilities(
         shard=product.shard,
         function=head.chunk_function,
     )
-    return linear_log_probabilities(
-        product.hidden,
-        product.weight,
-        labels,
-        trained_positions,
-        chunks,
-        bias=product.bias,
-        adapter_b=product.adapter_b,
-    )
+    return linear_log_probabilities(product, labels, trained_positions, chunks)
 
 
 def linear_log_probabilities(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    trained_positions: Tensor,
-    chunks: ChunkOptions = PLAIN,
-    *,
-    bias: Tensor | None = None,
-    adapter_b: Tensor | None = None,
+    product: HeadProduct, labels: Tensor, trained_positions: Tensor, chunks: ChunkOptions = PLAIN
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias)[label] at each trained position.
 
     Args:
-        hidden: [tokens, hidden].
-        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it
-            is frozen.
+        product: of [tokens, hidden]. The weight's gradient is accumulated in fp32, and not computed
+            where it is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         trained_positions: int64[positions], which no index comes in twice; one without a label gets
             0 and no gradient.
         chunks: without label smoothing.
-        bias: [vocabulary] or None.
-        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
     Returns:
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
-    product = HeadProduct(hidden, weight, bias, adapter_b)
     given = labels, trained_positions, chunks, product.needs_grad()
     log_probabilities: Tensor = _LinearLogProbabilities.apply(*product[:4], *given)  # type: ignore[no-untyped-call]
     return log_probabilities
@@ -177,26 +158,14 @@ def choose_label_head(targets: Tensor | None) -> HeadFunction:
     def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
         product = head.prepare(hidden)
         assert product.shard is None and positions is not None
-        return target_log_probabilities(
-            product.hidden[positions],
-            product.weight,
-            ids,
-            ChunkOptions(head.logits),
-            bias=product.bias,
-            adapter_b=product.adapter_b,
-        )
+        at_positions = product._replace(hidden=product.hidden[positions])
+        return target_log_probabilities(at_positions, ids, ChunkOptions(head.logits))
 
     return score
 
 
 def target_log_probabilities(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    chunks: ChunkOptions = PLAIN,
-    *,
-    bias: Tensor | None = None,
-    adapter_b: Tensor | None = None,
+    product: HeadProduct, targets: Tensor, chunks: ChunkOptions = PLAIN
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias) of several ids at each position.
 
@@ -204,30 +173,25 @@ def target_log_probabilities(
     cannot be prepared in the forward.
 
     Args:
-        hidden: [positions, hidden].
-        weight: [vocabulary, hidden].
+        product: of [positions, hidden].
         targets: int64[positions, targets]; IGNORE_INDEX gets 0 and no gradient.
         chunks: without label smoothing, of a whole vocabulary.
-        bias: [vocabulary] or None.
-        adapter_b: [vocabulary, rank] of an adapter, as `HeadProduct` has it, or None.
     Returns:
         fp32[positions, targets]. Under autocast the products run in its type.
     """
-    device = hidden.device.type
-    dtype = product_dtype(weight)
-    rows = weight.to(dtype)
-    own_bias = None if bias is None else bias.to(dtype)
-    own_b = None if adapter_b is None else adapter_b.to(dtype)
+    device = product.hidden.device.type
+    dtype = product_dtype(product.weight)
+    hidden, weight, bias, adapter_b = product.to(dtype)
 
     def score(states: Tensor, ids: Tensor) -> Tensor:
         with torch.autocast(device, enabled=False):
-            scores = multiply_by_head(states, rows, own_bias, own_b)
+            scores = multiply_by_head(states, weight, bias, adapter_b)
             transformed, _ = chunks.logits.forward(scores)
             every = _log_softmax(transformed, 1.0)
         return every.gather(1, ids.clamp(min=0)).masked_fill(ids == IGNORE_INDEX, 0.0)
 
-    size = chunks.tokens or choose_chunk_tokens(weight, None, device)
-    pairs = zip(torch.split(hidden.to(dtype), size), torch.split(targets, size), strict=True)
+    size = chunks.tokens or choose_chunk_tokens(product.weight, None, device)
+    pairs = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
     parts = [
         checkpoint(score, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs
     ]
@@ -242,15 +206,10 @@ def head_top(k: int) -> HeadFunction:
     def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
         product = head.prepare(hidden)
         assert product.shard is None and positions is not None
-        dtype = product_dtype(product.weight)
-        bias, adapter_b = (
-            None if tensor is None else tensor.to(dtype)
-            for tensor in (product.bias, product.adapter_b)
-        )
-        states = product.hidden[positions].to(dtype)
-        weight = product.weight.to(dtype)
+        at_positions = product._replace(hidden=product.hidden[positions])
+        states, weight, bias, adapter_b = at_positions.to(product_dtype(product.weight))
         scores = TeacherScores(states, weight, bias, head.logits, adapter_b)
-        ids, values = find_top(scores, len(product.weight), k, 1.0)
+        ids, values = find_top(scores, len(weight), k, 1.0)
         return torch.stack((ids.float(), values[:, :-1]), -1)
 
     return find
@@ -333,30 +292,19 @@ def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptio
     def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         product = head.prepare(hidden)
         return linear_divergence(
-            product.hidden,
-            product.weight,
-            labels,
-            teacher,
-            options,
-            head.chunk_options(),
-            bias=product.bias,
-            adapter_b=product.adapter_b,
-            trained_positions=positions,
+            product, labels, teacher, options, head.chunk_options(), trained_positions=positions
         )
 
     return diverge
 
 
 def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
+    product: HeadProduct,
     labels: Tensor,
     teacher: TeacherScores | TopScores,
     options: DivergenceOptions,
     chunks: ChunkOptions = PLAIN,
     *,
-    bias: Tensor | None = None,
-    adapter_b: Tensor | None = None,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
     """The sums over trained tokens of mixed loss, divergence and cross entropy; see
@@ -366,17 +314,16 @@ def linear_divergence(
     than tokens.
 
     Args:
-        hidden: [tokens, hidden] of the student.
-        weight: [vocabulary, hidden] of the student.
+        product: of the student's [tokens, hidden].
         teacher: its `hidden` is at `trained_positions`, or at all tokens where those are None.
     Returns:
         fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
     """
-    rows = min(len(weight), teacher.rows)
+    vocabulary = len(product.weight)
+    rows = min(vocabulary, teacher.rows)
     tokens = chunks.tokens or divergence_chunk_tokens(
-        max(len(weight), teacher.rows), hidden.device.type
+        max(vocabulary, teacher.rows), product.hidden.device.type
     )
-    product = HeadProduct(hidden, weight, bias, adapter_b)
     needs_grad = product.needs_grad()
     if trained_positions is None:
         ids = labels
@@ -399,7 +346,7 @@ def linear_divergence(
                 return None
             return chunks.logits.backward(grad, capped)
 
-        tensors = trained, weight, bias, adapter_b
+        tensors = trained, weight, product.bias, adapter_b
         return sums, backward_in_chunks(*tensors, compute_chunk, tokens, needs_grad)
 
     sums: Tensor = HeadLoss.apply(*product[:4], trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
@@ -453,7 +400,7 @@ def _compute_chunk(
 
 
 def measure_divergence(
-    student: Tensor, teacher: Tensor, beta: float, gradient: bool = False
+    student: Tensor, teacher: Tensor, beta: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The divergence of each token, and its gradient to the student's logits.
 

@@ -40,7 +40,7 @@ from finetune.config.module_names import (
 )
 from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
-from finetune.constants import ADAPTER_NAME, ROTATION
+from finetune.constants import ADAPTER_NAME, ROTATION, Shape
 from finetune.distributed.model_parts import (
     Slices,
     Values,
@@ -197,7 +197,7 @@ class AdaptedParameter:
     """A parameter with an adapter. Returned by `find_adapted_parameters`."""
 
     name: str  # in the base model
-    shape: tuple[int, ...]  # [experts, out, in], or [out, in]
+    shape: Shape  # [experts, out, in], or [out, in]
     is_transposed: bool  # [experts, in, out]
 
 
@@ -416,7 +416,7 @@ def with_adapters(
     """
     multiplied = multiplied or base
 
-    def values(name: str, slices: Slices) -> torch.Tensor:
+    def values(name: str, slices: Slices) -> Tensor:
         if not is_adapter(name):
             return base(name, slices)
         if ".lora_A." in name:
@@ -429,7 +429,7 @@ def with_adapters(
             layer = name.split(".lora_magnitude_vector.")[0]
             columns = slice(0, shapes[f"{layer}.lora_A{ADAPTER}"][1])
             rows = multiplied(f"{layer}.base_layer.weight", (slices[0], columns))
-            norm: torch.Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
+            norm: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
             return norm
         raise AssertionError(f"{name}: an adapter parameter without a start value")
 
@@ -529,10 +529,7 @@ def _misfit(where: str, model: nn.Module, missing: list[str], extra: list[str]) 
 
 
 def _check_shapes(
-    where: str,
-    model: nn.Module,
-    tensors: Mapping[str, StoredTensor],
-    shapes: Mapping[str, tuple[int, ...]],
+    where: str, model: nn.Module, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
 ) -> None:
     """Raises `UserError` where a tensor of an adapter has another shape than its parameter."""
     for name, shape in shapes.items():

@@ -90,6 +90,12 @@ class HeadProduct(NamedTuple):
     # to which weight, bias and B belong, whose group calls together; None: all of it
     shard: VocabularyShard | None = None
 
+    def to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Its tensors in one type."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        adapter_b = None if self.adapter_b is None else self.adapter_b.to(dtype)
+        return self.hidden.to(dtype), self.weight.to(dtype), bias, adapter_b
+
     def needs_grad(self) -> tuple[bool, ...]:
         """Which of the `Gradients` are needed now."""
         return find_needed_gradients(*self[:4])
@@ -253,18 +259,15 @@ def backward_in_chunks(
     wide = widen(weight.dtype)
     width = weight.shape[1]
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
+    grad_weight = None
     if to_weight:
         grad_weight = torch.zeros_like(weight, dtype=wide)
-    else:
-        grad_weight = None
+    grad_bias = None
     if to_bias and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=wide)
-    else:
-        grad_bias = None
+    grad_b = None
     if to_b and adapter_b is not None:
         grad_b = torch.zeros_like(adapter_b, dtype=wide)
-    else:
-        grad_b = None
     own_bias = None if bias is None else bias.to(weight.dtype)
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):

@@ -15,6 +15,7 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
+from finetune.constants import Names, Shape
 from finetune.distributed.model_parts import (
     decoder_layers,
     head_modules,
@@ -31,7 +32,6 @@ from finetune.models.load import build_on_meta, forget_quantization
 from finetune.models.lora import find_name_suffix
 from finetune.models.quantized_layers import weights_of
 
-Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # by transformers' name of the parameter, a tied one's first
 
 
@@ -43,10 +43,10 @@ class Part:
     """
 
     shapes: Shapes
-    linears: tuple[str, ...]  # weights [out, in] of linear layers, without the head's
+    linears: Names  # weights [out, in] of linear layers, without the head's
     adaptable: Shapes  # weights that all-linear adapts; a tied one under each of its names
-    experts: tuple[str, ...]  # weights of routed experts
-    routed: tuple[str, ...]  # weights and biases of routed experts
+    experts: Names  # weights of routed experts
+    routed: Names  # weights and biases of routed experts
     is_transposed: bool  # the weights of experts are [experts, in, out]
 
 
@@ -62,7 +62,7 @@ class Outline:
     head_name: str  # the name of the head's weight, tied or not
     beside: tuple[Shapes, ...]  # towers, projectors
     prefix: str  # the name of the language model within the model
-    text_names: tuple[str, ...]  # as `text_names` returns them
+    text_names: Names  # as `text_names` returns them
     heads: int
     key_value_heads: int
     head_size: float
@@ -193,7 +193,7 @@ def _describe(
     taken.update(linears)
     experts = [module for module in part.modules() if is_experts(module)]
 
-    def name_own(parameters: Iterable[Any]) -> tuple[str, ...]:
+    def name_own(parameters: Iterable[Any]) -> Names:
         return tuple(names[each] for each in parameters if names[each] in shapes)
 
     return Part(

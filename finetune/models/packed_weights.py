@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.config.quantization import find_bits, read_published_form
-from finetune.constants import CONFIG_FILE, ceil_div
+from finetune.constants import CONFIG_FILE, Names, Shape, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
@@ -35,7 +35,7 @@ class Parts:
     bits: int
     settings: Mapping[str, Any]
 
-    def shape(self, end: str) -> tuple[int, ...]:
+    def shape(self, end: str) -> Shape:
         return self.tensors[end].shape
 
     def read(self, end: str) -> Tensor:
@@ -67,8 +67,8 @@ class Packing:
         dtypes: Of the codes.
     """
 
-    needs: tuple[str, ...]
-    beside: tuple[str, ...]
+    needs: Names
+    beside: Names
     find_shape: FindShape
     read_rows: ReadRows
     dtypes: tuple[torch.dtype, ...]
@@ -146,6 +146,15 @@ def _by_group(values: Tensor, inputs: int) -> Tensor:
     return values.repeat_interleave(inputs // values.shape[-1], -1)
 
 
+def _scale_groups(parts: Parts, index: str, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """The values of codes [outputs, inputs], whose group `index` says where the files have it."""
+    if index in parts.tensors:
+        groups = parts.read(index).long()
+        return (codes - zeros[:, groups]) * scales[:, groups]
+    inputs = codes.shape[1]
+    return (codes - _by_group(zeros, inputs)) * _by_group(scales, inputs)
+
+
 # GPTQ: qweight int32[inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
 # [groups, outputs], g_idx [inputs], the group of each input.
 
@@ -162,11 +171,7 @@ def _read_gptq(parts: Parts, rows: slice) -> Tensor:
     if parts.settings.get("checkpoint_format") != "gptq_v2":
         zeros = (zeros + 1) & ((1 << parts.bits) - 1)
     scales = parts.read_columns("scales", rows).t().float()
-    if "g_idx" in parts.tensors:
-        groups = parts.read("g_idx").long()
-        return (codes - zeros[:, groups]) * scales[:, groups]
-    inputs = codes.shape[1]
-    return (codes - _by_group(zeros, inputs)) * _by_group(scales, inputs)
+    return _scale_groups(parts, "g_idx", codes, zeros, scales)
 
 
 # AWQ: qweight int32[inputs, outputs * bits / 32], zeros and scales as GPTQ's.
@@ -183,8 +188,7 @@ def _read_awq(parts: Parts, rows: slice) -> Tensor:
     def unpack(end: str) -> Tensor:
         numbers = _unpack(parts.read_columns(end, words), parts.bits)
         in_words = numbers.view(numbers.shape[0], -1, len(AWQ_PLACES))
-        places: Tensor = in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
-        return places
+        return in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
 
     codes = unpack("qweight")
     scales = parts.read_columns("scales", rows).t().float()
@@ -242,11 +246,7 @@ def _read_words(parts: Parts, rows: slice) -> Tensor:
     if "weight_zero_point" in parts.tensors:  # packed over the outputs
         packed = parts.read("weight_zero_point").t().contiguous()
         zero = _unpack(packed, parts.bits).t()[rows]
-    if "weight_g_idx" in parts.tensors:
-        groups = parts.read("weight_g_idx").long()
-        return (codes - zero[:, groups]) * scales[:, groups]
-    inputs = codes.shape[1]
-    return (codes - _by_group(zero, inputs)) * _by_group(scales, inputs)
+    return _scale_groups(parts, "weight_g_idx", codes, zero, scales)
 
 
 def _shape_of_plain(parts: Parts) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from finetune.config.quantization import (
     quantized_bytes,
 )
 from finetune.config.schema import Quantization
-from finetune.constants import ceil_div
+from finetune.constants import Shape, ceil_div
 from finetune.distributed.model_parts import (
     Values,
     find_local_slices,
@@ -137,7 +137,7 @@ class QuantizedWeight(nn.Module):
 
     def __init__(
         self,
-        full_shape: tuple[int, ...],
+        full_shape: Shape,
         quantization: Quantization,
         dtype: torch.dtype,
         block: int = BLOCK,
@@ -341,7 +341,7 @@ def _(
 
 
 def dequantize_parameters(
-    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None = None
+    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     """Dequantizes a layer's codes and scales to its weight [rows, columns] in `dtype`."""
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
@@ -529,9 +529,7 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
     return own[: end - begin], begin, end
 
 
-def _read_numbers(
-    weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int
-) -> Tensor:
+def _read_numbers(weight: str, shape: Shape, values: Values, begin: int, end: int) -> Tensor:
     """Reads the numbers `begin` to `end` of a weight of `shape`, in row-major order."""
     row_size = prod(shape[1:])  # of an expert, where the weight is one of experts
     first = begin // row_size

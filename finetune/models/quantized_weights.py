@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from finetune.config.module_names import base_name
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
-from finetune.constants import CONFIG_FILE, FP32, ceil_div, round_up
+from finetune.constants import CONFIG_FILE, FP32, Shape, ceil_div, round_up
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
@@ -47,7 +47,7 @@ class QuantizedTensor:
     # numbers
     codes: Tensor
     scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
-    shape: tuple[int, ...]  # [..., columns]
+    shape: Shape  # [..., columns]
     quantization: Quantization
     block: int = BLOCK  # numbers under one scale, at 4 bits
 
@@ -231,11 +231,11 @@ class StoredQuantized:
     block: int
     mean: float  # of the scales, where they are quantized too
 
-    def read_codes(self, begin: int, end: int) -> torch.Tensor:
+    def read_codes(self, begin: int, end: int) -> Tensor:
         """The bytes `begin` to `end` of the codes."""
         return read_slice(self.codes, (slice(begin, end),))
 
-    def read_scales(self) -> torch.Tensor:
+    def read_scales(self) -> Tensor:
         """The scales as `linear.pack_scales` lays them out."""
         if self.quantization.bits == 8:
             return read(self.scales[".SCB"]).float().view(-1).view(torch.uint8)
@@ -252,9 +252,7 @@ class StoredQuantized:
         return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
 
 
-def quantize_whole(
-    weight: torch.Tensor | StoredQuantized, quantization: Quantization
-) -> QuantizedTensor:
+def quantize_whole(weight: Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
     """A whole weight in the bytes that training keeps: read where the files hold it so, else
     quantized.
     """
@@ -602,7 +600,7 @@ def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: st
 
 
 def _computed(
-    name: str, shape: tuple[int, ...], source: StoredTensor, read_values: ReadSlice
+    name: str, shape: Shape, source: StoredTensor, read_values: ReadSlice
 ) -> StoredTensor:
     zeros = (0,) * len(shape)
     path = source.parts[0].path
@@ -612,14 +610,12 @@ def _computed(
 
 def _block_sizes(folder: Path) -> tuple[int, int]:
     """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
+    settings = None
     if (folder / CONFIG_FILE).exists():
         settings = load_json(folder / CONFIG_FILE).get("quantization_config")
-    else:
-        settings = None
+    sizes = None
     if isinstance(settings, dict):
         sizes = settings.get("weight_block_size")
-    else:
-        sizes = None
     is_pair = (
         isinstance(sizes, list)
         and len(sizes) == 2

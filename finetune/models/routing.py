@@ -41,10 +41,9 @@ def install_routing(model: Any, coefficient: float | None) -> None:
     """
     config = model.config.get_text_config()
     routers = _routers(model)
+    own = None
     if getattr(config, "output_router_logits", False):
         own = getattr(config, "router_aux_loss_coef", None)
-    else:
-        own = None
     chosen = own if coefficient is None else coefficient
     if coefficient and not routers:  # of a model's own code, which the rules cannot ask
         raise UserError(

@@ -16,11 +16,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
-from finetune.constants import ceil_div
+from finetune.constants import Shape, ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
@@ -31,7 +31,6 @@ from finetune.models.lora import seed_of
 
 COMPARED_ROWS = 4096  # at once
 Slices = tuple[slice, ...]
-Shape = tuple[int, ...]
 
 
 class UnsupportedConversion(Exception):
@@ -114,7 +113,7 @@ class BoxedTensor:
             parts.append(replace(part, offsets=offsets, shape=shape, axes=axes))
         return BoxedTensor(_without(self.shape, dim), tuple(parts))
 
-    def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
+    def read(self, slices: Slices, read: Callable[[str, Slices], Tensor]) -> Tensor:
         """Reads the elements `slices`.
 
         Args:
@@ -125,7 +124,7 @@ class BoxedTensor:
         for dim, (wanted, size) in enumerate(zip(slices, self.shape, strict=False)):
             start, stop, _ = wanted.indices(size)
             box = _narrow(box, dim, start, max(start, stop))
-        result: torch.Tensor | None = None
+        result: Tensor | None = None
         for part in box.parts:
             value = read(part.name, _source_slices(part)).reshape(part.shape)
             if len(box.parts) == 1:
@@ -400,7 +399,7 @@ def stored_values(
     """
     grown = find_grown(model, stored, vocabulary)
     new = find_new_head(model, stored)
-    readers: dict[str, Callable[[Slices], torch.Tensor]] = {}
+    readers: dict[str, Callable[[Slices], Tensor]] = {}
     for name in new:
         readers[name] = partial(draw_head, model, name, seed)
     fitting = dict(stored)
@@ -410,7 +409,7 @@ def stored_values(
             readers[name] = grown_reader(tensor, vocabulary)
     refuse_mismatch(model, fitting, where, quantized, new)
 
-    def values(name: str, slices: Slices) -> torch.Tensor:
+    def values(name: str, slices: Slices) -> Tensor:
         name = base_name(name)
         if name in readers:
             return readers[name](slices)
@@ -488,10 +487,7 @@ def refuse_mismatch(
 
 
 def find_mismatches(
-    model: nn.Module,
-    stored: Mapping[str, StoredTensor],
-    needed: Mapping[str, tuple[int, ...]],
-    where: str,
+    model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, Shape], where: str
 ) -> list[str]:
     """Compares the tensors `stored` with those that `model` needs, given by their shapes.
 
@@ -526,7 +522,7 @@ def find_mismatches(
     return problems
 
 
-def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a checkpoint holds, by name, such as Gemma 4's `layer_scalar`."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -552,7 +548,7 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
     """
     twin: Any = make_twin()
 
-    def values(name: str, slices: Slices) -> torch.Tensor:
+    def values(name: str, slices: Slices) -> Tensor:
         module_name, _, leaf = base_name(name).rpartition(".")
         module = twin.get_submodule(module_name)
         if next(module.parameters(recurse=False)).is_meta:
@@ -561,7 +557,7 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
                 torch.manual_seed(seed_of(seed, module_name))
                 getattr(module, leaf).fill_(torch.nan)
                 _initialize(twin, module_name)
-        value: torch.Tensor = getattr(module, leaf).detach()[slices].clone()
+        value: Tensor = getattr(module, leaf).detach()[slices].clone()
         module.to_empty(device="meta", recurse=False)
         if value.isnan().any():
             raise UserError(
@@ -588,8 +584,7 @@ def _initialize(model: Any, name: str) -> None:
 
 def _listed(names: Iterable[str], most: int = 4) -> str:
     ordered = sorted(names)
+    rest = ""
     if len(ordered) > most:
         rest = f" and {len(ordered) - most} more"
-    else:
-        rest = ""
     return ", ".join(ordered[:most]) + rest + (" is" if len(ordered) == 1 else " are")

@@ -59,7 +59,7 @@ TOUCHING_THREADS = 8
 TOUCHED_BYTES = 64 * 1024 * 1024  # that a thread clears at once
 
 
-def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
+def allocate_aligned(byte_count: int, device: torch.device) -> Tensor:
     """Allocates host memory for direct requests, pinned for a GPU.
 
     torch's pinned allocator would round up to a power of two.
@@ -75,7 +75,7 @@ def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
-            list(threads.map(torch.Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
+            list(threads.map(Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # if this fails, copies are only slower
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -173,11 +173,11 @@ class ScratchFile:
         self.is_direct = _make_direct(self._descriptor)
         self._pool = ThreadPoolExecutor(max_workers=REQUESTS, thread_name_prefix="offload")
 
-    def read(self, offset: int, into: torch.Tensor) -> None:
+    def read(self, offset: int, into: Tensor) -> None:
         """Fills `into` (uint8, from `allocate_aligned`) with the file's bytes from `offset` on."""
         self._with_place(lambda: self._request(os.preadv, offset, into))
 
-    def write(self, offset: int, values: torch.Tensor) -> None:
+    def write(self, offset: int, values: Tensor) -> None:
         """Writes `values` (uint8, from `allocate_aligned`) to the file at `offset`."""
         self._with_place(lambda: self._request(os.pwritev, offset, values))
         if not self.is_direct:
@@ -185,7 +185,7 @@ class ScratchFile:
             os.posix_fadvise(self._descriptor, offset, values.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _request(
-        self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: torch.Tensor
+        self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: Tensor
     ) -> None:
         """Moves `memory` by several requests at once. `call`: `os.preadv` or `os.pwritev`."""
         view = memory.numpy().data

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import Optimizer
 
 from finetune.config.facts import has_compiler
 from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
@@ -29,7 +30,7 @@ from finetune.optim.offload import OffloadedOptimizer
 SLICE = 1 << 24
 
 
-def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_unconverted(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Loads a state dict into `optimizer` without casting its tensors, as torch would."""
     groups: list[dict[str, Any]] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -40,7 +41,7 @@ def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[st
     optimizer.param_groups = groups
 
 
-class _ByParameter(torch.optim.Optimizer):
+class _ByParameter(Optimizer):
     """An optimizer that updates one parameter after another by `_update`."""
 
     @torch.no_grad()
@@ -94,7 +95,7 @@ class AdamWBf16Moments(_ByParameter):
 
 
 @cache
-def adamw_8bit_moments() -> type[torch.optim.Optimizer]:
+def adamw_8bit_moments() -> type[Optimizer]:
     """Imports torchao, and returns its AdamW with 8-bit moments (Dettmers et al. 2022).
 
     The state has 2 bytes for each element, and a scale for each moment's block of 256.
@@ -149,7 +150,7 @@ def update_(
     second: Tensor,
     step: int,
     settings: dict[str, Any],
-    found_inf: Tensor | None = None,
+    found_inf: Tensor | None,
 ) -> None:
     """Updates a parameter and its moments in place; of a sharded one this rank's shard.
 
@@ -429,7 +430,7 @@ NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 def build_optimizer(
     model: nn.Module, optimization: Optimization, world: World | None = None
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """Makes the recipe's optimizer over every trainable parameter of the sharded `model`.
 
     Call it after sharding: an optimizer made before would update parameters on the meta device.
@@ -465,7 +466,7 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def complete_state(optimizer: torch.optim.Optimizer) -> None:
+def complete_state(optimizer: Optimizer) -> None:
     """Makes the state of parameters without one, as it is before their first update.
 
     torch makes the state of a parameter with its first gradient, but a checkpoint has a state for
@@ -495,15 +496,13 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
                 tensor.zero_()
 
 
-def _make_adamw(
-    make: Callable[..., torch.optim.Optimizer], groups: Groups, keys: Optimization
-) -> torch.optim.Optimizer:
+def _make_adamw(make: Callable[..., Optimizer], groups: Groups, keys: Optimization) -> Optimizer:
     betas = (keys.adam_beta1, keys.adam_beta2)
     return make(groups, lr=keys.learning_rate, betas=betas, eps=keys.adam_epsilon)
 
 
 # The name of an optimizer in config/optimization.py -> the function that makes it.
-CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
+CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
     "adam": partial(_make_adamw, partial(torch.optim.Adam, fused=True)),

@@ -19,7 +19,7 @@ from finetune.config.families import Family, MixtureKeys, find_family
 from finetune.config.multi_token import count_predicting_layers
 from finetune.config.pretrained import SCORING_CLASS, find_config_file
 from finetune.config.schema import Model
-from finetune.constants import SCORES, VALUE_WEIGHT
+from finetune.constants import SCORES, VALUE_WEIGHT, Names, Shape
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
@@ -33,7 +33,7 @@ class TensorShape:
     """One parameter: transformers' name and its shape."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def numel(self) -> int:
@@ -261,7 +261,7 @@ class Architecture:
         return None
 
     @property
-    def text_names(self) -> tuple[str, ...]:
+    def text_names(self) -> Names:
         """The beginnings of the names of what works on text."""
         return (f"{self.prefix}.", "lm_head.") if self.beside else ("",)
 
@@ -395,10 +395,9 @@ class Architecture:
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
+        attention = []
         if self.family.sinks:
             attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))]
-        else:
-            attention = []
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
             (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
@@ -520,7 +519,7 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
     return own | {WHOLE: None if drop_vision else config}
 
 
-def set_scores(config: Mapping[str, Any], scores: tuple[str, ...]) -> dict[str, Any]:
+def set_scores(config: Mapping[str, Any], scores: Names) -> dict[str, Any]:
     """The `config` of a model whose head computes `scores`; transformers builds its class by it
     where the family is in no table.
     """

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.families import find_family
+from finetune.constants import Names
 from finetune.errors import UserError
 from finetune.plan.architecture import Architecture, TensorShape, read_scores
 
@@ -59,7 +60,7 @@ class BuiltArchitecture(Architecture):
         return False
 
     @property
-    def text_names(self) -> tuple[str, ...]:
+    def text_names(self) -> Names:
         return self.outline.text_names
 
     @property
@@ -93,7 +94,7 @@ class BuiltArchitecture(Architecture):
         added = self.vocabulary - self.outline.embedding[1][0]
         return TensorShape(tensor.name, (tensor.shape[0] + added, *tensor.shape[1:]))
 
-    def _pick(self, layer: int, names: tuple[str, ...]) -> tuple[TensorShape, ...]:
+    def _pick(self, layer: int, names: Names) -> tuple[TensorShape, ...]:
         shapes = self.outline.layers[layer].shapes
         return tuple(TensorShape(name, shapes[name]) for name in names)
 

@@ -135,10 +135,9 @@ def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
     computation = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
     rotary = 2 * architecture.rotated_size * computation.itemsize
     activations = tokens * (evaluation_bytes(architecture, computation) + rotary)
+    dequantized = 0
     if spec.teacher.quantization.bits is not None:
         dequantized = computation.itemsize * dequantized_at_once(architecture)
-    else:
-        dequantized = 0
     layer, tail = _teacher_units(spec)
     yield replace(
         before,

@@ -477,9 +477,7 @@ def _show(plan: Plan, room: Room, arguments: argparse.Namespace) -> int:
     return 0 if advice is None or advice.fits else 1
 
 
-def read_room(
-    gpu_memory: str | None, host_memory: str | None = None, disk: str | None = None
-) -> Room:
+def read_room(gpu_memory: str | None, host_memory: str | None, disk: str | None) -> Room:
     """Reads a machine's memory and disk from these flags. A bare number is read as GiB, and a line
     on stderr says so.
 

@@ -465,10 +465,9 @@ class RunSpec:
         """Rows in an optimizer step over all ranks. Where completions are sampled, each counts as a
         row of its own, which is the most there can be.
         """
+        sampled = 1
         if self.recipe.method_facts.samples:
             sampled = self.recipe.rollout.num_generations
-        else:
-            sampled = 1
         return self.global_batch_size * sampled
 
     @property
@@ -630,10 +629,9 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
         carried = itemsize * architecture.carried_parameters
     name = keys.export_quantization or aware.quantization_aware_training
     if name is not None:
+        group = None
         if name == aware.quantization_aware_training:
             group = aware.qat_group_size
-        else:
-            group = None
         weights = sum(
             linear.numel
             for layer in range(architecture.layers)

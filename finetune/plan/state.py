@@ -29,7 +29,7 @@ from finetune.config.optimization import (
 )
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, ceil_div, round_up
+from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, Shape, ceil_div, round_up
 from finetune.plan.architecture import Architecture, TensorShape
 
 _P = ParamSpec("_P")
@@ -47,7 +47,7 @@ class StateTensor:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     unit: str  # embedding, layer 0, layer 1, ..., tail, beside 0, ...
     itemsize: int
     trainable: bool
@@ -59,7 +59,7 @@ class StateTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def shard(self, shards: int, rank: int) -> tuple[int, ...]:
+    def shard(self, shards: int, rank: int) -> Shape:
         """The shape of what rank `rank` of `shards` holds under FSDP2.
 
         Each rank holds a block of rows; the last blocks may be smaller or empty. Of divided experts
@@ -146,10 +146,9 @@ def list_state_tensors(
     for unit, tensors in units:
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
+            ranks = 1
             if tensor.name in routed:
                 ranks = sharding.expert_parallel_size
-            else:
-                ranks = 1
             is_whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             if is_whole or (tensor in architecture.critic and lora.use_peft):
                 state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
@@ -385,10 +384,9 @@ def _split_by_rows(
     for tensor in tensors:
         real = tensor.shard(shards, rank)
         stored = prod(tensor.shard(shards, 0))
+        state = 0
         if tensor.trainable:
             state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
-        else:
-            state = 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 

@@ -62,20 +62,18 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     sharding = spec.sharding
     trained = spec.trained_numel
     tokens = spec.tokens_per_step
+    active = ""
     if architecture.facts.experts:
         active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
-    else:
-        active = ""
     group = sharding.ranks_per_batch
     if group == 1:
         data_ranks = counted(spec.ranks, "rank")
     else:
         data_ranks = f"{counted(spec.data_ranks, 'group')} of {group} ranks"
     model = recipe.model.model_name_or_path or "model_config"
+    frozen = ""
     if recipe.lora.use_peft:
         frozen = f"{_name_frozen(spec)} (frozen), adapters "
-    else:
-        frozen = ""
     parameters = frozen + spec.trained_dtype
     computed = spec.compute_dtype
     if sharding.fp8 is not None:
@@ -195,15 +193,13 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     architecture = spec.teacher.architecture
     quantization = spec.teacher.quantization
     model = spec.recipe.teacher
+    stored = ""
     if quantization.bits:
         stored = f", {describe_quantization(quantization)} in linear layers"
-    else:
-        stored = ""
     top_k = spec.recipe.method.distill_top_k
+    asked = ""
     if top_k is not None:
         asked = f"; asked before training, its {top_k} likeliest of each token kept in files"
-    else:
-        asked = ""
     return [
         f"teacher    {model and model.model_name_or_path}: {architecture.model_type}, "
         f"{count(architecture.parameters)} parameters, "
@@ -407,7 +403,7 @@ def format_storage(disk: Disk, host: Host) -> str:
 
 
 def format_advice(
-    advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool = False
+    advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool
 ) -> str:
     """Says whether a run fits, and if not, what to change.
 
@@ -419,17 +415,15 @@ def format_advice(
             label = "fits       "
         else:
             label = "requires   "
+        without = ""
         if uncounted:
             without = ", without activations, which are not counted"
-        else:
-            without = ""
         return f"{label}{compare_need(advice.need, room)}{without}{name_unknown(room)}"
     first = f"too large  {compare_need(advice.need, room)}"
     if advice.changes is None:
+        ranks = ""
         if advice.ranks:
             ranks = f"; {advice.ranks} ranks would be enough"
-        else:
-            ranks = ""
         tried = [
             text
             for each in advice.tried

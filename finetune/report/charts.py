@@ -134,7 +134,7 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
 
     planned_bytes: Each run's planned peak memory; None where it has no plan.
     """
-    memory = _make_lines(runs, "peak_memory_bytes", lambda value: value / 2**30)
+    memory = _make_lines(runs, "peak_memory_bytes", 1 / 2**30)
     memory += _planned_lines(runs, planned_bytes)
     charts = [
         _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
@@ -148,13 +148,13 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
         _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over "
-        "the devices' peak, T the mean length of a token's " "document; 4N for LoRA", _make_lines(runs, "mfu", lambda v: 100 * v), zero=True),
+        "the devices' peak, T the mean length of a token's " "document; 4N for LoRA", _make_lines(runs, "mfu", 100), zero=True),
         _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
         _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
         _make_chart("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", _make_lines(runs, "router_aux_loss")),
-        _make_chart("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", _make_lines(runs, "largest_expert_share", lambda v: 100 * v), zero=True),
-        _make_chart("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", _make_lines(runs, "idle_expert_share", lambda v: 100 * v), zero=True),
-        _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
+        _make_chart("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", _make_lines(runs, "largest_expert_share", 100), zero=True),
+        _make_chart("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", _make_lines(runs, "idle_expert_share", 100), zero=True),
+        _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", 100, dots=True), zero=True),
         *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
     ]  # fmt: skip
     return [chart for chart in charts if chart is not None]
@@ -175,14 +175,11 @@ def _planned_lines(
 
 
 def _make_lines(
-    runs: Sequence[RunRecord],
-    key: str,
-    scale: Callable[[float], float] = lambda value: value,
-    dots: bool = False,
+    runs: Sequence[RunRecord], key: str, scale: float = 1.0, dots: bool = False
 ) -> list[Line]:
     series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
-        Line(run.name, index, [(x, scale(y)) for x, y in points], dots=dots)
+        Line(run.name, index, [(x, scale * y) for x, y in points], dots=dots)
         for index, run, points in series
         if points
     ]
@@ -243,17 +240,17 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
     whole = "all where the model that samples is the one that learns"
     return [
         _make_chart("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs, "reward")),
-        _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", lambda v: 100 * v), zero=True),
+        _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", 100), zero=True),
         _make_chart("completion_length", "Length of completions", "tokens; points: held-out", _loss_lines(runs, "completions/mean_length"), zero=True),
         _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
         _make_chart("tool_calls", "Calls of tools", "a completion", _make_lines(runs, "tools/call_frequency"), zero=True),
         _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
         _make_chart("staleness", "Staleness", "steps from the weights that sampled a token to those that learn from it", _make_lines(runs, "staleness/mean"), zero=True),
-        _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", lambda v: 100 * v), zero=True),
-        _make_chart("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", _make_lines(runs, "value/explained_variance", lambda v: 100 * v)),
+        _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", 100), zero=True),
+        _make_chart("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", _make_lines(runs, "value/explained_variance", 100)),
         _make_chart("value_loss", "Loss of the critic", "half the squared error of a value", _make_lines(runs, "value/loss"), zero=True),
-        _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", lambda v: 100 * v), zero=True),
-        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", lambda v: 100 * v), zero=True),
+        _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", 100), zero=True),
+        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", 100), zero=True),
     ]  # fmt: skip
 
 
@@ -280,9 +277,9 @@ def _preference_lines(
     lines = []
     for number, key in enumerate(keys):
         side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
-        for line in _make_lines(runs, key, lambda value: scale * value):
+        for line in _make_lines(runs, key, scale):
             lines.append(replace(line, label=line.label + side, dashed=number > 0))
-        for line in _make_lines(runs, f"eval_{key}", lambda value: scale * value, dots=True):
+        for line in _make_lines(runs, f"eval_{key}", scale, dots=True):
             lines.append(replace(line, label=f"{line.label}{side} held-out"))
     return lines
 

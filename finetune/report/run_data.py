@@ -270,10 +270,9 @@ def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
         files = read_json_object(manifest).get("files")
         if files is None:  # the checkpoint is damaged; `finetune checkpoints` says so
             continue
+        sizes = []
         if isinstance(files, dict):
             sizes = [_size_of(entry) for entry in files.values()]
-        else:
-            sizes = []
         digits = manifest.parent.name.removeprefix("step-")
         if digits.isdecimal() and len(digits) < 16:
             size = disk_size(sum(sizes))
@@ -318,7 +317,7 @@ class Tile(NamedTuple):
 
 
 def describe_run(
-    run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool = False
+    run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool
 ) -> dict[str, Any]:
     """Describes one run for the template.
 
@@ -578,10 +577,9 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
         )
     hidden = len(by_prompt) - len(shown)
     steps = sorted({sample.get("step", 0) for sample in samples})
+    notes = []
     if len(steps) > 1:
         notes = [f"at steps {steps[0]} and {steps[-1]}"]
-    else:
-        notes = []
     notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
     return shown, "; ".join(notes)
 

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Recipe
-from finetune.data.batches import StepBatch
+from finetune.data.batches import Ids, StepBatch
 from finetune.data.examples import Examples, make_generator
 from finetune.data.messages import Message
 from finetune.data.packing import StoredBatches
@@ -41,7 +40,15 @@ from finetune.rollout.completion_rows import (
     make_step_batch,
 )
 from finetune.rollout.critic import describe_advantages
-from finetune.rollout.engine import Engine, Request, Rollout, Sampled, Sampling, ServedEngine
+from finetune.rollout.engine import (
+    Engine,
+    Floats,
+    Request,
+    Rollout,
+    Sampled,
+    Sampling,
+    ServedEngine,
+)
 from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
@@ -49,7 +56,7 @@ from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
 from finetune.units import counted
 
-Record = Callable[[list[dict[str, Any]]], None]
+WriteLines = Callable[[list[dict[str, Any]]], None]
 MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
 """A step's batch -> for each micro-batch, fp32[positions] by name: "old", "reference", "values"
 (`OF_TOKENS` in engine.py).
@@ -65,7 +72,7 @@ class RequestBatch:
     Only the main rank has rows and messages; they are empty on others.
     """
 
-    example_ids: NDArray[np.int64]  # [completions]: the prompts'
+    example_ids: Ids  # [completions]: the prompts'
     generations: int  # completions of each prompt
     requests: list[Request]
     rows: list[dict[str, Any]]  # [completions]
@@ -116,7 +123,7 @@ class Sampler:
     def roll_out(
         self,
         examples: Examples,
-        example_ids: NDArray[np.int64],
+        example_ids: Ids,
         step: int,
         generations: int,
         *,
@@ -201,7 +208,7 @@ class Sampler:
 
     def _score_all(
         self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
-    ) -> tuple[NDArray[np.float64], int]:
+    ) -> tuple[Floats, int]:
         """Scores completions by functions, environments and reward models.
 
         Returns:
@@ -222,7 +229,7 @@ class Sampler:
         ordered = [by_name[name] for name in self.reward_names]
         return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), len(failed)
 
-    def _weigh(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _weigh(self, scores: Floats) -> Floats:
         """Returns fp64[completions]: the weighted sum of each one's scores [completions, rewards];
         nan where no function has scored it.
         """
@@ -243,7 +250,7 @@ class Sampler:
     def make_requests(
         self,
         examples: Examples,
-        example_ids: NDArray[np.int64],
+        example_ids: Ids,
         step: int,
         generations: int,
         prompts_before: int = 0,
@@ -404,7 +411,7 @@ class Sampler:
         return numbers, failed
 
 
-def read_rows(examples: Examples, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
+def read_rows(examples: Examples, ids: Ids) -> list[dict[str, Any]]:
     """[completions]: the rows of the prompts `ids`."""
     row_by_id = {
         example_id: examples.read_row(example_id) for example_id in np.unique(ids).tolist()
@@ -430,7 +437,7 @@ class RolloutBatches:
     _requested: dict[int, RequestBatch] = field(default_factory=dict)
 
     def batches(
-        self, from_step: int = 0, record: Record = lambda lines: None
+        self, from_step: int = 0, record: WriteLines = lambda lines: None
     ) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end, each made when it is asked for; the first
         of a generation samples for all of it, or takes what was sampled ahead.
@@ -442,7 +449,7 @@ class RolloutBatches:
         for step in range(from_step, self.prompts.steps):
             yield self.step_batch(step, record)
 
-    def step_batch(self, step: int, record: Record = lambda lines: None) -> StepBatch:
+    def step_batch(self, step: int, record: WriteLines = lambda lines: None) -> StepBatch:
         """This rank's share of the step, whose completions all ranks have sampled together."""
         if self.schedule.begins_at(step):
             self._sample_generation(step)
@@ -568,9 +575,7 @@ class RolloutBatches:
             return rollout
         return replace(rollout, **self._collect_tokens(self.measure_tokens, rollout))
 
-    def _replace_flat_groups(
-        self, rollout: Rollout, example_ids: NDArray[np.int64], step: int
-    ) -> Rollout:
+    def _replace_flat_groups(self, rollout: Rollout, example_ids: Ids, step: int) -> Rollout:
         """Replaces flat groups by groups of other prompts, which may be flat too, until no group is
         flat, no other prompt is left or the step has sampled `max_num_gen_batches` times. Then
         drops the flat groups, unless all are flat.

@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.config.schema import Recipe
-from finetune.rollout.engine import Rollout, find_advantages
+from finetune.rollout.engine import Floats, Rollout, find_advantages
 
-Matrix = NDArray[np.float64]
 SMALLEST_VARIANCE = 1e-8  # added to a variance that is divided by, as in TRL
 
 
@@ -27,7 +26,7 @@ class TokenTargets:
         return np.array([np.mean(own) if own else 0.0 for own in self.advantages])
 
 
-def compute_gae(rewards: Matrix, values: Matrix, gamma: float, lam: float) -> Matrix:
+def compute_gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
     """Computes generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
     Each completion ends in the last column. After it, reward and value are 0. Places before the
@@ -88,24 +87,24 @@ def describe_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]
     return find_advantages(rollout, recipe)
 
 
-def _pad(rows: list[list[float]], is_token: NDArray[np.bool_]) -> Matrix:
+def _pad(rows: list[list[float]], is_token: NDArray[np.bool_]) -> Floats:
     """Pads each row with 0 on the left: [completions, tokens]."""
     padded = np.zeros(is_token.shape)
     padded[is_token] = list(chain.from_iterable(rows))
     return padded
 
 
-def _unpad(padded: Matrix, lengths: list[int]) -> list[list[float]]:
+def _unpad(padded: Floats, lengths: list[int]) -> list[list[float]]:
     columns = padded.shape[1]
     return [row[columns - length :].tolist() for row, length in zip(padded, lengths, strict=True)]
 
 
-def _whiten(values: Matrix, is_learned: NDArray[np.bool_]) -> Matrix:
+def _whiten(values: Floats, is_learned: NDArray[np.bool_]) -> Floats:
     """Subtracts the mean of the learned values, and divides by their standard deviation."""
     own = values[is_learned]
     if len(own) < 2:
         return np.zeros_like(values)
-    whitened: Matrix = (values - own.mean()) / np.sqrt(own.var(ddof=1) + SMALLEST_VARIANCE)
+    whitened: Floats = (values - own.mean()) / np.sqrt(own.var(ddof=1) + SMALLEST_VARIANCE)
     return whitened
 
 

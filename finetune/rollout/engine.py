@@ -17,6 +17,8 @@ from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
 
+Floats = NDArray[np.float64]
+
 
 class Ended(Enum):
     """Why a completion ended."""
@@ -36,7 +38,7 @@ class Request(NamedTuple):
     max_tokens: int | None = None  # where it is less than that of the `Sampling`
     images: tuple[EncodedImage, ...] = ()  # the prompt's
 
-    def draw_uniforms(self, tokens: int) -> NDArray[np.float64]:
+    def draw_uniforms(self, tokens: int) -> Floats:
         """Draws a number in [0, 1) for each token: float64[tokens]."""
         entropy = np.random.SeedSequence([*self.seed, *b"rollout"])
         return np.random.Generator(np.random.Philox(entropy)).random(tokens)
@@ -216,8 +218,8 @@ class Rollout:
     example_ids: NDArray[np.int64]  # [completions]: the prompts' places in the data set
     prompts: list[list[int]]  # [completions][tokens]
     sampled: list[Sampled]
-    scores: NDArray[np.float64]  # [completions, reward functions]; nan: no score
-    rewards: NDArray[np.float64]  # [completions]: the weighted sum of the scores; nan: no score
+    scores: Floats  # [completions, reward functions]; nan: no score
+    rewards: Floats  # [completions]: the weighted sum of the scores; nan: no score
     failures: int  # completions of which a score failed: a function, an environment or a model
     generations: int
     sampled_groups: int  # with the groups that were dropped
@@ -260,7 +262,7 @@ class Rollout:
             flat_groups=self.flat_groups + more.flat_groups,
         )
 
-    def deviations(self) -> NDArray[np.float64]:
+    def deviations(self) -> Floats:
         """The standard deviation of each group's rewards: [groups]."""
         return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
 
@@ -308,9 +310,7 @@ def _none_for_nan(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def compute_advantages(
-    rewards: NDArray[np.float64], generations: int, baseline: str, scale: str
-) -> NDArray[np.float64]:
+def compute_advantages(rewards: Floats, generations: int, baseline: str, scale: str) -> Floats:
     """Computes by how much each reward is above its baseline; 0 where there is no reward.
 
     Args:
@@ -342,12 +342,12 @@ def compute_advantages(
     return np.asarray(np.nan_to_num(advantages.ravel(), nan=0.0), np.float64)
 
 
-def _mean(values: NDArray[np.float64]) -> float:
+def _mean(values: Floats) -> float:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else 0.0
 
 
-def _deviation(values: NDArray[np.float64]) -> float:
+def _deviation(values: Floats) -> float:
     """The standard deviation of a sample, with n - 1 as divisor; nan is left out.
 
     >>> _deviation(np.full(3, 0.1)), _deviation(np.array([1.0, 3.0, np.nan])).__round__(3)
@@ -360,7 +360,7 @@ def _deviation(values: NDArray[np.float64]) -> float:
     return float(known.std(ddof=1))
 
 
-def find_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
+def find_advantages(rollout: Rollout, recipe: Recipe) -> Floats:
     """The completions' advantages under the recipe's loss: [completions]."""
     baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
     return compute_advantages(

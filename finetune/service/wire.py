@@ -243,7 +243,7 @@ def _make_record(values: Sequence[NDArray[np.float32]]) -> Any:
 
 
 def write_samples(
-    sampled: Sequence[Sampled], prompt: Sequence[float] | None, top: TopTokens | None = None
+    sampled: Sequence[Sampled], prompt: Sequence[float] | None, top: TopTokens | None
 ) -> bytes:
     """Writes a SampleResponse.
 

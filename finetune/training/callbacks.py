@@ -161,7 +161,7 @@ def _function_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
+def load_hooks(recipe: Recipe, callbacks: Sequence[Any]) -> Hooks:
     """Loads the metrics and callbacks that the recipe names; `callbacks` come after them.
 
     Raises:

@@ -134,10 +134,9 @@ class Compilation:
         if graphs == self._graphs:
             return None
         self._graphs = graphs
+        where = ""
         if CACHE_VARIABLE in os.environ:
             where = f", in {os.environ[CACHE_VARIABLE]}"
-        else:
-            where = ""
         return (
             f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts "
             f"{compiled} were compiled and {cached} were in the cache{where}"

@@ -50,7 +50,7 @@ SAVE_SECONDS = 60.0  # between two writes of a long computation, each of which s
 
 
 def sum_by_document(
-    values: Tensor, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None
+    values: Tensor, micro_batch: MicroBatch, sequence_group: ProcessGroup | None
 ) -> Tensor:
     """Sums values over each document's labeled positions, fp64[documents, ...].
 

@@ -90,10 +90,9 @@ def _class_name(module: nn.Module) -> str:
 
 def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str]:
     """The model's parameters, which of them are trained, and by which method."""
+    active = ""
     if size.active < size.total:
         active = f"{size.active:,} active, "
-    else:
-        active = ""
     trained = f"{active}{size.trained:,} trained{describe_trained(recipe)}"
     lines = [f"model   {name}, {size.total:,} parameters, {trained}"]
     if recipe.model.drop_vision:
@@ -115,7 +114,7 @@ def _describe_layout(run: TrainingRun) -> list[str]:
         sharding.layout
     ]
     layers = {_class_name(layer) for layer in decoder_layers(unwrap(run.model))}
-    wrapped = count_wrapped_units(run.model, world)
+    wrapped = count_wrapped_units(run.model)
     units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
     if units:
         layout += f" {sharding.strategy}, wrapped {units}"
@@ -272,15 +271,11 @@ def describe_unreached(size: ModelSize) -> list[str]:
         return []
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
     names = ", ".join(modules[:SHOWN_UNREACHED])
+    more = ""
     if len(modules) > SHOWN_UNREACHED:
         more = f" and {len(modules) - SHOWN_UNREACHED} more"
-    else:
-        more = ""
     return [
-        (
-            f"        not trained: {names}{more}: the model reads nothing that they compute of "
-            "the rows"
-        )
+        f"        not trained: {names}{more}: the model reads nothing that they compute of the rows"
     ]
 
 
@@ -307,10 +302,8 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
         k = teacher.pieces[0][0].shape[1]
         tokens = sum(len(ids) for ids, _ in teacher.pieces)
         return [
-            (
-                f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
-                "in files"
-            )
+            f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
+            "in files"
         ]
     if teacher is None:
         return []
@@ -384,10 +377,9 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     if not layers:
         return []
     linears = sum(isinstance(layer, QuantizedLinear) for layer in layers)
+    experts = ""
     if len(layers) > linears:
         experts = f" and {counted(len(layers) - linears, 'weight')} of experts"
-    else:
-        experts = ""
     dtype = layers[0].get_parameter(CODES).dtype
     held_bytes = 0  # on this rank
     whole_bytes = 0  # over all ranks
@@ -420,16 +412,13 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
         group = "a row"
     else:
         group = f"{keys.qat_group_size} numbers"
+    start = ""
     if keys.fake_quant_after_n_steps:
         start = f", after {keys.fake_quant_after_n_steps:,} steps"
-    else:
-        start = ""
     layers = counted(len(find_quantizable(model)), "linear layer")
     return [
-        (
-            f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for "
-            f"{group}{start}"
-        )
+        f"qat     {layers} rounded as {keys.quantization_aware_training}, a scale for "
+        f"{group}{start}"
     ]
 
 

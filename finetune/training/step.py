@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
@@ -48,11 +49,11 @@ class StepCheck:
 
     step: int  # 0-based
     example_ids: tuple[int, ...]
-    loss_sum: torch.Tensor  # of this rank, 0-dim
-    grad_norm: torch.Tensor  # of all ranks' gradients, 0-dim
+    loss_sum: Tensor  # of this rank, 0-dim
+    grad_norm: Tensor  # of all ranks' gradients, 0-dim
 
     @classmethod
-    def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
+    def of(cls, batch: StepBatch, loss_sum: Tensor, grad_norm: Tensor) -> "StepCheck":
         """The check of `batch`'s step."""
         ids: list[int] = []
         for micro_batch in batch.micro_batches:
@@ -68,14 +69,14 @@ class StepResult:
     """
 
     measured: Measured  # on this rank
-    grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
+    grad_norm: Tensor  # 2-norm of all ranks' gradients before clipping
     # if the loss or gradient was not finite, so that nothing was updated; else None
     failed_check: StepCheck | None
 
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: StepBatch,
     *,
     objective: Objective,
@@ -197,7 +198,7 @@ class _Forwards:
             is_one_forward=len(batch.micro_batches) == 1 and not has_pipeline,
         )
 
-    def measure(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def measure(self, micro_batch: MicroBatch) -> Tensor:
         """Runs a forward; returns its part of the step's loss, 0-dim."""
         on_device = micro_batch.to(self._world.device)
         inputs = self._make_inputs(on_device)
@@ -247,13 +248,13 @@ class _Forwards:
 
 def clip_and_update(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: StepBatch,
     measured: Measured,
     recipe: Recipe,
     world: World,
     guard: "HostGuard | DeviceGuard",
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Callable[[], None],
     in_backward: UpdateInBackward | None = None,
 ) -> StepResult:
     """Clips the gradients, and updates the parameters if `guard` finds loss and gradient finite.
@@ -292,7 +293,7 @@ def seed_dropout(seed: int, step: int, tensor_group: int) -> None:
     seed_from(f"{seed}/{step}/{tensor_group}")
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     """Sets the rate of the next update, for all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -331,7 +332,7 @@ class DeviceGuard:
     each.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
         self._world = world
         # the first bad step; -1: none yet
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)
@@ -366,9 +367,7 @@ class DeviceGuard:
         self._unread.clear()
 
 
-def make_guard(
-    optimizer: torch.optim.Optimizer, keys: Optimization, world: World
-) -> "HostGuard | DeviceGuard":
+def make_guard(optimizer: Optimizer, keys: Optimization, world: World) -> "HostGuard | DeviceGuard":
     """Makes a `DeviceGuard` where it works, else a `HostGuard`.
 
     A `DeviceGuard` needs an optimizer that reads `found_inf`, and no loss scaler, which would set
@@ -438,6 +437,6 @@ def _describe_ranks(check: StepCheck, world: World) -> str:
     return "; ".join(places)
 
 
-def _show_magnitude(value: torch.Tensor) -> str:
+def _show_magnitude(value: Tensor) -> str:
     """The value without its sign, so that both infinities are inf."""
     return f"{abs(float(value)):g}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from finetune import __version__
 from finetune.checkpoint.folders import step_folder
@@ -134,7 +134,7 @@ class TrainingRun:
         window: Window,
         progress: Progress,
         rate: float,
-        grad_norm: torch.Tensor,
+        grad_norm: Tensor,
         compile_seconds: float | None,
     ) -> dict[str, Any]:
         """Makes a line of metrics.jsonl; waits for the device.

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.schema import Recipe
@@ -33,16 +33,16 @@ class UpdateInBackward:
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
         self._flag = self._find_flag()
         self._step = 0
-        self._norms: dict[nn.Parameter, torch.Tensor] = {}
+        self._norms: dict[nn.Parameter, Tensor] = {}
         self._hooks = ExitStack()
         # parameter -> its index, and its group
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
 
-    def _find_flag(self) -> torch.Tensor:
+    def _find_flag(self) -> Tensor:
         """The flag that the guard of the run has set on the optimizer, or a new one; 1 once a value
         was not finite.
         """
-        flag: torch.Tensor | None = getattr(self._optimizer, "found_inf", None)
+        flag: Tensor | None = getattr(self._optimizer, "found_inf", None)
         if flag is not None:
             return flag
         # Under CPU offload the host updates, and would read a GPU's flag before it has arrived.
@@ -71,14 +71,14 @@ class UpdateInBackward:
         self._step = step
         self._norms.clear()
 
-    def check_loss(self, loss_sum: torch.Tensor) -> None:
+    def check_loss(self, loss_sum: Tensor) -> None:
         """Keeps this step's backward from updating if any rank's loss is not finite.
 
         All ranks call it.
         """
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
-    def norm(self, model: nn.Module) -> torch.Tensor:
+    def norm(self, model: nn.Module) -> Tensor:
         """Returns the 2-norm of all gradients of the step over every shard (0-dim fp32, on the
         device).
 
@@ -89,7 +89,7 @@ class UpdateInBackward:
 
     def _update(self, parameter: Any) -> None:
         """Updates `parameter` by its gradient, which is then dropped; autograd calls it."""
-        gradient: torch.Tensor = parameter.grad
+        gradient: Tensor = parameter.grad
         norm = measure_norm(gradient)
         self._norms[parameter] = norm
         self._mark_unless(torch.isfinite(local_part(norm)))
@@ -102,7 +102,7 @@ class UpdateInBackward:
             local_part(gradient).record_stream(torch.cuda.current_stream())
         parameter.grad = None
 
-    def _mark_unless(self, is_finite: torch.Tensor) -> None:
+    def _mark_unless(self, is_finite: Tensor) -> None:
         self._flag.copy_(torch.maximum(self._flag, ~is_finite))
 
     @contextmanager

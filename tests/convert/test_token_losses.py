@@ -16,7 +16,7 @@ import yaml
 from finetune.convert.conversion import convert_file
 from finetune.models.cross_entropy import linear_cross_entropy
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform, TokenWeights
 from tests.convert.test_token_ids import axolotls  # noqa: F401
 from tests.models.test_loss import problem
 
@@ -64,7 +64,7 @@ def test_a_weighted_loss_is_llama_factorys(theirs: dict[str, Any], kind: Any, al
         F.linear(hidden, weight, bias), labels, torch.tensor(count), **more
     )
     chunks = ChunkOptions(tokens=7, weigh=TokenWeights(kind, alpha))
-    found = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
+    found = linear_cross_entropy(HeadProduct(hidden, weight, bias), labels, chunks) / count
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
@@ -91,7 +91,9 @@ def test_axolotls_eaft_is_llama_factorys_without_the_division(
     outputs = SimpleNamespace(logits=F.pad(F.linear(*sources), (0, 0, 0, 1))[None])
     expected = names["eaft_loss"](outputs, F.pad(labels, (1, 0))[None], count, alpha=alpha)
     chunks = ChunkOptions(tokens=7, weigh=TokenWeights("eaft", recipe["eaft_alpha"]))
-    found = 3**alpha * linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
+    found = (
+        3**alpha * linear_cross_entropy(HeadProduct(hidden, weight, bias), labels, chunks) / count
+    )
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(
         torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources)
@@ -124,7 +126,7 @@ def test_asft_is_a_distillation_from_the_model_before_training(
     options = DivergenceOptions(recipe["distill_beta"], 1.0, recipe["distill_alpha"])
     teacher = TeacherScores(hidden.detach(), *before, LogitTransform())
     chunks = ChunkOptions(weigh=TokenWeights("dft"))
-    sums = linear_divergence(hidden, weight, labels, teacher, options, chunks, bias=bias)
+    sums = linear_divergence(HeadProduct(hidden, weight, bias), labels, teacher, options, chunks)
     found = 1.05 * sums[0] / count
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(

@@ -74,7 +74,7 @@ def ours(
     found = {
         "losses": losses,
         "norms": norms,
-        "units": count_wrapped_units(model, world),
+        "units": count_wrapped_units(model),
         "size": size.total,
     }
     return model, optimizer, found | overlapped(model)

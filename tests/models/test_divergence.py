@@ -10,7 +10,7 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.models.cross_entropy import linear_cross_entropy
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.loss_chunks import ChunkOptions, LogitTransform, TokenWeights
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform, TokenWeights
 from tests.models.families import relative_error
 from tests.plan.traced import LargestTensor
 
@@ -89,8 +89,9 @@ def ours(
     hidden, weight, bias = of["teacher"]
     hidden = hidden if trained_positions is None else hidden[trained_positions]
     scores, chunks = TeacherScores(hidden, weight, bias, teacher), ChunkOptions(logits, **keys)
-    given = of["hidden"], of["weight"], of["labels"], scores, options, chunks
-    return linear_divergence(*given, bias=of["bias"], trained_positions=trained_positions)
+    product = HeadProduct(of["hidden"], of["weight"], of["bias"])
+    given = product, of["labels"], scores, options, chunks
+    return linear_divergence(*given, trained_positions=trained_positions)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -159,7 +160,7 @@ def test_the_cross_entropy_beside_a_divergence_is_weighted_as_that_of_sft(kind: 
     )
     sources, weigh = [of["hidden"], of["weight"], of["bias"]], TokenWeights(kind)
     alone = linear_cross_entropy(
-        *sources[:2], of["labels"], ChunkOptions(transform, weigh=weigh), bias=of["bias"]
+        HeadProduct(*sources[:2], of["bias"]), of["labels"], ChunkOptions(transform, weigh=weigh)
     )
     divergence = plain(of, options, transform, transform)[1]
     expected = torch.autograd.grad((0.25 * divergence + 0.75 * alone) / 50, sources)
@@ -174,7 +175,9 @@ def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cr
 ):
     of = problem()
     of["teacher"] = tuple(of[name].detach() for name in ("hidden", "weight", "bias"))
-    expected = linear_cross_entropy(of["hidden"], of["weight"], of["labels"], bias=of["bias"])
+    expected = linear_cross_entropy(
+        HeadProduct(of["hidden"], of["weight"], of["bias"]), of["labels"]
+    )
     for beta in BETAS:
         loss, divergence, cross_entropy = ours(
             of, DivergenceOptions(beta, 1.0, 0.25), LogitTransform(), LogitTransform()

@@ -18,6 +18,7 @@ from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss_chunks import (
     ChunkFunction,
     ChunkOptions,
+    HeadProduct,
     LogitTransform,
     compute_chunk,
     compute_fused_chunk,
@@ -87,9 +88,9 @@ def test_both_losses_take_it(function: Callable[..., Tensor]) -> None:
 
     found = []
     for chunk_function in (None, counted):
-        keys: dict[str, Any] = {"bias": bias, "trained_positions": torch.arange(48)}
+        keys: dict[str, Any] = {"trained_positions": torch.arange(48)}
         chunks = ChunkOptions(tokens=7, function=chunk_function)
-        loss = function(hidden, weight, labels, chunks=chunks, **keys).sum()
+        loss = function(HeadProduct(hidden, weight, bias), labels, chunks=chunks, **keys).sum()
         found.append([loss, *torch.autograd.grad(loss, (hidden, weight, bias))])
     assert calls == 7 * (1 if function is linear_cross_entropy else 2)
     assert all(relative_error(fused, plain) < 1e-6 for plain, fused in zip(*found, strict=True))

@@ -13,7 +13,7 @@ from finetune.models.log_probabilities import (
     linear_log_probabilities,
     target_log_probabilities,
 )
-from finetune.models.loss_chunks import ChunkOptions, LogitTransform
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform
 from tests.models.families import relative_error
 
 EXACT = 1e-6  # of the largest value
@@ -79,7 +79,10 @@ def test_values_and_gradients_are_those_of_whole_logits(
             truth = plain(hidden, weight, offset, labels, positions, logits)
             expected = torch.autograd.grad((truth * upstream).sum(), sources)
             found = linear_log_probabilities(
-                hidden, weight, labels, positions, ChunkOptions(logits, chunk_tokens), bias=offset
+                HeadProduct(hidden, weight, offset),
+                labels,
+                positions,
+                ChunkOptions(logits, chunk_tokens),
             )
             gradients = torch.autograd.grad((found * upstream).sum(), sources)
             assert relative_error(found, truth) <= tolerance
@@ -107,7 +110,7 @@ def test_several_targets_of_a_position_are_scored_as_each_alone(
         )
         expected = torch.autograd.grad((truth * upstream).sum(), [hidden, weight, bias])
         chunks = ChunkOptions(logits, chunk_tokens)
-        found = target_log_probabilities(hidden, weight, targets, chunks, bias=bias)
+        found = target_log_probabilities(HeadProduct(hidden, weight, bias), targets, chunks)
         gradients = torch.autograd.grad((found * upstream).sum(), [hidden, weight, bias])
         assert relative_error(found, truth) <= tolerance
         for gradient, of_truth in zip(gradients, expected, strict=True):
@@ -132,7 +135,7 @@ def test_under_autocast_only_the_products_are_rounded() -> None:
     truth = plain(hidden, weight, bias, labels, positions, LogitTransform())
     expected = torch.autograd.grad((truth * upstream).sum(), [hidden, weight, bias])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = linear_log_probabilities(hidden, weight, labels, positions, bias=bias)
+        found = linear_log_probabilities(HeadProduct(hidden, weight, bias), labels, positions)
     assert found.dtype == torch.float32
     gradients = torch.autograd.grad((found * upstream).sum(), [hidden, weight, bias])
     assert [g.dtype for g in gradients] == [torch.float32] * 3
@@ -152,9 +155,11 @@ def test_logits_are_never_whole(frozen_head: bool, targets: int) -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         if targets == 1:
             every = torch.arange(tokens)
-            found = linear_log_probabilities(hidden, weight, labels[:, 0], every, chunks)
+            found = linear_log_probabilities(
+                HeadProduct(hidden, weight), labels[:, 0], every, chunks
+            )
         else:
-            found = target_log_probabilities(hidden, weight, labels, chunks)
+            found = target_log_probabilities(HeadProduct(hidden, weight), labels, chunks)
         found.sum().backward()
     largest = max(event.cpu_memory_usage for event in watched.events())
     assert 0 < largest <= 1.1 * 4 * chunk * vocabulary

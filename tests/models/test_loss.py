@@ -14,6 +14,7 @@ from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.documents import install_attention
 from finetune.models.loss_chunks import (
     ChunkOptions,
+    HeadProduct,
     LogitTransform,
     TokenWeights,
     compute_fused_chunk,
@@ -73,11 +74,9 @@ def test_value_and_gradients_are_those_of_whole_logits(
         truth = plain(hidden, weight, offset, labels, logits)
         expected = torch.autograd.grad(truth / 50, sources)
         loss = linear_cross_entropy(
-            hidden,
-            weight,
+            HeadProduct(hidden, weight, offset),
             labels,
             ChunkOptions(logits, chunk_tokens),
-            bias=offset,
             trained_positions=(labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None,
         )
         found = torch.autograd.grad(loss / 50, sources)
@@ -93,7 +92,7 @@ def test_label_smoothing_is_that_of_torch_in_every_chunk(logits: LogitTransform)
     assert relative_error(truth, plain(hidden, weight, bias, labels, logits)) > 1e-3
     expected = torch.autograd.grad(truth / 50, sources)
     loss = linear_cross_entropy(
-        hidden, weight, labels, ChunkOptions(logits, 7, label_smoothing=0.1), bias=bias
+        HeadProduct(hidden, weight, bias), labels, ChunkOptions(logits, 7, label_smoothing=0.1)
     )
     found = torch.autograd.grad(loss / 50, sources)
     assert relative_error(loss, truth) <= EXACT
@@ -119,7 +118,7 @@ def test_weights_of_tokens_are_constants_of_the_gradient(
     expected = torch.autograd.grad(truth / 50, sources)
     for function in (None, compute_fused_chunk):
         chunks = ChunkOptions(logits, 7, weigh=TokenWeights(kind, alpha), function=function)
-        loss = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias)
+        loss = linear_cross_entropy(HeadProduct(hidden, weight, bias), labels, chunks)
         found = torch.autograd.grad(loss / 50, sources)
         assert relative_error(loss, truth) <= 1e-12
         assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= 1e-12
@@ -130,7 +129,7 @@ def test_in_double_the_difference_is_rounding_only() -> None:
     logits = LogitTransform(scale=0.7, softcap=4.0)
     scores = torch.tanh(F.linear(hidden, weight, bias) * logits.scale / 4.0) * 4.0
     truth = F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(logits, 4), bias=bias)
+    loss = linear_cross_entropy(HeadProduct(hidden, weight, bias), labels, ChunkOptions(logits, 4))
     for found, expected in zip(
         (loss, *torch.autograd.grad(loss, (hidden, weight, bias))),
         (truth, *torch.autograd.grad(truth, (hidden, weight, bias))),
@@ -141,7 +140,7 @@ def test_in_double_the_difference_is_rounding_only() -> None:
 
 def test_nothing_trained_is_a_loss_of_zero_with_gradients_of_zero() -> None:
     hidden, weight, _, labels = problem()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE_INDEX))
+    loss = linear_cross_entropy(HeadProduct(hidden, weight), torch.full_like(labels, IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad is not None and not hidden.grad.any()
@@ -150,7 +149,7 @@ def test_nothing_trained_is_a_loss_of_zero_with_gradients_of_zero() -> None:
 
 def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
     hidden, weight, _, labels = problem()
-    loss = linear_cross_entropy(hidden, weight.detach(), labels)
+    loss = linear_cross_entropy(HeadProduct(hidden, weight.detach()), labels)
     assert [g is None for g in loss.grad_fn.gradients] == [False, True, True, True]  # type: ignore[union-attr]
     loss.backward()
     assert (
@@ -161,7 +160,7 @@ def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
         <= EXACT
     )  # type: ignore[arg-type]
     with torch.no_grad():
-        assert not linear_cross_entropy(hidden, weight, labels).requires_grad
+        assert not linear_cross_entropy(HeadProduct(hidden, weight), labels).requires_grad
 
 
 def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
@@ -171,7 +170,7 @@ def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
     truth = plain(exact_hidden, exact_weight, None, labels, LogitTransform())
     (truth / 50).backward()
     loss = linear_cross_entropy(
-        hidden, weight, labels, ChunkOptions(tokens=1)
+        HeadProduct(hidden, weight), labels, ChunkOptions(tokens=1)
     )  # one chunk a token: a bf16 sum would drift
     (loss / 50).backward()
     assert loss.dtype == torch.float32
@@ -186,7 +185,7 @@ def test_logits_are_never_whole() -> None:
     hidden, weight, _, _ = problem()
     labels = torch.arange(TOKENS) % VOCABULARY
     with LargestTensor() as made:
-        linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=8)).backward()
+        linear_cross_entropy(HeadProduct(hidden, weight), labels, ChunkOptions(tokens=8)).backward()
     assert (
         made.numbers == TOKENS * HIDDEN
     )  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
@@ -234,12 +233,15 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
     exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     positions = (labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None
     linear_cross_entropy(
-        hidden, weight, labels, ChunkOptions(tokens=20)
+        HeadProduct(hidden, weight), labels, ChunkOptions(tokens=20)
     )  # the first call may load kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = linear_cross_entropy(
-            hidden, weight, labels, ChunkOptions(tokens=20), trained_positions=positions
+            HeadProduct(hidden, weight),
+            labels,
+            ChunkOptions(tokens=20),
+            trained_positions=positions,
         )
         (loss / 50).backward()
     finally:

@@ -25,6 +25,7 @@ from finetune.models.experts import (
 )
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.lora import add_adapters
+from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
@@ -295,7 +296,7 @@ def test_the_loss_allocates_what_is_planned(
         head = make_adapted_head(weight)
         measured = allocated_peak(lambda: head(states, labels))
     else:
-        measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels))
+        measured = allocated_peak(lambda: linear_cross_entropy(HeadProduct(states, weight), labels))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
 
 

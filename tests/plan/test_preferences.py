@@ -18,6 +18,7 @@ from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
+from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.loss_memory import loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
@@ -65,7 +66,7 @@ def test_log_probabilities_allocate_what_is_planned(
         found: list[torch.Tensor] = []
 
         def forward() -> None:
-            found[:] = [linear_log_probabilities(states, weight, labels, positions)]  # noqa: B023
+            found[:] = [linear_log_probabilities(HeadProduct(states, weight), labels, positions)]  # noqa: B023
 
         errors[vocabulary, "forward"] = loss_bytes(spec) / allocated_peak(forward) - 1
         # Of the forward, the hidden states' gradient and the trained positions lie there already.

@@ -13,6 +13,7 @@ from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.config.schema import Method, Quantization
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import plan_phases
@@ -67,12 +68,12 @@ def test_the_loss_takes_what_it_allocates(
         )
         hidden, head = torch.randn(tokens, 64).to(dtype), torch.randn(vocabulary, 64).to(dtype)
         labels, own = torch.randint(0, vocabulary, (tokens,)), torch.randn(rows, 96).to(dtype)
-        tensors = hidden.requires_grad_(), head.requires_grad_(), labels
+        product = HeadProduct(hidden.requires_grad_(), head.requires_grad_())
 
         def run() -> None:
             scores = TeacherScores(torch.randn(tokens, 96).to(dtype), own)  # noqa: B023
             options = DivergenceOptions(beta, temperature, alpha)  # noqa: B023
-            linear_divergence(*tensors, scores, options)  # noqa: B023
+            linear_divergence(product, labels, scores, options)  # noqa: B023
 
         errors[vocabulary, tokens, beta, temperature, alpha] = (
             loss_bytes(spec) / allocated_peak(run) - 1

@@ -22,7 +22,7 @@ from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.lora import add_adapters
-from finetune.models.loss_chunks import ChunkOptions, choose_chunk_tokens
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import list_changes
 from finetune.plan.loss_memory import loss_bytes
@@ -107,7 +107,7 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
         VocabularyShard(0, vocabulary, mesh.get_group()),
     )
     measured = allocated_peak(
-        lambda: linear_cross_entropy(states, weight, labels, ChunkOptions(shard=shard))
+        lambda: linear_cross_entropy(HeadProduct(states, weight), labels, ChunkOptions(shard=shard))
     )
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
 

@@ -19,7 +19,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.export_formats import COMPRESSED, is_installed
 from finetune.config.quantization import EXPORTED, SCHEMES
@@ -58,7 +58,7 @@ class Quantizer:
     compressor: Any  # the package's
     dtype: torch.dtype | None  # in which scales are found; None: that of the weight
 
-    def parts(self, rows: torch.Tensor, written: torch.dtype) -> dict[str, torch.Tensor]:
+    def parts(self, rows: Tensor, written: torch.dtype) -> dict[str, Tensor]:
         """Returns the stored tensors of `rows` [rows, in], by the ends of their names."""
         rows = rows.to(self.dtype or written)
         if self.keys.quantization_aware_training == "mxfp4":
@@ -78,12 +78,12 @@ class Quantizer:
                 rows.shape[-1] // scale.shape[-1], -1
             )
             scale = scale.float()
-        parts: dict[str, torch.Tensor] = self.compressor.compress(
+        parts: dict[str, Tensor] = self.compressor.compress(
             {"weight": values, "weight_scale": scale}, self.scheme
         )
         return parts | {"weight_scale": scale.to(written)}
 
-    def _round(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _round(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         from torchao.quantization import IntxUnpackedToInt8Tensor
         from torchao.quantization.quant_primitives import MappingType
 
@@ -94,20 +94,20 @@ class Quantizer:
         )
         return made.qdata, made.scale
 
-    def restore(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def restore(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The rows that a reader computes with, in float32, by the package."""
         wide = dict(parts)
         if parts["weight_scale"].is_floating_point():
             wide["weight_scale"] = parts["weight_scale"].float()
-        restored: torch.Tensor = self.compressor.decompress(wide, self.scheme)["weight"]
+        restored: Tensor = self.compressor.decompress(wide, self.scheme)["weight"]
         return restored.float()
 
-    def round_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+    def round_inputs(self, inputs: Tensor) -> Tensor:
         """Rounds a layer's inputs as a reader does, by the package."""
         args = self.scheme.input_activations
         if args is None:
             return inputs
-        rounded: torch.Tensor = fake_quantize(
+        rounded: Tensor = fake_quantize(
             inputs, *compute_dynamic_scales_and_zp(inputs, args, nn.Identity()), args
         )
         return rounded
@@ -230,7 +230,7 @@ class CompressedPlan:
             )
         return describe_cost(plain, quantized, rows)
 
-    def _read_back(self, files: WrittenFiles, name: str, start: int, stop: int) -> torch.Tensor:
+    def _read_back(self, files: WrittenFiles, name: str, start: int, stop: int) -> Tensor:
         name = self.target.tied.get(name, name)
         layer = name.removesuffix(".weight")
         if layer not in self.layers:
@@ -245,7 +245,7 @@ class CompressedPlan:
             parts[SHAPE] = torch.tensor([stop - start, self.target.shapes[name][1]])
         return self.quantizer.restore(parts)
 
-    def _round_inputs(self, layer: str, inputs: torch.Tensor) -> torch.Tensor:
+    def _round_inputs(self, layer: str, inputs: Tensor) -> Tensor:
         if layer in self.layers:
             return self.quantizer.round_inputs(inputs)
         return inputs
@@ -359,7 +359,7 @@ def _split(value: Value, layers: Mapping[str, Any], quantizer: Quantizer) -> lis
     height, width = value.shape
     sample = quantizer.parts(torch.zeros(1, width), value.dtype)
 
-    def rows(part: str, start: int, stop: int) -> torch.Tensor:
+    def rows(part: str, start: int, stop: int) -> Tensor:
         return quantizer.parts(value.rows(start, stop), value.dtype)[part]
 
     made = [

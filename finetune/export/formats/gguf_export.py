@@ -12,9 +12,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from torch import Tensor
 
 from finetune.config.export_formats import LLAMA_CPP, is_installed
 from finetune.config.pretrained import why_unsupported
+from finetune.constants import Names
 from finetune.errors import UserError, first_line, progress_bar
 from finetune.export.formats.gguf_file import (
     FILE_TYPES,
@@ -73,7 +75,7 @@ class GgufPlan:
     """The files of an export. Returned by `plan_gguf`."""
 
     files: tuple[PlannedFile, ...]  # that are written here; the first is what llama.cpp quantizes
-    types: tuple[str, ...]  # of `files`
+    types: Names  # of `files`
     quantized: tuple[tuple[str, str], ...]  # name and type of the files that llama.cpp makes
     asked: frozenset[str]  # the names that stay
     tokenizer: Any  # transformers'
@@ -201,12 +203,12 @@ def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
 class _Types:
     """Types of GGUF files, by who writes them."""
 
-    asked: tuple[str, ...]
-    written: tuple[str, ...]  # here; llama.cpp quantizes the first
-    quantized: tuple[str, ...]  # by llama.cpp
+    asked: Names
+    written: Names  # here; llama.cpp quantizes the first
+    quantized: Names  # by llama.cpp
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def all(self) -> Names:
         return (*self.written, *self.quantized)
 
 
@@ -454,13 +456,11 @@ def _plan_factors(
     ]
 
 
-def _no_rows(start: int, stop: int) -> torch.Tensor:
+def _no_rows(start: int, stop: int) -> Tensor:
     raise AssertionError("the base is not read")
 
 
-def _scaled(
-    scale: float, change: Callable[[torch.Tensor], torch.Tensor] | None, rows: torch.Tensor
-) -> torch.Tensor:
+def _scaled(scale: float, change: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return (change(rows) if change is not None else rows) * scale
 
 

@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 import finetune
-from finetune.constants import round_up
+from finetune.constants import Shape, round_up
 from finetune.errors import UserError
 from finetune.export.formats.gguf_model import FileTensor
 from finetune.export.target import prefetch, raw_bytes
@@ -66,7 +66,7 @@ def file_name(title: str) -> str:
 
 
 def byte_count(tensor: FileTensor, kind: gguf.GGMLQuantizationType) -> int:
-    shape: tuple[int, ...] = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
+    shape: Shape = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
     return math.prod(shape)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import gguf
 import torch
+from torch import Tensor
 
 from finetune.config.families import FAMILIES, LlamaCpp, find_family
+from finetune.constants import Shape
 from finetune.errors import UserError
 from finetune.export.target import BLOCK_BYTES, Value
 
@@ -26,12 +28,12 @@ class FileTensor:
     """One tensor of a GGUF file: the rows of `values`, one after the other, in float32."""
 
     name: str
-    shape: tuple[int, ...]  # as torch has it; the file lists it the other way round
+    shape: Shape  # as torch has it; the file lists it the other way round
     values: tuple[Value, ...]
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None  # of whole groups of `group` rows
+    change: Callable[[Tensor], Tensor] | None = None  # of whole groups of `group` rows
     group: int = 1
 
-    def blocks(self) -> Iterator[torch.Tensor]:
+    def blocks(self) -> Iterator[Tensor]:
         """The rows in float32, a few at a time."""
         for value in self.values:
             height = value.shape[0] if value.shape else 1
@@ -213,10 +215,9 @@ def _longrope(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTen
     stretched = rope.get("factor") or config.max_position_embeddings / original
     attention = rope.get("attention_factor")
     if attention is None:
+        attention = 1.0
         if stretched > 1:
             attention = math.sqrt(1 + math.log(stretched) / math.log(original))
-        else:
-            attention = 1.0
     writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(attention)
@@ -233,7 +234,7 @@ SCALINGS: Mapping[str, Callable[[Any, Mapping[str, Any], Any], list[FileTensor]]
 }
 
 
-def _generated(name: str, values: torch.Tensor) -> FileTensor:
+def _generated(name: str, values: Tensor) -> FileTensor:
     value = Value(
         name, tuple(values.shape), torch.float32, lambda start, stop: values[start:stop].float()
     )
@@ -300,7 +301,7 @@ def _plan_tensor(
     return FileTensor(name, shape, tuple(values))
 
 
-def interleave_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
+def interleave_rows(rows: Tensor, size: int) -> Tensor:
     """Rows of whole heads of `size`, so that those which RoPE turns together are neighbors.
 
     >>> interleave_rows(torch.arange(8), 4).tolist()

@@ -66,7 +66,7 @@ class GgufVocabulary:
 
 
 def describe_tokenizer(
-    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None = None
+    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None
 ) -> GgufVocabulary:
     """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has
     `rows` rows.
@@ -309,10 +309,9 @@ def _name_pre_tokenizer(
     normalizers = {part["type"] for part in _list_normalizers(described.get("normalizer"))}
     if cut in PRE_TOKENIZERS and normalizers in NORMALIZERS:
         return PRE_TOKENIZERS[cut]
+    more = ""
     if normalizers not in NORMALIZERS:
         more = f" after {' and '.join(sorted(normalizers))}"
-    else:
-        more = ""
     raise UserError(
         f"{folder}: llama.cpp is not known to cut a text as this tokenizer does "
         f"({cut[0][:60]!r}{more}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "

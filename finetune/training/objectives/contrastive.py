@@ -20,7 +20,7 @@ from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
 from finetune.models.contrast import Contrast, contrast, head_states
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Measured
 from finetune.training.objectives.preference import make_measured
 from finetune.training.objectives.ranks import describe_places
 from finetune.training.reference import sum_by_document
@@ -35,7 +35,7 @@ class StepVectors:
 
 
 @dataclass(frozen=True, slots=True)
-class ContrastiveObjective(Objective):
+class ContrastiveObjective(GroupObjective):
     """The mean over queries of InfoNCE: how surely a query finds its own document among those of
     all queries of the step.
     """
@@ -60,10 +60,6 @@ class ContrastiveObjective(Objective):
     def for_evaluation(self) -> "ContrastiveObjective":
         """The same, whose losses have no backward."""
         return replace(self, is_held_out=True)
-
-    def count(self, batch: StepBatch) -> int:
-        """The queries of the step."""
-        return batch.groups
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
@@ -26,7 +26,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
-from finetune.data.token_store import cache_folder
+from finetune.data.token_store import Int32s, Int64s, cache_folder
 from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import reshard
@@ -83,9 +83,9 @@ PARTS = ("examples", "ids", "scores")
 class StoredTeacher:
     """The teacher's likeliest tokens at each trained token, in memory-mapped files."""
 
-    pieces: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]  # ids and scores
+    pieces: Sequence[tuple[Int32s, NDArray[np.float32]]]  # ids and scores
     # [examples, 3]: piece, first token, tokens; -1 for those that the run does not come to
-    places: NDArray[np.int64]
+    places: Int64s
     rows: int  # of the vocabulary
     options: DivergenceOptions
 
@@ -102,7 +102,7 @@ class StoredTeacher:
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
         row = torch.where(has_label, has_label.cumsum(0), 0)
 
-        def take_rows(parts: list[NDArray[Any]]) -> torch.Tensor:
+        def take_rows(parts: list[NDArray[Any]]) -> Tensor:
             on_host = torch.from_numpy(np.concatenate(parts))
             return on_host.to(row.device, non_blocking=True)[row]
 
@@ -163,7 +163,7 @@ def find_stored_teacher(
 
 def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
     """Opens what `_store` wrote into `folder`; None if it is damaged or lacks an example."""
-    pieces: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+    pieces: list[tuple[Int32s, NDArray[np.float32]]] = []
     places = np.full((len(batches.examples), 3), -1, np.int64)
     rows = 0
     for path in sorted(folder.glob("*.json")):

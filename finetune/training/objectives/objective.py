@@ -12,8 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from finetune.constants import Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
+
+Metrics = dict[str, Tensor]
+"""Metric -> [2]: its sum in a micro-batch, and the divisor."""
+Means = dict[str, float]
+"""Metric -> its average over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Measured:
         every = list(chain.from_iterable(world.gather(own)))
         return torch.tensor(every, dtype=torch.float64)
 
-    def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
+    def average(self, count: int, world: World) -> tuple[float, Means]:
         """Averages over all ranks. All ranks call it.
 
         Args:
@@ -82,11 +88,11 @@ class Totals:
     """The sums over all ranks. Reading them waits for the device."""
 
     sums: Tensor  # fp32[1 + 2 x metrics]: the loss, then of each metric a sum and its divisor
-    metrics: tuple[str, ...]  # their names
+    metrics: Names  # their names
     largest: Tensor | None  # fp32[maxima]; None if there are none
-    maxima: tuple[str, ...]  # their names
+    maxima: Names  # their names
 
-    def average(self, count: int) -> tuple[float, dict[str, float]]:
+    def average(self, count: int) -> tuple[float, Means]:
         """Returns the loss over `count` (nan if 0), and each metric whose divisor is not 0."""
         loss_sum, *pairs = self.sums.tolist()
         values = {}
@@ -145,7 +151,7 @@ class Objective(Protocol):
             batch: The step of the micro-batch.
         """
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Returns the averaged metrics with those that follow from them."""
         return means
 
@@ -153,7 +159,7 @@ class Objective(Protocol):
         """Returns the objective that measures held-out data."""
         return self
 
-    def describe_rows(self, rows: Tensor) -> dict[str, float]:
+    def describe_rows(self, rows: Tensor) -> Means:
         """Computes the metrics that are no means from `Measured.rows` of all held-out documents."""
         return {}
 
@@ -181,6 +187,14 @@ class Objectives(NamedTuple):
     def of(cls, training: Objective) -> "Objectives":
         """Pairs an objective with that of its evaluation."""
         return cls(training, training.for_evaluation())
+
+
+class GroupObjective(Objective):
+    """A method whose loss is averaged over groups of documents: pairs, rated answers, queries."""
+
+    def count(self, batch: StepBatch) -> int:
+        """The groups of the step."""
+        return batch.groups
 
 
 class TokenCrossEntropy(Objective):

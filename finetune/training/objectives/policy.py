@@ -26,7 +26,13 @@ from finetune.models.load import Teacher
 from finetune.models.log_probabilities import head_log_probabilities
 from finetune.models.value_head import head_log_probabilities_and_values
 from finetune.rollout.collect import RolloutBatches, Sampler
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import (
+    GroupObjective,
+    Means,
+    Measured,
+    Metrics,
+    Objective,
+)
 from finetune.training.objectives.policy_losses import (
     Completions,
     Shape,
@@ -167,7 +173,7 @@ class PolicyObjective(Objective):
         other_log_probabilities: Tensor | None,
         completions: Completions,
         rollout: Mapping[str, Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Metrics]:
         """Computes the policy's losses of a micro-batch, and metrics of ratios, correction and KL.
 
         Args:
@@ -242,7 +248,7 @@ class PolicyObjective(Objective):
 
     def _compute_value_losses(
         self, values: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Metrics]:
         """The critic's losses with their weight, [positions], and metrics as `_compute_losses`.
 
         "value/mean" is of the values before the first update on these completions.
@@ -302,7 +308,7 @@ class PolicyObjective(Objective):
             maxima["staleness/max"] = completions.find_largest(staleness)
         return metrics, maxima
 
-    def _make_empty_metrics(self, zero: Tensor) -> dict[str, Tensor]:
+    def _make_empty_metrics(self, zero: Tensor) -> Metrics:
         """Names every metric of both losses, with a sum of 0 over 0 values, as a filler has them.
 
         `zero`: [2].
@@ -316,7 +322,7 @@ class PolicyObjective(Objective):
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
-    def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> Metrics:
         """Metrics that only some recipes have: of a critic, a server, dynamic sampling, tools and
         each reward function.
 
@@ -349,7 +355,7 @@ class PolicyObjective(Objective):
             metrics[f"rewards/{name}"] = sum_and_count(scores.nan_to_num(), ~scores.isnan())
         return metrics
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Replaces each mean square of ratios by the effective sample size, mean**2 / mean square:
         a share of the tokens, 1 if all ratios are equal.
         """
@@ -372,7 +378,7 @@ class PolicyObjective(Objective):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutRewards(Objective):
+class HeldOutRewards(GroupObjective):
     """The rewards of greedy answers to held-out prompts.
 
     The loss is their mean, negative, so that less is better; an answer without a reward counts as
@@ -416,10 +422,6 @@ class HeldOutRewards(Objective):
                     *rollout.scores[i].tolist(),
                 ]
         return replace(self, results=results)
-
-    def count(self, batch: StepBatch) -> int:
-        """Counts the prompts, each of which has one answer."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch

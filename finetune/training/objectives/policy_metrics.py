@@ -10,6 +10,7 @@ from torch import Tensor
 
 from finetune.config.schema import Recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
+from finetune.training.objectives.objective import Metrics
 from finetune.training.objectives.policy_losses import Completions
 from finetune.training.objectives.preference import sum_and_count
 
@@ -17,9 +18,7 @@ from finetune.training.objectives.preference import sum_and_count
 SQUARE = "ratio/square"
 
 
-def describe_completions(
-    rollout: Mapping[str, Tensor], *, has_groups: bool = True
-) -> dict[str, Tensor]:
+def describe_completions(rollout: Mapping[str, Tensor], *, has_groups: bool) -> Metrics:
     """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
 
     Args:
@@ -49,7 +48,7 @@ def describe_completions(
     }
 
 
-def describe_ratios(log_drifts: Tensor, completions: Completions) -> dict[str, Tensor]:
+def describe_ratios(log_drifts: Tensor, completions: Completions) -> Metrics:
     """Metrics of how far the model in training is from the one that sampled.
 
     `log_drifts`: fp64[positions]; "log_ratio/mean" is the mean of their absolute values.
@@ -63,7 +62,7 @@ def describe_ratios(log_drifts: Tensor, completions: Completions) -> dict[str, T
     }
 
 
-def _describe_spread(log_drifts: Tensor, is_counted: Tensor) -> dict[str, Tensor]:
+def _describe_spread(log_drifts: Tensor, is_counted: Tensor) -> Metrics:
     """Mean, mean square and histogram of the drifts where `is_counted`, bool[positions]."""
     drifts = log_drifts.exp()
     metrics = {
@@ -79,7 +78,7 @@ def _describe_spread(log_drifts: Tensor, is_counted: Tensor) -> dict[str, Tensor
 
 def describe_staleness(
     log_drifts: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
-) -> dict[str, Tensor]:
+) -> Metrics:
     """Metrics of staleness: its mean in steps, and the drifts by age, in whole generations.
 
     The steps of a generation are trained on in turn. So its later ones are stale by the updates

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from finetune.config.methods import Method
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Means, Measured, Metrics
 from finetune.training.reference import Reference, evaluating, sum_log_probabilities
 
 
@@ -70,7 +70,7 @@ def dpo_losses(
     return _smoothed(margin, label_smoothing)
 
 
-def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
+def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
     """Computes the odds ratio's part of odds ratio preference optimization.
 
     The other part is the cross entropy of the chosen answers. Source: Hong et al. 2024,
@@ -88,7 +88,7 @@ def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor
     return losses, {"log_odds_chosen": sum_and_count(log_odds_ratio)}
 
 
-def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
+def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
     """Computes the losses of simple preference optimization, [pairs]; it has no metrics of its own.
 
     `averages`: log-probabilities per token. Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
@@ -97,7 +97,7 @@ def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tenso
 
 
 # (losses and metrics of averages; the weight of the chosen answers' cross entropy beside them)
-PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]
+PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, Metrics]], float]
 WITH_REFERENCE: Mapping[str, Callable[[Pairs, Pairs, Method, float], Tensor]] = {"dpo": dpo_losses}
 WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
     "orpo": (orpo_losses, 1.0),
@@ -136,7 +136,7 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceObjective(Objective):
+class PreferenceObjective(GroupObjective):
     """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has
     one.
 
@@ -153,10 +153,6 @@ class PreferenceObjective(Objective):
     # the ranks that divide the documents' tokens between them
     sequence_group: ProcessGroup | None = None
 
-    def count(self, batch: StepBatch) -> int:
-        """The pairs of the step."""
-        return batch.groups
-
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
@@ -168,7 +164,7 @@ class PreferenceObjective(Objective):
         sums, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         policy = Pairs.of(sums)
         lengths = Pairs.of(tokens)
-        metrics: dict[str, Tensor] = {}
+        metrics: Metrics = {}
         if reference is not None:
             compute_losses = WITH_REFERENCE[keys.method]
             log_ratios = policy - reference
@@ -188,7 +184,7 @@ class PreferenceObjective(Objective):
         return make_measured(loss, metrics, self.sequence_group)
 
 
-def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) -> dict[str, Tensor]:
+def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) -> Metrics:
     """TRL's metrics of pairs; the reward of an answer is beta times its log ratio."""
     rewards = Pairs(beta * log_ratios.chosen, beta * log_ratios.rejected)
     margins = beta * log_ratios.margin
@@ -203,7 +199,7 @@ def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) ->
 
 
 @dataclass(frozen=True, slots=True)
-class RatingObjective(Objective):
+class RatingObjective(GroupObjective):
     """KTO: the mean over rated answers of their loss.
 
     Every answer's loss depends on how far the model is from its reference. That is estimated from
@@ -236,10 +232,6 @@ class RatingObjective(Objective):
         log_ratio_sum, answers = total.unbind()
         return replace(self, kl=(log_ratio_sum / answers.clamp(min=1)).clamp(min=0))
 
-    def count(self, batch: StepBatch) -> int:
-        """The rated answers of the step."""
-        return batch.groups
-
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
@@ -265,7 +257,7 @@ class RatingObjective(Objective):
         }
         return make_measured(losses.sum(), metrics, self.sequence_group)
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Adds the margin between the average rewards, since no answer has a partner."""
         if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
             return means

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from finetune.training.objectives.objective import Metrics
 from finetune.training.objectives.preference import sum_and_count
 
 NEAREST = 10  # documents, within which recall, mrr and ndcg look
 
 
-def describe_places(places: Tensor) -> dict[str, Tensor]:
+def describe_places(places: Tensor) -> Metrics:
     """Metrics of queries that one document answers each.
 
     `places`: int64[queries], how many documents stand before that one.
@@ -22,7 +23,7 @@ def describe_places(places: Tensor) -> dict[str, Tensor]:
     }
 
 
-def describe_order(scores: Tensor, relevance: Tensor) -> dict[str, Tensor]:
+def describe_order(scores: Tensor, relevance: Tensor) -> Metrics:
     """Metrics of queries' documents in the order of their scores.
 
     Of documents with equal scores, the less relevant come first. Queries without a relevant

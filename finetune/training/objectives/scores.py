@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from finetune.config.methods import MULTI_LABEL, POINTWISE, STEP_SCORES, RowKind
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, Names
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.head_scores import head_scores
 from finetune.training.objectives.calibration import describe_probabilities
-from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.objectives.objective import GroupObjective, Means, Measured, Objective
 from finetune.training.objectives.preference import Pairs, make_measured, sum_and_count
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
@@ -24,7 +24,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True, slots=True)
-class PairScores(Objective):
+class PairScores(GroupObjective):
     """The mean over pairs of -log sigmoid(chosen score - rejected score - margin) (Bradley and
     Terry 1952).
 
@@ -35,10 +35,6 @@ class PairScores(Objective):
 
     center_coefficient: float | None
     sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
-
-    def count(self, batch: StepBatch) -> int:
-        """The pairs of the step."""
-        return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
@@ -69,7 +65,7 @@ class ClassScores(Objective):
     to be of it, divided by the sum of those that are predicted to be and those that are.
     """
 
-    labels: tuple[str, ...]
+    labels: Names
     weights: tuple[float, ...]  # of the classes
     has_several: bool  # a document may have several classes, of which each is decided alone
     sequence_group: ProcessGroup | None
@@ -152,7 +148,7 @@ class ClassScores(Objective):
         classes = torch.arange(len(self.labels), device=scores.device)
         return scores.argmax(1, keepdim=True) == classes
 
-    def describe_rows(self, rows: Tensor) -> dict[str, float]:
+    def describe_rows(self, rows: Tensor) -> Means:
         """Metrics of how the scores order documents, and how true their probabilities are.
 
         `rows`: fp64[documents, 2 x classes]: scores, then whether a document has each class.
@@ -162,7 +158,7 @@ class ClassScores(Objective):
         classes = len(self.labels)
         return describe_probabilities(rows[:, :classes], rows[:, classes:] > 0, self.has_several)
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Adds the mean F1 of the classes that occur."""
         scores = [value for name, value in means.items() if name.startswith("f1/")]
         if scores:
@@ -194,7 +190,7 @@ class StepScores(Objective):
         labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
         return self.classes.describe(scores.double(), labels, None)
 
-    def complete(self, means: dict[str, float]) -> dict[str, float]:
+    def complete(self, means: Means) -> Means:
         """Adds the mean F1 of both classes."""
         return self.classes.complete(means)
 
