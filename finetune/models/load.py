@@ -179,7 +179,7 @@ def build_model(
     set_head(config, *options.scores)
     forget_quantization(config)  # files are dequantized here, and the export is not quantized
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
-    unread = find_unread(built) if world.sharding.layout == "ddp" else set()
+    unread = find_unread(built) if world.sharding.layout in ("ddp", "fsdp1") else set()
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     has_values = options.scores[0].has_values
     if has_values:
@@ -207,8 +207,24 @@ def build_model(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the "
             "unquantized model"
         )
+    if world.sharding.layout == "fsdp1" and optimization is not None and optimization.weight_decay:
+        _refuse_decay(built, unread, world.sharding.source)
     misses_gradients = _trains_beside(built, unread)
     return BuiltModel(built, size, values, base, stored, frozen, offload, misses_gradients)
+
+
+def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:
+    """Raises `UserError` where a trained weight of the language model is one of `unread`, to which
+    FSDP1 gives zeros for a gradient, so that it decays; in other layouts it has none, and stays.
+    """
+    text = text_names(model)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    decayed = sorted(name for name in trained & unread if name.startswith(text))
+    if decayed:
+        raise UserError(
+            f"{source}: FSDP1 would decay weights that a short text does not reach, "
+            f"{decayed[0]} the first; choose fsdp_full_shard.yaml, or set weight_decay: 0"
+        )
 
 
 def _trains_beside(model: nn.Module, names: Set[str]) -> bool:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from finetune.config.layout import Sharding
+from finetune.config.optimization import Optimization
 from finetune.config.pretrained import load_config
 from finetune.config.schema import Lora, Model
 from finetune.distributed.join import join, leave
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.models.load import build_on_meta, load_model
+from finetune.models.load import build_model, build_on_meta, load_model
+from tests.models.sweep import save_tiny
 from tests.ranks import run_python
 
 CODE = """
@@ -83,3 +85,16 @@ def test_tf32_is_the_recipes(tiny_llama: Callable[..., Path]) -> None:
     finally:
         leave(world)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before
+
+
+def test_fsdp1_decays_no_weight_that_has_no_gradient(tmp_path: Path) -> None:
+    """The indexer of DeepSeek V3.2 only chooses tokens; FSDP1 gives it zeros for a gradient."""
+    save_tiny("deepseek_v32", tmp_path)
+    world = join(Sharding(layout="fsdp1", use_cpu=True, source="fsdp1.yaml"))
+    try:
+        keys = Model(model_name_or_path=str(tmp_path))
+        build_model(keys, Lora(), 0, world, optimization=Optimization())
+        with pytest.raises(UserError, match=r"fsdp1\.yaml: FSDP1 would decay .*indexer"):
+            build_model(keys, Lora(), 0, world, optimization=Optimization(weight_decay=0.1))
+    finally:
+        leave(world)

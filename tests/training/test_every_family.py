@@ -19,7 +19,7 @@ from tests.training.layouts import assert_losses, steps_of, train_all, write_con
 QUICK = ["ernie4_5_moe"]
 WHOLE: list[str] = []
 ADAPTERS = ["use_peft=true", "lora_r=4"]
-# Its class's own forward passes over the module that holds its decoder, where documents are told apart.
+# Its class's own forward passes over the module that holds its decoder, where documents are kept apart.
 QUICK_SAMPLED = ["opt"]
 RANDOM = ("phimoe",)  # draws experts while it trains
 NOT_RECOMPUTED = (

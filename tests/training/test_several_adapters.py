@@ -86,14 +86,14 @@ def test_each_adapter_is_a_run_alone(
     read: list[tuple[str, ...]] = []
     parallelize = load.parallelize
 
-    def watch(model: Any, values: Any, *rest: Any) -> Any:
+    def watch(model: Any, values: Any, *rest: Any, **keys: Any) -> Any:
         names: list[str] = []
 
         def count(name: str, slices: Any) -> Any:
             names.append(name)
             return values(name, slices)
 
-        made = parallelize(model, count, *rest)
+        made = parallelize(model, count, *rest, **keys)
         read.append(tuple(name for name in names if ".lora_" not in name))
         return made
 
