@@ -112,10 +112,22 @@ def count_attention_layers(config: Any) -> int:
 
 
 def read_head_size(config: Any) -> float:
-    """Q by a transformers config.
+    """Q by a transformers config: the mean of its layers (Gemma 4's differ)."""
+    sizes = [_read_head_size(layer) for layer in list_layer_configs(config)]
+    return sum(sizes) / len(sizes)
 
-    Under MLA (DeepSeek), `head_dim` is only the rotated part of a key.
+
+def list_layer_configs(config: Any) -> list[Any]:
+    """Lists the config of each layer where they differ, and the values of `config` itself may not
+    be read; else `config` alone.
     """
+    if getattr(config, "is_heterogeneous", False):  # since transformers 5.23
+        return list(config.per_layer_config)
+    return [config]
+
+
+def _read_head_size(config: Any) -> float:
+    """Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
     latent: list[Any] = [
         getattr(config, name, None)
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -103,8 +103,9 @@ GEMMA_4 = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": VOCABULARY,
-    "global_head_dim": 8,
-    "num_global_key_value_heads": 2,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
 }
 GEMMA_4_LARGE = {
     "use_bidirectional_attention": "vision",

@@ -220,7 +220,11 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _find_large_classes(model, sharding.min_num_params)
     # a unit each, since a forward of text alone does not gather them
-    beside = tuple(type(part).__name__ for part in other_parts(model))
+    parts = other_parts(model)
+    of_parts = {module for part in parts for module in part.modules()}
+    elsewhere = {type(module).__name__ for module in set(model.modules()) - of_parts}
+    # a projector may be a plain linear layer, as others are within the language model
+    beside = tuple(type(part).__name__ for part in parts if type(part).__name__ not in elsewhere)
     wrapped = sharding.wrap_classes or layer_classes
     tied = _find_tied_classes(layers)
     return tuple(name for name in wrapped if name not in tied) + beside

@@ -22,6 +22,7 @@ from finetune.constants import CACHE_VARIABLE
 from finetune.distributed.model_parts import decoder_layers, expert_modules, head_of, text_modules
 from finetune.errors import UserError
 from finetune.files.network import find_cache
+from finetune.flops import list_layer_configs
 from finetune.models.loss_chunks import compute_fused_chunk
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
@@ -286,8 +287,11 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
     width = 0
     # the widest state round attention: the hidden state, or all of its heads
     if keeps == "attention_and_projections":
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        width = max(text.hidden_size, text.num_attention_heads * head_size)
+        sizes = [
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+            for layer in list_layer_configs(text)
+        ]
+        width = max(text.hidden_size, text.num_attention_heads * max(sizes))
     policy = _make_policy(width)
     contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     if offload is None:

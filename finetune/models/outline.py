@@ -26,7 +26,7 @@ from finetune.distributed.model_parts import (
     trunk_of,
 )
 from finetune.errors import UserError, on_one_line
-from finetune.flops import count_attention_layers, read_head_size
+from finetune.flops import count_attention_layers, list_layer_configs, read_head_size
 from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
 from finetune.models.lora import find_name_suffix
@@ -97,12 +97,18 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         prefix=next(name for name, module in model.named_modules() if module is trunk),
         text_names=text_names(model),
         heads=heads,
-        key_value_heads=getattr(trunk.config, "num_key_value_heads", None) or heads,
+        key_value_heads=_count_key_value_heads(trunk.config) or heads,
         head_size=read_head_size(trunk.config),
         attending_layers=count_attention_layers(trunk.config),
         idle=_count_idle(model),
         facts=read_facts(model.config, where),
     )
+
+
+def _count_key_value_heads(config: Any) -> int:
+    """The most that a layer has; 0 where the config does not say."""
+    layers = list_layer_configs(config)
+    return max(getattr(layer, "num_key_value_heads", None) or 0 for layer in layers)
 
 
 def build_class(config: Mapping[str, Any], where: str) -> Any:

@@ -71,7 +71,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {
         "head_dim": 16,
-        "global_head_dim": 16,
+        "global_head_dim": 32,  # sizes that differ from layer to layer, as published
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
         "num_kv_shared_layers": 0,

@@ -119,6 +119,7 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "xlnet": {"max_position_embeddings": DEFAULT},
     "zaya": {"num_experts_per_tok": 1},
     "dots1": {"n_shared_experts": 1},
+    "longcat_flash": {"zero_expert_num": 2},  # with 256 a rank's tokens may enter no other
     "electra": {"embedding_size": 48},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "helium": {"head_dim": 12},

@@ -12,9 +12,10 @@ from finetune.config.optimization import Optimization
 from finetune.config.pretrained import load_config
 from finetune.config.schema import Lora, Model
 from finetune.distributed.join import join, leave
+from finetune.distributed.parallelize import find_wrap_classes
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.models.load import build_model, build_on_meta, load_model
-from tests.models.sweep import save_tiny
+from tests.models.sweep import save_small, save_tiny
 from tests.ranks import run_python
 
 CODE = """
@@ -98,3 +99,12 @@ def test_fsdp1_decays_no_weight_that_has_no_gradient(tmp_path: Path) -> None:
             build_model(keys, Lora(), 0, world, optimization=Optimization(weight_decay=0.1))
     finally:
         leave(world)
+
+
+def test_a_projector_of_one_linear_layer_makes_no_unit_of_the_others(tmp_path: Path) -> None:
+    """Else FSDP would shard the head of HyperCLOVA X apart from the embedding that it is tied to."""
+    name = "HyperCLOVAXVisionV2ForConditionalGeneration"
+    save_small("hyperclovax_vision_v2", name, tmp_path)
+    model = build_on_meta(load_config(Model(model_name_or_path=str(tmp_path))), torch.float32)
+    units = find_wrap_classes(model, Sharding(layout="fsdp2"))
+    assert units == ("HyperCLOVAXDecoderLayer", "Qwen2_5_VisionTransformerPretrainedModel")
