@@ -617,6 +617,10 @@ DOWN_UNDROPPED = (
     f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
     "them as all others do"
 )
+MAYBE_UNDROPPED = (
+    f"{BY_KERNELS}the adapter of down_proj drops none of its inputs there where the model's MLPs "
+    "have gate_proj, up_proj and down_proj; here it drops them as all others do"
+)
 # of MLPs that are not the kernel's, down_proj(activation(gate_proj(x)) * up_proj(x))
 MLPS_OTHERWISE = {
     "dory": "an MLP has no learned scales and no norm before down_proj there, as it has here",
@@ -648,10 +652,12 @@ def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
     source = read_family_source(family)
     is_dense = not is_mixture(name) or family in DENSE_BESIDE_EXPERTS
     has_mlps = is_dense and set(MLP_LAYERS) <= set(layers) and (not source or "self.mlp" in source)
-    if not (has_mlps and _has_mlp_kernel(settings, family)):
+    is_unknown = is_dense and not family and ALL_LINEAR in targets
+    if not ((has_mlps or is_unknown) and _has_mlp_kernel(settings, family)):
         return
     if recipe.get("lora_dropout"):
-        conversion.add_remark("lora_dropout", recipe["lora_dropout"], DOWN_UNDROPPED)
+        note = MAYBE_UNDROPPED if is_unknown else DOWN_UNDROPPED
+        conversion.add_remark("lora_dropout", recipe["lora_dropout"], note)
     asked = settings.get("lora_mlp_kernel")
     if family in MLPS_OTHERWISE:
         note = f"{BY_KERNELS}{MLPS_OTHERWISE[family]}"

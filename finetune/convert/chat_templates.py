@@ -177,6 +177,16 @@ OTHER_SPACE = {
     "qwen3_5": "white space around a turn is kept there, trimmed here",
     "mistral_v2v3": "white space around an answer is trimmed there, kept here",
 }
+# Axolotl's templates, which it saves with the tokenizer -> what follows an answer's header in their
+# prompts for inference, where another text does in ours.
+OTHER_PROMPTS = {
+    "qwen3": "with <think> and two line breaks there, with the answer's header here",
+    "qwen3_5": "with two line breaks after <think> there, with one here",
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"), "with an empty thought there, with the answer's header here"
+    ),
+}
+PROMPT_ENDS = "a prompt for inference, which the exported tokenizer writes, ends {}"
 # LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
@@ -575,6 +585,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, SPACE_TRAINED)
     if conversion.tool == "Axolotl" and value in OTHER_SPACE:
         conversion.add_remark(key, value, OTHER_SPACE[value])
+    if conversion.tool == "Axolotl" and value in OTHER_PROMPTS:
+        conversion.add_remark(key, value, PROMPT_ENDS.format(OTHER_PROMPTS[value]))
     _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:

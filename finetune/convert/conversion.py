@@ -582,7 +582,7 @@ def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
         recipe.setdefault("dtype", "bfloat16")
     elif layout.pure_bf16 and conversion.tool == "torchtune":
         conversion.remarks.append(
-            "dtype: bf16   (of the adapters and their moments too there; both are in fp32 here)"
+            "dtype: bf16   (of adapters, their gradients and moments too there; in fp32 here)"
         )
     elif (
         layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16"

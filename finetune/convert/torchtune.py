@@ -27,7 +27,17 @@ TORCHTUNE_MODELS = {
         "a token attends to all before it there; here to those in the sliding window, where the "
         "model's config has one"
     ),
+    # TokenChoiceTopKRouter of modules/moe, and Llama4Router of transformers
+    "llama4_": (
+        "a router takes the expert of the highest score once a sigmoid of the scores is rounded to "
+        "the run's 16 bits there, in which several may be alike; of the highest score itself here"
+    ),
 }
+# LoRAGroupedExperts of its models/llama4, beside Llama4TextExperts of transformers
+EXPERTS_UNADAPTED = (
+    "the routed experts get adapters too there, on each one's gate_proj, up_proj and down_proj; "
+    "here layers of these names alone, which are those of shared experts and dense layers"
+)
 # reparametrize_as_dtype_state_dict_post_hook and get_merged_lora_ckpt of torchtune
 MERGED_DEQUANTIZED = (
     "the exported model is merged onto the dequantized base there; here onto that or the original "
@@ -107,6 +117,8 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         layers = model["lora_attn_modules"]
         if model.get("apply_lora_to_mlp") and isinstance(layers, list):
             layers = [*layers, *MLP_LAYERS]
+        if model.get("apply_lora_to_mlp") and "llama4" in str(model.get("_component_")):
+            conversion.add_difference("model.apply_lora_to_mlp", True, EXPERTS_UNADAPTED)
         targets = convert_targets(layers)
         if model.get("apply_lora_to_output") and isinstance(targets, list):
             targets = [*targets, "lm_head"]

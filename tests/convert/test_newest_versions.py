@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
+from finetune.config.facts import has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
     ANSWERS_FOUND,
@@ -83,7 +84,7 @@ from finetune.convert.shared import (
     SUMMED_IN_16_BITS,
     WHOLE_STEPS,
 )
-from finetune.convert.torchtune import MERGED_DEQUANTIZED
+from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.optim.optimizers import adamw_8bit_moments
 from tests.convert.conftest import Convert, said
@@ -652,6 +653,32 @@ def test_the_base_that_torchtune_merges_onto_is_said(
     made = convert(TUNE, model=model, **keys)
     assert (MERGED_DEQUANTIZED in said(made)) == is_said
     assert ("save_adapter_weights_only" in made.ignored) == (bool(keys) and not is_said)
+
+
+@pytest.mark.parametrize(
+    ("builder", "keys", "has_experts"),
+    [
+        ("lora_llama4_scout_17b_16e", {"apply_lora_to_mlp": True}, True),
+        ("lora_llama4_scout_17b_16e", {"apply_lora_to_mlp": False}, False),
+        ("llama4_scout_17b_16e", {}, False),
+    ],
+)
+def test_the_routed_experts_and_routers_of_torchtunes_llama_4_are_said(
+    builder: str, keys: dict[str, object], has_experts: bool, convert: Convert
+) -> None:
+    """Transformers has such experts as parameters that no adapter is made for here, and chooses
+    them by the scores: of these two, a sigmoid in 16 bits makes the same.
+    """
+    model: dict[str, object] = {"_component_": f"torchtune.models.llama4.{builder}"}
+    if builder.startswith("lora"):
+        model |= {"lora_attn_modules": ["q_proj"], "lora_rank": 8}
+    made = convert(TUNE, model=model | keys)
+    assert (EXPERTS_UNADAPTED in said(made)) == has_experts
+    assert "a router takes the expert of the highest score" in said(made)
+    assert not has_fused_experts("llama4_text")
+    scores = torch.tensor([3.0, 3.015625], dtype=torch.bfloat16)
+    first, second = scores.float().sigmoid().bfloat16().tolist()
+    assert first == second and scores[0] != scores[1]
 
 
 @pytest.mark.parametrize("builder", ["code_llama2_7b", "lora_code_llama2_7b"])

@@ -28,10 +28,12 @@ from finetune.convert.chat_templates import (
     ASKED_WITH_THOUGHT,
     EMPTY_SYSTEM,
     ONE_TEXT,
+    OTHER_PROMPTS,
     OTHER_SPACE,
     OTHER_TOOLS,
     OTHER_TURNS,
     OWN_THOUGHT,
+    PROMPT_ENDS,
     SAME_TOOLS,
     SPACE_TRAINED,
     SYSTEM_OF_IMAGES,
@@ -813,6 +815,26 @@ def pair_by_axolotl(name: str, row: dict[str, Any], tokenizer: Any) -> list[list
         begins_twice = ids[:2] == [tokenizer.bos_token_id] * 2  # remove_double_bos_token
         sides.append(ids[begins_twice:])
     return sides
+
+
+@pytest.mark.parametrize("name", AXOLOTLS)
+def test_a_prompt_of_axolotls_for_inference_ends_as_ours_or_convert_says_how(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    rows = {"path": "rows.jsonl", "type": "chat_template"}
+    file = {"base_model": "org/model", "chat_template": name, "datasets": [rows]}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    found = convert_file(tmp_path / "theirs.yaml")
+    texts = (axolotls / f"{name}.jinja").read_text(), read_template(TEMPLATES[name])
+    asked: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+    turns = [{"role": "user", "content": "Who?"}]
+    theirs, ours = (
+        tokenizer.apply_chat_template(turns, chat_template=text, **asked).rpartition("Who?")[2]
+        for text in texts
+    )
+    said = " ".join(found.remarks)
+    assert (theirs != ours) == (PROMPT_ENDS.format(OTHER_PROMPTS.get(name)) in said)
 
 
 PAIRS = [{"path": "rows.jsonl", "type": "chat_template.default"}]

@@ -31,6 +31,7 @@ from finetune.convert.axolotl import (
     EXACT_GELU,
     GELUS_BY_TANH,
     GROUPS_ALIKE,
+    MAYBE_UNDROPPED,
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
     NEW_UNDER_TRL,
@@ -93,6 +94,7 @@ from tests.convert.test_newest_versions import AXOLOTL, FACTORY, TUNE
 
 GLM = "zai-org/GLM-5.3-Flash-BF16"
 LORA = {"adapter": "lora", "lora_target_linear": True, "lora_dropout": 0.05}
+MLP = ["gate_proj", "up_proj", "down_proj"]
 MINISTRAL = "mistralai/Ministral-8B-Instruct-2410"
 SMALL = "mistralai/Mistral-Small-3.2-24B-Instruct-2506"
 COMPLETION = [{"path": "a/texts", "type": "completion"}]
@@ -241,7 +243,25 @@ def test_the_adapter_whose_inputs_axolotls_kernel_does_not_drop_is_named(
     assert (DOWN_UNDROPPED in said(convert(AXOLOTL, **LORA | keys))) == is_said
 
 
-MLP = ("gate_proj", "up_proj", "down_proj")
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({}, MAYBE_UNDROPPED),
+        ({"lora_target_linear": False, "lora_target_modules": MLP}, DOWN_UNDROPPED),
+        ({"lora_target_linear": False, "lora_target_modules": ["q_proj"]}, None),
+        ({"lora_dropout": 0}, None),
+        ({"lora_mlp_kernel": False}, None),
+        ({"base_model": "org/model-moe"}, None),
+    ],
+)
+def test_the_same_adapter_of_a_model_whose_name_says_no_family_may_be(
+    keys: dict[str, object], note: str | None, convert: Convert
+) -> None:
+    text = said(convert(AXOLOTL, **LORA | {"base_model": "org/model"} | keys))
+    found = [each for each in (DOWN_UNDROPPED, MAYBE_UNDROPPED) if each in text]
+    assert found == ([] if note is None else [note])
+
+
 PLAIN = (
     r"def forward\(self, (?P<x>\w+)(: [\w.]+)?\)( -> [\w.]+)?: (return|down_proj =) self\.down_proj\("
     r"self\.act_fn\(self\.gate_proj\((?P=x)\)\) \* self\.up_proj\((?P=x)\)\)( return down_proj)?"
