@@ -10,7 +10,13 @@ from finetune.config.keys import keys_of
 from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.automodel import SHUFFLED_BEFORE
-from finetune.convert.chat_templates import HEADER
+from finetune.convert.chat_templates import (
+    EARLIER_ENDS,
+    HEADER,
+    MAYBE_THINKING,
+    THINKING,
+    THINKING_LAST,
+)
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
     BUILDERS,
@@ -307,6 +313,16 @@ CALLS_AS_TEXTS = (
     "tojson puts in quotes; an object here"
 )
 PARTS_APART = "the text parts of a content are joined with a space there, without one here"
+# _build_multiturn_assistant_mask of its components/datasets/llm/formatting_utils.py
+ONE_TEXT_OF_CHAT = (
+    "one text for all answers of a row there: an earlier one that the template writes otherwise "
+    "than a last one, as without its thinking, is trained as it stands there by generation blocks, "
+    "and without them ends the run, unless the EOS token at its end alone is another; here it has "
+    "a text of its own, as inference has it"
+)
+THINKING_MODELS = (THINKING, THINKING_LAST, MAYBE_THINKING)
+REWRITING = re.compile(r"think|reasoning|<\|return\|>")
+ENDS_LAST = "<|return|>"  # of gpt-oss: an earlier answer ends with <|end|>
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
 MARKED_THERE = (
@@ -388,7 +404,7 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
         note = MARKED_THERE if _has_marks(template) else HEADER_THERE
         conversion.remarks.append(f"{entry.where}: {note}")
     if kind == "ChatDataset":
-        conversion.remarks += [f"{entry.where}: {each}" for each in (CALLS_AS_TEXTS, PARTS_APART)]
+        _report_turns(entry, template, conversion)
     name = str(conversion.recipe.get("model_name_or_path"))
     families = {guess_family(name), guess_vision_family(name)}
     if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
@@ -430,8 +446,30 @@ def _read_template(template: Any, source: Path) -> str | Path:
 
 def _has_marks(template: str | Path) -> bool:
     """Whether a template marks what is trained of it."""
-    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
-    return MARKS.search(text) is not None
+    return MARKS.search(_read_text(template)) is not None
+
+
+def _read_text(template: str | Path) -> str:
+    return template.read_text(encoding="utf-8") if isinstance(template, Path) else template
+
+
+def _report_turns(entry: DataSetEntry, template: str | Path, conversion: Conversion) -> None:
+    """Reports what of conversations is read otherwise, and under a template that may write an
+    earlier answer otherwise than the last one what becomes of it.
+    """
+    conversion.remarks += [f"{entry.where}: {each}" for each in (CALLS_AS_TEXTS, PARTS_APART)]
+    name = str(conversion.recipe.get("model_name_or_path"))
+    text = _read_text(template)
+    if "{%" in text or "{{" in text:
+        rewrites = REWRITING.search(text) is not None
+        ends_otherwise = ENDS_LAST in text
+    else:  # the model's own, or a file that is not at hand
+        ends_otherwise = guess_family(name) == "gpt_oss"
+        rewrites = ends_otherwise or any(each.search(name.lower()) for each in THINKING_MODELS)
+    if rewrites:
+        conversion.add_difference(f"{entry.where}._target_", "ChatDataset", ONE_TEXT_OF_CHAT)
+    if ends_otherwise:
+        conversion.add_difference(f"{entry.where}._target_", "ChatDataset", EARLIER_ENDS)
 
 
 def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:

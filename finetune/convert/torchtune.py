@@ -51,6 +51,12 @@ DIVIDED_BY_TOKENS = (
     "of trained tokens there: they are thousands of times smaller than here, so that adam_epsilon "
     "makes Adam's updates smaller too, and clip_grad_norm clips next to none"
 )
+# decoder_only_tp_training_plan of its models/llama4, by which an MoE layer's output is a part of a
+# sum, and which splits the routed experts alone
+SHARED_EXPERT_ADDED = (
+    "each of the {} ranks that share a row adds the whole output of the shared expert there: it is "
+    "added {} times; here once"
+)
 # its checkpointers save the weights as they are trained
 SAVED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -82,6 +88,16 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
         conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
+    _report_shared_experts(settings, conversion)
+
+
+def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how often tensor parallelism adds the shared experts of Llama 4."""
+    plan = str(read_section(settings, "tensor_parallel_plan").get("_component_"))
+    ranks = settings.get("tensor_parallel_dim", 1)
+    if plan.endswith("llama4.decoder_only_tp_plan") and isinstance(ranks, int) and ranks > 1:
+        note = SHARED_EXPERT_ADDED.format(ranks, ranks)
+        conversion.add_difference("tensor_parallel_plan._component_", plan, note)
 
 
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")

@@ -13,7 +13,14 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+)
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -23,6 +30,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
+from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import GROUPS
 from finetune.convert.automodel import (
@@ -96,7 +104,7 @@ from finetune.convert.by_tool import (
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
 )
-from finetune.convert.chat_templates import EARLIER_THOUGHTS, OTHER_ENDS, OWN_THOUGHT
+from finetune.convert.chat_templates import EARLIER_ENDS, EARLIER_THOUGHTS, OTHER_ENDS, OWN_THOUGHT
 from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
@@ -108,6 +116,7 @@ from finetune.convert.datasets import (
     CALLS_AS_TEXTS,
     HEADER_THERE,
     MARKED_THERE,
+    ONE_TEXT_OF_CHAT,
     PARTS_APART,
     SPLIT_BY_PACKING,
 )
@@ -140,7 +149,7 @@ from finetune.convert.objectives import (
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
-from finetune.convert.torchtune import METAS_FILES
+from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED
 from finetune.convert.trained_layers import (
     ADAPTERS_FROZEN,
     ALL_WITH_EXPERTS,
@@ -155,7 +164,10 @@ from finetune.convert.trained_layers import (
     TWICE_THE_RANK,
 )
 from finetune.convert.value_conversion import Conversion
+from finetune.data.formats import parse_row
 from finetune.data.messages import parse_messages
+from finetune.data.render import render_turns
+from finetune.data.tokenizer import make_renderer
 from finetune.optim.optimizers import make_parameter_groups
 from tests.convert.conftest import Convert, said
 
@@ -709,6 +721,74 @@ def test_how_automodel_writes_calls_and_parts_of_a_chat_is_said(
     question, answer = parse_messages(turns)[0]
     assert question["content"] == "Add 1."
     assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{{ '<|start|>assistant' if add_generation_prompt else '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "lines"),
+    [
+        ("openai/gpt-oss-20b", None, [ONE_TEXT_OF_CHAT, EARLIER_ENDS]),
+        ("openai/gpt-oss-20b", "not/at/hand.jinja", [ONE_TEXT_OF_CHAT, EARLIER_ENDS]),
+        ("org/model", CHANNELS, [ONE_TEXT_OF_CHAT, EARLIER_ENDS]),
+        ("org/model", "{{ m.reasoning_content }}{{ m.content }}", [ONE_TEXT_OF_CHAT]),
+        ("Qwen/Qwen3-4B", None, [ONE_TEXT_OF_CHAT]),
+        ("Qwen/Qwen3-4B", "{{ m.content }}", []),
+        ("Qwen/Qwen2.5-7B-Instruct", None, []),
+    ],
+)
+def test_what_automodel_makes_of_an_earlier_answer_that_a_template_writes_otherwise_is_said(
+    name: str, template: str | None, lines: list[str], convert: Convert
+) -> None:
+    """Source: _build_multiturn_assistant_mask of components/datasets/llm/formatting_utils.py of
+    nemo-automodel 0.7. By it the ids of CHANNELS are one text, of which `<|start|>assistant
+    <|message|>Four.<|end|>` is trained, beside the last answer; by thinking in an earlier answer of
+    gpt-oss's own template it ends the run.
+    """
+    dataset = {"_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset"}
+    keys = {"path_or_dataset_id": "a/rows"} | ({"chat_template": template} if template else {})
+    made = convert(AUTOMODEL, dataset=dataset | keys, model={"pretrained_model_name_or_path": name})
+    said_here = [each for each in (ONE_TEXT_OF_CHAT, EARLIER_ENDS) if each in said(made)]
+    assert said_here == lines
+
+
+def test_each_answer_of_gpt_oss_ends_as_inference_ends_it(shared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    tokenizer.chat_template = CHANNELS
+    turns = [
+        {"role": role, "content": content}
+        for role, content in (("user", "2+2?"), ("assistant", "4"), ("user", "3+3?"))
+    ]
+    row = {"messages": [*turns, {"role": "assistant", "content": "6"}]}
+    document = parse_row(row, DatasetSource(path="rows.jsonl")).document
+    assert document is not None
+    texts = render_turns(document, make_renderer(tokenizer, True))
+    ends = [text.text[start:end] for text in texts for start, end in text.spans]
+    assert ends == ["<|message|>4<|return|>", "<|message|>6<|return|>"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "is_said"),
+    [(2, "decoder_only_tp_plan", True), (1, "decoder_only_tp_plan", False), (2, "other", False)],
+)
+def test_the_shared_expert_that_torchtune_adds_for_each_rank_is_said(
+    ranks: int, plan: str, is_said: bool, convert: Convert
+) -> None:
+    """torchtune 0.7, on two ranks: the output of llama4_moe under this plan is that without it and
+    the shared expert's once more, to 2e-7.
+    """
+    keys = {
+        "tensor_parallel_dim": ranks,
+        "tensor_parallel_plan": {"_component_": f"torchtune.models.llama4.{plan}"},
+    }
+    made = convert(TUNE, **keys)
+    line = SHARED_EXPERT_ADDED.format(ranks, ranks)
+    assert any(line in each for each in made.differences) == is_said
 
 
 @pytest.mark.parametrize("kind", ["chat_dataset.ChatDataset", "squad.make_squad_dataset"])
