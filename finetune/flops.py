@@ -52,7 +52,7 @@ FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
 def flop_per_token(
-    *, parameters: int, layers: int, heads: int, head_size: float, length: float, frozen: int = 0
+    *, parameters: int, layers: int, heads: float, head_size: float, length: float, frozen: int = 0
 ) -> float:
     """FLOP to train on one token.
 
@@ -90,15 +90,27 @@ def mix_peaks(peak: float, fp8_share: float) -> float:
 
 
 def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: int = 0) -> float:
-    """The same, with L, H and Q from a transformers config."""
+    """The same, with L, H and Q from a transformers config: means where layers differ."""
+    layers = list_layer_configs(config)
+    heads = [count_heads(layer) for layer in layers]
+    widths = [count_heads(layer) * read_head_size(layer) for layer in layers]
     return flop_per_token(
         parameters=parameters,
         layers=count_attention_layers(config),
-        heads=getattr(config, "num_attention_heads", None) or 0,
-        head_size=read_head_size(config),
+        heads=sum(heads) / len(heads),
+        head_size=sum(widths) / max(sum(heads), 1),
         length=length,
         frozen=frozen,
     )
+
+
+def list_layer_configs(config: Any) -> list[Any]:
+    """Lists the config of each layer where they differ (Gemma 4), and the values of `config` itself
+    may not be read; else `config` alone.
+    """
+    if getattr(config, "is_heterogeneous", False):  # since transformers 5.23
+        return list(config.per_layer_config)
+    return [config]
 
 
 def count_attention_layers(config: Any) -> int:
@@ -107,34 +119,27 @@ def count_attention_layers(config: Any) -> int:
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return int(config.num_hidden_layers)
+        return getattr(config, "num_hidden_layers", None) or 0  # BLT has no layers of its own
     return sum("linear" not in kind and ("attention" in kind or "hybrid" in kind) for kind in kinds)
 
 
+def count_heads(config: Any) -> int:
+    """H by the config of a model, or of a layer."""
+    return getattr(config, "num_attention_heads", None) or 0
+
+
 def read_head_size(config: Any) -> float:
-    """Q by a transformers config: the mean of its layers (Gemma 4's differ)."""
-    sizes = [_read_head_size(layer) for layer in list_layer_configs(config)]
-    return sum(sizes) / len(sizes)
+    """Q by the config of a model, or of a layer.
 
-
-def list_layer_configs(config: Any) -> list[Any]:
-    """Lists the config of each layer where they differ, and the values of `config` itself may not
-    be read; else `config` alone.
+    Under MLA (DeepSeek), `head_dim` is only the rotated part of a key.
     """
-    if getattr(config, "is_heterogeneous", False):  # since transformers 5.23
-        return list(config.per_layer_config)
-    return [config]
-
-
-def _read_head_size(config: Any) -> float:
-    """Under MLA (DeepSeek), `head_dim` is only the rotated part of a key."""
     latent: list[Any] = [
         getattr(config, name, None)
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     ]
     if all(isinstance(size, int) and size for size in latent):
         return float(sum(latent)) / 2
-    heads = getattr(config, "num_attention_heads", None)
+    heads = count_heads(config)
     return getattr(config, "head_dim", None) or (
         float(config.hidden_size // heads) if heads else 0.0
     )

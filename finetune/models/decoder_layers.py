@@ -22,7 +22,7 @@ from finetune.constants import CACHE_VARIABLE
 from finetune.distributed.model_parts import decoder_layers, expert_modules, head_of, text_modules
 from finetune.errors import UserError
 from finetune.files.network import find_cache
-from finetune.flops import list_layer_configs
+from finetune.flops import count_heads, list_layer_configs
 from finetune.models.loss_chunks import compute_fused_chunk
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
@@ -287,11 +287,9 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
     width = 0
     # the widest state round attention: the hidden state, or all of its heads
     if keeps == "attention_and_projections":
-        sizes = [
-            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-            for layer in list_layer_configs(text)
-        ]
-        width = max(text.hidden_size, text.num_attention_heads * max(sizes))
+        for layer in list_layer_configs(text):
+            head_size = getattr(layer, "head_dim", None) or layer.hidden_size // count_heads(layer)
+            width = max(width, layer.hidden_size, count_heads(layer) * head_size)
     policy = _make_policy(width)
     contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     if offload is None:

@@ -26,7 +26,7 @@ from finetune.distributed.model_parts import (
     trunk_of,
 )
 from finetune.errors import UserError, on_one_line
-from finetune.flops import count_attention_layers, list_layer_configs, read_head_size
+from finetune.flops import count_attention_layers, count_heads, list_layer_configs, read_head_size
 from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
 from finetune.models.lora import find_name_suffix
@@ -82,7 +82,8 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     names = _name_parameters(model)
     embedding = model.get_input_embeddings().weight
     head = head_of(model).weight
-    heads = getattr(trunk.config, "num_attention_heads", None) or 1
+    layer_configs = list_layer_configs(trunk.config)
+    heads = max(map(count_heads, layer_configs)) or 1
     taken: set[Any] = {embedding}
     beside = _describe_beside(model, names, taken)
     described = tuple(_describe(model, layer, names, taken) for layer in layers)
@@ -97,8 +98,8 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         prefix=next(name for name, module in model.named_modules() if module is trunk),
         text_names=text_names(model),
         heads=heads,
-        key_value_heads=_count_key_value_heads(trunk.config) or heads,
-        head_size=read_head_size(trunk.config),
+        key_value_heads=max(map(_count_key_value_heads, layer_configs)) or heads,
+        head_size=max(map(read_head_size, layer_configs)),
         attending_layers=count_attention_layers(trunk.config),
         idle=_count_idle(model),
         facts=read_facts(model.config, where),
@@ -106,9 +107,8 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
 
 
 def _count_key_value_heads(config: Any) -> int:
-    """The most that a layer has; 0 where the config does not say."""
-    layers = list_layer_configs(config)
-    return max(getattr(layer, "num_key_value_heads", None) or 0 for layer in layers)
+    """Of a layer; 0 where the config does not say."""
+    return getattr(config, "num_key_value_heads", None) or 0
 
 
 def build_class(config: Mapping[str, Any], where: str) -> Any:
