@@ -1,16 +1,26 @@
 """Given a recipe of any causal family of transformers, when it trains on one rank, on two replicas, or sharded with activation
-checkpointing, whole or by adapters, then every step has the same loss and gradient norm; and the trainer gives what the model samples the probabilities with
-which it was sampled."""
+checkpointing, whole or by adapters, then every step has the same loss and gradient norm; the trainer gives what the model samples
+the probabilities with which it was sampled; and the sizes that the config class has by itself can be planned."""
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import CONFIG_MAPPING
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.families import find_family
+from finetune.config.pretrained import load_config
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Model
+from finetune.errors import UserError
+from finetune.export.logits import check_streamed_logits
+from finetune.flops import flop_per_token_of
+from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_tokenizer, slow_but
 from tests.models import sweep
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
@@ -38,6 +48,7 @@ def read_page() -> dict[str, dict[str, Any]]:
     for packed, padded, families in re.findall(
         r"^\| (.+?) \| (.+?) \| (`.+) \|$", page, re.MULTILINE
     ):
+        chosen: dict[str, Any]
         if packed == "trains":
             chosen = {"packing": True}
         elif padded == "trains":
@@ -130,3 +141,24 @@ def test_the_trainer_scores_what_was_sampled_as_the_sampler_did(
     for line in steps_of(tmp_path / "run"):
         assert line["grad_norm"] > 0
         assert line["log_ratio/max"] < 1e-3
+
+
+@pytest.mark.parametrize("family", slow_but(["gemma4_text"], sweep.families()))
+def test_sizes_as_published_are_planned_or_refused_in_a_sentence(
+    family: str, tmp_path: Path
+) -> None:
+    """A tiny config of ours had heads of one size, where Gemma 4's differ from layer to layer."""
+    try:
+        config = CONFIG_MAPPING[family]()
+    except (TypeError, ValueError):
+        pytest.skip("the config class has no defaults")
+    config.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    data = make_chat(tmp_path / "chat.jsonl", rows=4)
+    path = write_recipe(tmp_path / "recipe.yaml", tmp_path / "model", data, packing=True)
+    sharding = read_sharding(str(write_config(tmp_path, "full_shard")), None, {})
+    with suppress(UserError):
+        make_plan(read_recipe(str(path)), sharding, 8)
+    flop_per_token_of(config.get_text_config(), parameters=1, length=1)
+    with suppress(UserError):
+        check_streamed_logits(load_config(Model(model_name_or_path=str(tmp_path / "model"))))
