@@ -34,7 +34,7 @@ PACKED_AT_A_TIME = (
     "packing: {} rows at a time{} are packed there; here all together: fewer packed rows, and "
     "fewer steps"
 )
-# of datasets' map, whose processes have a share of the rows each
+# of datasets' map and ms-swift's PackingDataset, whose processes have a share of the rows each
 OF_SHARES = ", of each of {} shares by itself ({}),"
 # drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
