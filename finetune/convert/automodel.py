@@ -104,14 +104,24 @@ RATES_IN_FP32 = (
 )
 
 
+# models whose head is their embedding by their files' configs
+TIED_MODEL = re.compile(
+    r"gemma|llama-?3\.2-[13]b|qwen-?2(\.5)?-(0\.5|1\.5|3)b|qwen-?3-(0\.6|1\.7|4)b|smollm"
+)
+# materialize_missing_tied_lm_head of its components/checkpoint/utils.py, for a last stage
+HEAD_APART = (
+    "the output head, which is the embedding, is a copy of it in the last pipeline stage there, "
+    "and trained and saved apart; here they are one weight"
+)
+
+
 def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     """Sets when checkpoints are saved and held-out rows measured, and reports how an epoch ends."""
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
-    stages = recipe.get("pipeline_parallel_size")
-    has_stages = isinstance(stages, int) and stages > 1
+    is_split = has_stages(settings)
     is_for_images = runs_for_images(settings)
-    drops_last_rows = has_stages and not is_for_images
+    drops_last_rows = is_split and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
     elif conversion.images is None:
@@ -127,7 +137,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     # after _adapt_saves: rows without steps of their own are measured with each save
     if measures_saves and not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
-    if has_stages and (is_for_images or settings.get("teacher_model")):
+    if is_split and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     if measures_saves:
@@ -194,11 +204,24 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
 
 
+def has_stages(settings: ToolFile) -> bool:
+    """Whether pipeline stages share a model's layers there."""
+    stages = read_section(settings, "distributed").get("pp_size")
+    return isinstance(stages, int) and stages > 1
+
+
+def _report_head(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a head that is the embedding, of which the outer stages have one each."""
+    is_tied = TIED_MODEL.search(name_model(settings).lower())
+    if is_tied and has_stages(settings) and not conversion.recipe.get("use_peft"):
+        stages = read_section(settings, "distributed")["pp_size"]
+        conversion.add_difference("distributed.pp_size", stages, HEAD_APART)
+
+
 def _count_rows(settings: ToolFile) -> Any:
     """Returns how many rows a forward pass has there: of pipeline stages those of a part."""
-    distributed = read_section(settings, "distributed")
-    stages = distributed.get("pp_size")
-    if isinstance(stages, int) and stages > 1:
+    if has_stages(settings):
+        distributed = read_section(settings, "distributed")
         return read_section(distributed, "pipeline").get("pp_microbatch_size", 1)
     return read_section(settings, "step_scheduler").get("local_batch_size") or 1
 
@@ -536,6 +559,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["report_to"] = "wandb"
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
+    _report_head(settings, conversion)
     _report_rows_of_images(settings, conversion)
     _report_masks(settings, conversion)
     _report_reduction(settings, conversion)

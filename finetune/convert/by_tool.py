@@ -7,7 +7,7 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
 from finetune.convert.asked_layout import AskedLayout, find_zero_stage
-from finetune.convert.automodel import adapt_automodel, report_loaded_dtype
+from finetune.convert.automodel import adapt_automodel, has_stages, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import ToolFile
@@ -344,6 +344,11 @@ IN_ALL_THERE = (
     "the tokens of an image see each other in all layers of this model there, and here in those "
     "with a window"
 )
+# create_pipeline_forward_gemma4_text of Automodel, whose masks know no images
+IN_NO_STAGE = (
+    "between pipeline stages a token of an image sees those before it alone there, in all layers; "
+    "here they see each other in those with a window"
+)
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
@@ -370,7 +375,10 @@ def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None
     )
     ranks = read_section(settings, "distributed").get("cp_size")
     is_packed = read_section(settings, "packed_sequence").get("pack_size")
-    if not is_own:
+    if conversion.tool == "Automodel" and has_stages(settings):
+        stages = read_section(settings, "distributed")["pp_size"]
+        conversion.add_difference("distributed.pp_size", stages, IN_NO_STAGE)
+    elif not is_own:
         conversion.add_remark("model", name, IN_ALL_LAYERS)
     elif not is_packed and ranks in (None, 1):
         conversion.add_difference("model", name, IN_ALL_THERE)

@@ -14,6 +14,7 @@ from finetune.convert.shared import (
     PACKED_AT_A_TIME,
     SUMMED_IN_16_BITS,
     WHOLE_STEPS,
+    describe_shares,
 )
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -23,7 +24,11 @@ JOINED = (
     "is apart here"
 )
 # PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
-LEFT_OVER = "packing: of {} texts at a time what fills no block is left out there; nothing is here"
+LEFT_OVER = (
+    "packing: of {} texts at a time{} what fills no block is left out there; nothing is here"
+)
+# its number of processes
+PROCESSES = "preprocessing_num_workers"
 # PretrainDatasetProcessor
 ENDS_OF_LLAMA = (
     "stage: pt   (a text ends with <|end_of_text|> there, and <|eot_id|> is saved as the EOS "
@@ -78,7 +83,9 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         _drop_turns(conversion)
     if stage == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
-        conversion.remarks.append(LEFT_OVER.format(settings.get("preprocessing_batch_size", 1000)))
+        texts = settings.get("preprocessing_batch_size", 1000)
+        shares = describe_shares(settings, PROCESSES)
+        conversion.remarks.append(LEFT_OVER.format(texts, shares))
     elif stage == "pt":
         recipe["overlength"] = "truncate"
     elif stage != "rm":
@@ -185,7 +192,8 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how LLaMA-Factory packs rows of conversations."""
     rows = settings.get("preprocessing_batch_size", 1000)
-    conversion.remarks.append(PACKED_AT_A_TIME.format(rows))
+    shares = describe_shares(settings, PROCESSES)
+    conversion.remarks.append(PACKED_AT_A_TIME.format(rows, shares))
     if not settings.get("neat_packing"):
         conversion.add_difference("packing", True, NOT_NEAT)
 

@@ -18,7 +18,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, guess_family, name_model
-from finetune.convert.shared import PACKED_AT_A_TIME
+from finetune.convert.shared import PACKED_AT_A_TIME, describe_shares
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -373,7 +373,8 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool != "TRL":
         return
     if settings.get("packing") and settings.get("packing_strategy") != "wrapped":
-        conversion.remarks.append(PACKED_AT_A_TIME.format("a thousand"))
+        shares = describe_shares(settings, "dataset_num_proc")
+        conversion.remarks.append(PACKED_AT_A_TIME.format("a thousand", shares))
     masks_prompts = settings.get("completion_only_loss")
     if masks_prompts:
         conversion.recipe["assistant_only_loss"] = True

@@ -1,5 +1,7 @@
 """Keys and layers that several tools name alike, and what is said of each of these tools."""
 
+from finetune.convert.counterparts import ToolFile
+
 OF_PAIRS = ("rl", "reward_model")  # keys of Axolotl's trainers that average pairs, not labels
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -29,9 +31,11 @@ PACKED_IN_ORDER = (
 # greedy_knapsack of LLaMA-Factory, by its data/loader.py, and pack_dataset of TRL's data_utils.py,
 # by datasets' map
 PACKED_AT_A_TIME = (
-    "packing: {} rows at a time are packed there; here all together: fewer packed rows, and fewer "
-    "steps"
+    "packing: {} rows at a time{} are packed there; here all together: fewer packed rows, and "
+    "fewer steps"
 )
+# of datasets' map and ms-swift's PackingDataset, whose processes have a share of the rows each
+OF_SHARES = ", of each of {} shares by itself ({}),"
 # drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
 # of torchtune, whose parameters are in 16 bits and shards without another reduce_dtype, and
@@ -41,3 +45,17 @@ SUMMED_IN_16_BITS = (
     "float32 here"
 )
 NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
+
+
+def describe_shares(settings: ToolFile, key: str) -> str:
+    """Says of how many shares of the rows each is packed by itself, by the key of processes.
+
+    >>> describe_shares({"dataset_num_proc": 4}, "dataset_num_proc")
+    ', of each of 4 shares by itself (dataset_num_proc),'
+    >>> describe_shares({"dataset_num_proc": 4, "streaming": True}, "dataset_num_proc")
+    ''
+    """
+    count = settings.get(key)
+    is_streamed = settings.get("streaming") or settings.get("dataset_streaming")
+    is_shared = isinstance(count, int) and count > 1 and not is_streamed
+    return OF_SHARES.format(count, key) if is_shared else ""

@@ -8,6 +8,7 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
+from finetune.convert.shared import describe_shares
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -172,8 +173,8 @@ LOSS_OF_MESSAGES = (
 )
 # calculate_matched_group of its dataset/packing.py, and to_constant_volume of binpacking
 PACKED_AT_ONCE = (
-    "packing: {} rows at a time are packed there, the longest first, each into the emptiest packed "
-    "row with room for it; here each into the fullest: fewer packed rows, and fewer steps"
+    "packing: {} rows at a time{} are packed there, the longest first, each into the emptiest "
+    "packed row with room for it; here each into the fullest: fewer packed rows, and fewer steps"
 )
 # LazyLLMDataset of its dataset/utils.py, by _init_lazy_tokenize of its base_args.py
 DRAWN_ANEW = (
@@ -191,7 +192,8 @@ def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
     packs = settings.get("packing")
     if packs and settings.get("packing_strategy", "binpack") == "binpack":
         at_once = "128" if settings.get("streaming") else "a thousand"
-        conversion.remarks.append(PACKED_AT_ONCE.format(at_once))
+        shares = describe_shares(settings, "packing_num_proc")
+        conversion.remarks.append(PACKED_AT_ONCE.format(at_once, shares))
     is_lazy = settings.get("lazy_tokenize")
     grouped = any(map(settings.get, ("packing", "streaming", "group_by_length")))
     is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)

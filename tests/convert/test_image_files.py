@@ -29,7 +29,13 @@ from finetune.convert.automodel import (
     UNMASKED,
     WITHOUT_WINDOWS,
 )
-from finetune.convert.by_tool import IN_ALL_LAYERS, IN_ALL_THERE, RESIZED, RESIZED_IN_16_BITS
+from finetune.convert.by_tool import (
+    IN_ALL_LAYERS,
+    IN_ALL_THERE,
+    IN_NO_STAGE,
+    RESIZED,
+    RESIZED_IN_16_BITS,
+)
 from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
@@ -340,6 +346,17 @@ def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_m
         made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
         assert made.images == "gemma4"
         assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
+
+
+def test_between_automodels_stages_an_image_of_gemma_4_sees_what_is_before_it_alone(
+    tmp_path: Path,
+) -> None:
+    """create_pipeline_forward_gemma4_text of its pipelining/hf_utils.py."""
+    for stages, is_said in ((4, True), (1, False)):
+        name = "google/gemma-4-31B-it"
+        made = convert_automodels(tmp_path, name, distributed={"pp_size": stages})
+        assert any(IN_NO_STAGE in line for line in made.differences) == is_said
+        assert any(IN_ALL_LAYERS in line for line in made.remarks) != is_said
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from finetune.convert.automodel import (
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
+    HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
     IN_16_BITS,
@@ -410,6 +411,24 @@ def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
         step_scheduler={"local_batch_size": 4},
     )
     assert (NOT_APART in said(made)) == is_joined
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("google/gemma-3-1b-it", {"distributed": {"pp_size": 2}}, True),
+        ("meta-llama/Llama-3.2-1B", {"distributed": {"pp_size": 2}}, True),
+        ("meta-llama/Llama-3.2-1B", {"distributed": {"pp_size": 2}, "peft": {"dim": 8}}, False),
+        ("meta-llama/Llama-3.2-1B", {}, False),
+        ("meta-llama/Llama-3.1-8B", {"distributed": {"pp_size": 2}}, False),
+    ],
+)
+def test_automodels_stages_train_a_head_that_is_the_embedding_apart(
+    name: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    model = MODEL | {"pretrained_model_name_or_path": name}
+    made = convert(AUTOMODEL, model=model, **keys)
+    assert any(HEAD_APART in line for line in made.differences) == is_said
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from finetune.config.facts import has_fused_experts
@@ -849,10 +850,11 @@ def test_how_axolotl_packs_rows_is_said(
 @pytest.mark.parametrize(
     ("keys", "note"),
     [
-        ({"packing": True}, PACKED_AT_A_TIME.format(1000)),
-        ({"neat_packing": True, "preprocessing_batch_size": 128}, PACKED_AT_A_TIME.format(128)),
-        ({"stage": "pt"}, LEFT_OVER.format(1000)),
-        ({"stage": "pt", "packing": None}, LEFT_OVER.format(1000)),
+        ({"packing": True}, PACKED_AT_A_TIME.format(1000, "")),
+        ({"packing": True, "preprocessing_num_workers": 1}, PACKED_AT_A_TIME.format(1000, "")),
+        ({"neat_packing": True, "preprocessing_batch_size": 128}, PACKED_AT_A_TIME.format(128, "")),
+        ({"stage": "pt"}, LEFT_OVER.format(1000, "")),
+        ({"stage": "pt", "packing": None}, LEFT_OVER.format(1000, "")),
         ({"stage": "pt", "packing": False}, None),
         ({}, None),
     ],
@@ -900,7 +902,30 @@ def test_trl_packs_a_thousand_rows_at_a_time(
     keys: dict[str, object], is_said: bool, convert: Convert
 ) -> None:
     text = said(convert({"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "a/rows"}, **keys))
-    assert (PACKED_AT_A_TIME.format("a thousand") in text) == is_said
+    assert (PACKED_AT_A_TIME.format("a thousand", "") in text) == is_said
+
+
+def test_of_several_processes_each_packs_its_share_of_the_rows(convert: Convert) -> None:
+    """Those of datasets' map, to which LLaMA-Factory and TRL give their number."""
+    rows = Dataset.from_dict({"text": [str(number) for number in range(10)]})
+    counted = rows.map(count_rows, batched=True, num_proc=2, remove_columns=["text"])
+    assert counted["rows"][:] == [5, 5]
+    packs = {"model_name_or_path": "Qwen/Qwen3-8B", "packing": True}
+    shares = ", of each of 16 shares by itself (preprocessing_num_workers),"
+    asked = {"preprocessing_num_workers": 16}
+    for stage, note in (("pt", LEFT_OVER), ("sft", PACKED_AT_A_TIME)):
+        made = convert(FACTORY, **packs, **asked, stage=stage, template="qwen")
+        assert note.format(1000, shares) in made.remarks
+        streamed = convert(FACTORY | STREAM, **packs, **asked, stage=stage, template="qwen")
+        assert "shares by itself" not in said(streamed)
+    shares = ", of each of 12 shares by itself (dataset_num_proc),"
+    made = convert({"dataset_name": "a/rows"}, **packs, dataset_num_proc=12)
+    assert PACKED_AT_A_TIME.format("a thousand", shares) in made.remarks
+
+
+def count_rows(batch: dict[str, list[str]]) -> dict[str, list[int]]:
+    """How many rows map gives a function at a time."""
+    return {"rows": [len(batch["text"])]}
 
 
 MEGATRON = {"template": "qwen", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}

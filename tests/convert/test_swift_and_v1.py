@@ -36,7 +36,7 @@ from finetune.errors import UserError
 from tests.convert.conftest import Convert, said
 
 SWIFT = {"model": "org/model", "tuner_type": "lora", "dataset": ["rows.jsonl"], "max_length": 512}
-PACKED = PACKED_AT_ONCE.format("a thousand")
+PACKED = PACKED_AT_ONCE.format("a thousand", "")
 V1 = {
     "model": "Qwen/Qwen3-4B",
     "dist_config": {"name": "fsdp2"},
@@ -135,6 +135,15 @@ def test_which_rows_ms_swift_leaves_out_packs_or_draws_is_said(
     known = (NOT_OF_ALL_RANKS, READ_TWICE, PACKED, DRAWN_ANEW)
     assert LOSS_OF_MESSAGES in text
     assert [line for line in known if line in text] == lines
+
+
+def test_of_several_processes_of_ms_swift_each_packs_its_share_of_the_rows(
+    convert: Convert,
+) -> None:
+    """create_packed_idx of its PackingDataset."""
+    shares = ", of each of 4 shares by itself (packing_num_proc),"
+    made = convert(SWIFT, packing=True, packing_num_proc=4)
+    assert PACKED_AT_ONCE.format("a thousand", shares) in made.remarks
 
 
 def test_ms_swifts_limit_of_length_is_the_models(convert: Convert) -> None:
