@@ -752,6 +752,25 @@ IMAGES_IN_ORDER = (
 )
 # whose own classes compute attention by transformers' functions
 BY_ITS_FUNCTIONS = ("gemma3_text", "gemma3n_text", "gemma4_text", "llama", "qwen2")
+# whose own classes compute it by BackendConfig.attn, and pass the mask on as it is: that of flash
+# attention, of numbers of documents, is one of padding in preprocess_args_and_kwargs_for_attn of
+# its components/attention/utils.py
+BY_BACKEND = (
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "hy_v3",
+    "mistral4",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
+SEEN_BY_ENGINE = (
+    "documents in a packed row attend to those before in 0.6 there under Transformer Engine's "
+    "attention, the default where it is installed, and 0.7 refuses such rows; each is apart here"
+)
 
 
 def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
@@ -763,7 +782,9 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
         return
     name = name_model(settings)
     family = guess_family(name) or ""
-    attention = read_section(settings, "model").get("attn_implementation")
+    model = read_section(settings, "model")
+    attention = model.get("attn_implementation")
+    backend = read_section(model, "backend").get("attn")
     is_own = is_mixture(name) and not is_of_transformers(settings)
     is_computed_there = is_for_images and not is_own
     if attention == "eager" and (is_computed_there or family in BY_ITS_FUNCTIONS):
@@ -772,6 +793,8 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model.attn_implementation", attention, WITHOUT_WINDOWS)
     elif conversion.images == "gemma3":
         conversion.add_difference("model.attn_implementation", attention, IMAGES_IN_ORDER)
+    elif is_own and family in BY_BACKEND and (attention, backend) == ("flash_attention_2", None):
+        conversion.add_difference("model.backend.attn", backend, SEEN_BY_ENGINE)
 
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32

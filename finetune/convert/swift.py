@@ -6,6 +6,8 @@ from typing import Any
 from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
+from finetune.convert.chat_templates import MAYBE_THINKING
+from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.shared import describe_shares
@@ -111,13 +113,23 @@ EARLIER_ENDS = (
 # its templates with a non_thinking_prefix, and the others that are is_thinking
 HYBRID = re.compile(
     r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
-    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|kimi-k2\.[5-9]"
+    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|"
+    r"kimi-k2\.[5-9]|minicpm-?5|\bhy-?3-preview"
 )
-THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3")
+THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3|minimax-?m2")
 # _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
 EMPTY_THOUGHTS = (
     "an answer without a thought begins with an empty one there, {}, and none is trained; here as "
     "the tokenizer's template writes it, whose empty thought is trained"
+)
+# its other templates, beside tokenizers' templates that write one, or may
+WRITING_THOUGHTS = re.compile(
+    r"^(?!.*(\bhy-?3|minimax-?m3|kimi-?k3|seed-oss)).*"
+    f"({ALWAYS_THINKING.pattern}|{MAYBE_THINKING.pattern})"
+)
+NO_EMPTY_THOUGHTS = (
+    "template: an answer without a thought begins with no empty one there; here with one where the "
+    "tokenizer's template writes it, and that is trained"
 )
 # _get_preserve_thinking of its template/base.py
 THOUGHTS_KEPT = (
@@ -151,6 +163,8 @@ def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
     if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
         where = "in the last turn" if is_last_round else "in every turn"
         conversion.add_difference("template", None, EMPTY_THOUGHTS.format(where))
+    elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
+        conversion.remarks.append(NO_EMPTY_THOUGHTS)
     if (is_hybrid or THINKING.search(name)) and not is_last_round:
         conversion.remarks.append(THOUGHTS_KEPT)
     system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)

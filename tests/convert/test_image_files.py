@@ -25,6 +25,7 @@ from finetune.convert.automodel import (
     IMAGES_IN_ORDER,
     REDUCED,
     REDUCED_BY_MEGATRON,
+    SEEN_BY_ENGINE,
     THOUGHT_ADDED,
     UNMASKED,
     WITHOUT_WINDOWS,
@@ -399,6 +400,8 @@ def test_a_mask_of_booleans_hides_nothing_under_eager_attention_and_drops_window
         ("Qwen2.5-VL-3B-Instruct", "eager", UNMASKED),
         ("Qwen2.5-VL-3B-Instruct", "sdpa", None),
         ("Qwen3-VL-30B-A3B-Instruct", "eager", None),
+        ("Qwen3-VL-30B-A3B-Instruct", "flash_attention_2", SEEN_BY_ENGINE),
+        ("gemma-4-26B-A4B-it", "flash_attention_2", None),
     ],
 )
 def test_what_automodels_masks_of_packed_rows_hide_is_said(
@@ -407,10 +410,29 @@ def test_what_automodels_masks_of_packed_rows_hide_is_said(
     model = {"pretrained_model_name_or_path": f"org/{name}", "attn_implementation": attention}
     packed = {"pretokenize": True, "pack_size": 64}
     made = convert_automodels(tmp_path, "of no use", model=model, packed_sequence=packed)
-    known = (UNMASKED, WITHOUT_WINDOWS, IMAGES_IN_ORDER)
+    known = (UNMASKED, WITHOUT_WINDOWS, IMAGES_IN_ORDER, SEEN_BY_ENGINE)
     assert [text for text in known if text in "".join(made.differences)] == [line] * bool(line)
     apart = convert_automodels(tmp_path, "of no use", model=model)
     assert not any(text in "".join(apart.differences) for text in known)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"),
+    [
+        ({"backend": {"linear": "te"}}, True),
+        ({"backend": {"attn": "sdpa"}}, False),
+        ({"force_hf": True}, False),
+    ],
+)
+def test_transformer_engine_sees_all_documents_of_a_packed_row_in_automodel(
+    model: dict[str, Any], is_said: bool, tmp_path: Path
+) -> None:
+    """Where packing goes by attn_implementation, and the class by backend.attn."""
+    named = {"pretrained_model_name_or_path": "Qwen/Qwen3-VL-30B-A3B-Instruct"} | model
+    named["attn_implementation"] = "flash_attention_2"
+    packed = {"pretokenize": True, "pack_size": 64}
+    made = convert_automodels(tmp_path, "of no use", model=named, packed_sequence=packed)
+    assert any(SEEN_BY_ENGINE in line for line in made.differences) == is_said
 
 
 VLM_DATA = "nemo_automodel.components.datasets.vlm"

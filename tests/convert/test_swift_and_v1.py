@@ -23,6 +23,7 @@ from finetune.convert.swift import (
     EXPERTS_UNDER_4,
     FOUND_BY_CLASS,
     LOSS_OF_MESSAGES,
+    NO_EMPTY_THOUGHTS,
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
     ON_MODELSCOPE,
@@ -58,6 +59,9 @@ V1 = {
         ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", [THOUGHTS_KEPT]),
         ("Qwen/QwQ-32B", [THOUGHTS_KEPT]),
         ("google/gemma-4-E2B-it", []),
+        ("OpenBMB/MiniCPM5-1B", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
+        ("Tencent-Hunyuan/Hy3-preview", [EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT]),
+        ("MiniMax/MiniMax-M2", [THOUGHTS_KEPT]),
     ],
 )
 def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
@@ -68,6 +72,26 @@ def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
     known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
     assert [line for line in known if line in text] == lines
     assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"model": "nv-community/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"}, True),
+        ({"model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"}, True),
+        ({"model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "template": "qwen2_5"}, False),
+        ({"model": "Qwen/Qwen3-8B"}, False),
+        ({"model": "Tencent-Hunyuan/Hy3"}, False),
+        ({"model": "Qwen/Qwen2.5-7B-Instruct"}, False),
+    ],
+)
+def test_a_template_of_ms_swifts_without_an_empty_thought_is_said_of_models_that_may_write_one(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """QwenTemplateMeta of Nemotron 3.5 in its template/templates/llm.py: thinking_prefix, which
+    begins answers of inference, and no non_thinking_prefix.
+    """
+    assert (NO_EMPTY_THOUGHTS in said(convert(SWIFT, **keys))) == is_said
 
 
 @pytest.mark.parametrize(
