@@ -477,7 +477,7 @@ def complete_state(optimizer: Optimizer) -> None:
     missing = [each for each in parameters if each not in optimizer.state]
     # under FSDP1 a training rank has no state for parameters of which it has no element
     if optimizer.state:
-        missing = [each for each in missing if local_part(each).numel()]
+        missing = [each for each in missing if each.numel()]
     if not missing:
         return
     rates = [group["lr"] for group in optimizer.param_groups]

@@ -4,6 +4,7 @@ the probabilities with which it was sampled; and the sizes that the config class
 
 import json
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from transformers import CONFIG_MAPPING
 
+from finetune.checkpoint.folders import step_folder
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.families import find_family
 from finetune.config.pretrained import load_config
@@ -116,6 +118,23 @@ def test_each_layout_has_the_losses_of_one_rank(family: str, recipe: Path, tmp_p
         expected = [(line["loss"], line["grad_norm"]) for line in steps_of(tmp_path / kind)]
         for config in (ddp, sharded):
             assert_losses(tmp_path / f"{kind}-{config.stem}", expected, norms=1e-3)
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, KEYS))
+def test_a_sharded_run_resumes(family: str, recipe: Path, tmp_path: Path) -> None:
+    """Also where a rank has no element of a weight that got no gradient."""
+    sharded = write_config(tmp_path, "full_shard")
+    keys = [f"output_dir={tmp_path / 'run'}", "save_steps=1", "save_total_limit=null"]
+    train_all(tmp_path, [(recipe, sharded, keys)], ranks=2)
+    whole = steps_of(tmp_path / "run")
+    for step in (2, 3):
+        shutil.rmtree(step_folder(tmp_path / "run", step))
+    (tmp_path / "run" / "finished.json").unlink()
+    printed = train_all(tmp_path, [(recipe, sharded, keys)], ranks=2)
+    assert "resumed at step 1" in printed
+    again = steps_of(tmp_path / "run")
+    assert [line["step"] for line in again] == [1, 2, 3]
+    assert [line["loss"] for line in again] == [line["loss"] for line in whole]
 
 
 @pytest.mark.parametrize("family", slow_but(QUICK_SAMPLED, filter(is_sampled, KEYS)))
