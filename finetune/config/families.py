@@ -409,7 +409,7 @@ FAMILIES: Mapping[str, Family] = {
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
         replace(BY_OUR_MASK, counts_positions=True),
     ),
-    **dict.fromkeys(("mvp", "trocr", "whisper"), Family(counts_positions=True)),
+    **dict.fromkeys(("mvp", "openai-gpt", "trocr", "whisper"), Family(counts_positions=True)),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
     **dict.fromkeys(("mamba2", "nemotron_h", "zamba2"), _unsampled(MAMBA_2)),
@@ -430,6 +430,8 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(vllm_modules={"gate_up_proj": ("gate_proj", "up_proj")}),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v4": Family(unadaptable=("o_a_proj",)),  # a product for each group of heads
+    # whose weight is read in training without a call
+    "gemma3n_text": Family(unadaptable=("correction_coefs",)),
     "mllama_text_model": Family(rows_beyond_head=8),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(
