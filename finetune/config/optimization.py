@@ -215,6 +215,9 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> w
 }
 
 
+# Vectors by their role, which may have the shape of a matrix: norms with a row for each head,
+# biases with a row for each expert, rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
+NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 # by names of parameters: embeddings and heads
 NOT_IN_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|(lm_)?head)\.")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from finetune.config.layout import compute_dtype, frozen_dtype
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import find_trained, is_adapter
+from finetune.config.optimization import NOT_DECAYED
 from finetune.config.pretrained import (
     Vocabulary,
     find_adapter,
@@ -214,12 +215,14 @@ def build_model(
 
 
 def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:
-    """Raises `UserError` where a trained weight of the language model is one of `unread`, to which
+    """Raises `UserError` where a trained matrix of the language model is one of `unread`, to which
     FSDP1 gives zeros for a gradient, so that it decays; in other layouts it has none, and stays.
     """
     text = text_names(model)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    decayed = sorted(name for name in trained & unread if name.startswith(text))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1}
+    decayed = sorted(
+        name for name in trained & unread if name.startswith(text) and not NOT_DECAYED.search(name)
+    )
     if decayed:
         raise UserError(
             f"{source}: FSDP1 would decay weights that a short text does not reach, "

@@ -8,9 +8,8 @@ before the weights are read: the training forward up to the language model.
 In the language model too some parameters get no gradient, but which ones depends on the text. One
 forward over a short text says whether there may be any: DDP then looks for them in every step.
 
-No number in these forwards matters, so parameters are one zero that is read at every
-place, and products are zeros that nobody has multiplied: a tower of any size takes neither memory
-nor time.
+No number in these forwards matters, so parameters are one zero that is read at every place, and
+products are zeros that nobody has multiplied: a model of any size takes neither memory nor time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

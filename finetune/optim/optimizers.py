@@ -5,7 +5,6 @@ Torch has no AdamW with bf16 moments. Its Adafactor and Muon do not support shar
 """
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from finetune.config.facts import has_compiler
-from finetune.config.optimization import OPTIMIZERS, is_layers_matrix
+from finetune.config.optimization import NOT_DECAYED, OPTIMIZERS, is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.model_parts import local_part
@@ -422,10 +421,6 @@ def seed_from(text: str) -> None:
 
 
 Groups = list[dict[str, Any]]
-
-# Vectors by their role, which may have the shape of a matrix: norms with a row for each head,
-# biases with a row for each expert, rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
-NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 
 def build_optimizer(

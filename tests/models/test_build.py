@@ -91,12 +91,15 @@ def test_tf32_is_the_recipes(tiny_llama: Callable[..., Path]) -> None:
 def test_fsdp1_decays_no_weight_that_has_no_gradient(tmp_path: Path) -> None:
     """The indexer of DeepSeek V3.2 only chooses tokens; FSDP1 gives it zeros for a gradient."""
     save_tiny("deepseek_v32", tmp_path)
+    save_tiny("ernie4_5_moe", tmp_path / "bias")  # which is a matrix, and decays in no layout
     world = join(Sharding(layout="fsdp1", use_cpu=True, source="fsdp1.yaml"))
     try:
         keys = Model(model_name_or_path=str(tmp_path))
         build_model(keys, Lora(), 0, world, optimization=Optimization())
         with pytest.raises(UserError, match=r"fsdp1\.yaml: FSDP1 would decay .*indexer"):
             build_model(keys, Lora(), 0, world, optimization=Optimization(weight_decay=0.1))
+        keys = Model(model_name_or_path=str(tmp_path / "bias"))
+        build_model(keys, Lora(), 0, world, optimization=Optimization(weight_decay=0.1))
     finally:
         leave(world)
 
