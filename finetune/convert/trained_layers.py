@@ -44,8 +44,8 @@ BY_LAYER = (
 )
 # _route_scores of the same, whose scores it takes
 BY_BIASES = (
-    "of each layer and micro-batch there, of all layers and the whole step together here; there "
-    "of the experts that the routers' biases choose, here of those with the highest scores"
+    f"{BY_LAYER}; there of the experts that the routers' biases choose, here of those with the "
+    "highest scores"
 )
 OTHER_EXPERTS = {
     "ernie4_5_moe": BY_BIASES,

@@ -855,6 +855,7 @@ def test_the_auxiliary_losses_of_layers_are_as_many_times_that_of_all() -> None:
     of_layer = (load * experts / (chosen * tokens) * probabilities.mean(0)).sum()
     of_all = load_balancing_loss_func((scores,) * layers, experts, chosen)
     torch.testing.assert_close(layers * of_layer, layers / chosen * of_all)
+    assert all(note.startswith(BY_LAYER) for note in OTHER_EXPERTS.values())  # with biases, too
 
 
 @pytest.mark.parametrize(
