@@ -28,6 +28,7 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import SHARD_SIZE, read_shipped
+from finetune.convert.automodel import STEPS_UNCLAMPED
 from finetune.convert.model_names import guess_family, has_tower, is_mixture
 from finetune.convert.trained_layers import WITH_PEFT
 from finetune.convert.value_conversion import Conversion
@@ -153,6 +154,8 @@ BALANCED_THERE = (
     "the code beside the model's files adds a loss for the routers' balance in training "
     "(aux_loss_alpha of config.json); transformers' own does not"
 )
+# modeling_deepseek.py and modeling_nemotron_h.py beside the models' files
+OF_CODE_BESIDE = {"deepseek_v2": BALANCED_THERE, "nemotron_h": STEPS_UNCLAMPED}
 
 # pat_str of tokenization_kimi.py, which stands beside these models and in Axolotl's
 # model_support/kimi_linear, and the pattern of transformers' TikTokenConverter
@@ -169,8 +172,10 @@ def _drop_remote_code(family: str, conversion: Conversion) -> None:
     is_run = recipe.pop("trust_remote_code", None)
     if is_run:
         conversion.remarks.append(REMOTE_CODE.format(family))
-        if family == "deepseek_v2":
-            conversion.add_difference("trust_remote_code", True, BALANCED_THERE)
+        note = OF_CODE_BESIDE.get(family)
+        # which classes of Automodel's own do too, whose line says so by now
+        if note and not any(note in line for line in conversion.differences):
+            conversion.add_difference("trust_remote_code", True, note)
     # ms-swift always runs such code, and Axolotl has its own copy
     is_run = is_run or conversion.tool == "ms-swift"
     is_run = is_run or (conversion.tool == "Axolotl" and family == "kimi_linear")

@@ -1233,6 +1233,28 @@ def test_the_words_of_kimis_own_tokenizer_are_said(
     assert [word for word, _ in words] == ["a", " user", "'s", " getName", " 你好abc"]
 
 
+NEMOTRON = "nvidia/NVIDIA-Nemotron-Nano-9B-v2"
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (AXOLOTL, {"base_model": NEMOTRON, "trust_remote_code": True}, True),
+        (AXOLOTL, {"base_model": NEMOTRON}, False),
+        (AUTOMODEL, {"force_hf": True, "trust_remote_code": True}, True),
+        (AUTOMODEL, {"force_hf": True}, False),
+        (AUTOMODEL, {"trust_remote_code": True}, True),
+    ],
+)
+def test_the_steps_of_the_code_beside_nemotron_h_are_said_once(
+    file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """AutoModel runs that code where trust_remote_code is true; a run here has transformers' class."""
+    if file is AUTOMODEL:
+        keys = {"model": MODEL | {"pretrained_model_name_or_path": NEMOTRON} | keys}
+    assert said(convert(file, **keys)).count(STEPS_UNCLAMPED) == is_said
+
+
 @pytest.mark.parametrize(
     ("entries", "length", "note"),
     [
