@@ -28,6 +28,9 @@ FILES: Mapping[AskedSharding, str] = {
 }
 
 SHARD_SIZE = "parallelism_config_dp_shard_size"
+REPLICATE_SIZE = "parallelism_config_dp_replicate_size"
+WRITTEN = "the Accelerate file"
+EXAMPLE = "the sizes of the groups in {} are an example; set them to yours"
 GROUPS = f"{SHARD_SIZE}: {{}} in the Accelerate file is for {{}} of ranks; set it to their number"
 
 
@@ -43,6 +46,8 @@ class AskedLayout:
     tensors: int = 1  # ranks that shard a layer's matrices
     sequences: int = 1  # ranks that shard a row's tokens
     experts: int = 1  # ranks that hold a layer's experts between them
+    replicas: int = 1  # groups of hybrid sharding, and the ranks in each; 1: it does not say
+    shards: int = 1
     for_groups: bool = False  # sharded here alone, since groups of ranks are FSDP2's
     fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
 
@@ -77,20 +82,21 @@ class AskedLayout:
             changes = {"mixed_precision": self.precision}
         sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
         mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
+        if self.sharding == "hybrid" and (mesh or self.shards > 1):
+            mesh = {REPLICATE_SIZE: self.replicas, SHARD_SIZE: self.shards} | mesh
+        elif mesh:
+            mesh = {SHARD_SIZE: self.groups} | mesh
         if mesh:
-            changes["parallelism_config"] = {SHARD_SIZE: self.groups} | mesh
+            changes["parallelism_config"] = mesh
         return changes
 
     def remarks(self) -> Iterator[str]:
         """Yields what the user must still set in the Accelerate file for their machine, one
         sentence each.
         """
-        if self.sharding == "hybrid":
-            yield (
-                "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to "
-                "yours"
-            )
-        elif "parallelism_config" in self.changes:
+        if self.sharding == "hybrid" and self.shards == 1:
+            yield EXAMPLE.format(WRITTEN if self.changes else f"{self.file}.yaml")
+        elif self.sharding != "hybrid" and "parallelism_config" in self.changes:
             yield GROUPS.format(self.groups, counted(self.groups, "group"))
 
 
@@ -175,6 +181,8 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
         tensors=max(map(_read_size, tensors)),
         sequences=count_sharing_ranks(settings),
         experts=max(map(_read_size, experts)),
+        replicas=_read_size(settings.get("dp_replicate_size")),
+        shards=_read_size(settings.get("dp_shard_size")),
     )
 
 
@@ -292,6 +300,8 @@ def _read_torchtune(settings: ToolFile, text: str) -> AskedLayout:
         pure_bf16=precision == "bf16",
         tensors=_read_size(settings.get("tensor_parallel_dim")),
         sequences=_read_size(settings.get("context_parallel_dim")),
+        replicas=_read_size(settings.get("data_parallel_replicate_dim")),
+        shards=_read_size(settings.get("data_parallel_shard_dim")),
     )
 
 
@@ -321,6 +331,7 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
         tensors=_read_size(distributed.get("tp_size")),
         sequences=_read_size(distributed.get("cp_size")),
         experts=_read_size(distributed.get("ep_size")),
+        replicas=_read_size(distributed.get("dp_replicate_size")),
     )
 
 

@@ -32,7 +32,7 @@ from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
 from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
-from finetune.convert.asked_layout import GROUPS
+from finetune.convert.asked_layout import EXAMPLE, GROUPS, WRITTEN
 from finetune.convert.automodel import (
     AS_FILED,
     AS_FILED_BUT_IN_06,
@@ -2150,6 +2150,27 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     assert (conversion.accelerate_file is not None) == is_divided
     assert (GROUPS.format(1, "1 group") in said(conversion)) == is_divided
     assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
+
+
+@pytest.mark.parametrize(
+    ("keys", "mesh", "line"),
+    [
+        ({"dp_shard_size": 4, "tensor_parallel_size": 2}, {"dp_shard": 4, "tp": 2}, None),
+        ({"dp_shard_size": 4}, {"dp_shard": 4}, None),
+        ({"tensor_parallel_size": 2}, {"dp_shard": 1, "tp": 2}, EXAMPLE.format(WRITTEN)),
+        ({}, None, EXAMPLE.format("fsdp_hybrid_shard.yaml")),
+    ],
+)
+def test_groups_of_hybrid_sharding_have_the_files_sizes(
+    keys: dict[str, Any], mesh: dict[str, int] | None, line: str | None, convert: Convert
+) -> None:
+    sharded = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+    conversion = convert(AXOLOTL, **sharded, dp_replicate_size=2, **keys)
+    sizes = mesh and {"dp_replicate": 2} | mesh
+    written = yaml.safe_load(conversion.accelerate_file or "{}").get("parallelism_config")
+    assert written == (sizes and {f"parallelism_config_{k}_size": n for k, n in sizes.items()})
+    lines = [EXAMPLE.format(WRITTEN), EXAMPLE.format("fsdp_hybrid_shard.yaml")]
+    assert [each for each in lines if each in said(conversion)] == [line] * bool(line)
 
 
 def test_automodels_experts_on_more_ranks_than_share_a_row_have_as_many_groups(
