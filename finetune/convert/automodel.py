@@ -59,6 +59,11 @@ LAST_OF_RANKS = (
     "epochs: where the ranks do not divide the rows, the last ones, fewer than there are ranks, "
     "are left out there, of held-out rows too"
 )
+# the sampler of its components/datasets/vlm/loader.py, which is torch's own as it is
+READ_AGAIN = (
+    "epochs: where the ranks do not divide the rows, the first of an epoch, fewer than there are "
+    "ranks, are read again at its end there, of held-out rows too"
+)
 # of its recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of its components/datasets/llm/hellaswag.py
@@ -124,8 +129,8 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     drops_last_rows = is_split and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS)
-    elif conversion.images is None:
-        conversion.remarks.append(LAST_OF_RANKS)
+    else:
+        conversion.remarks.append(READ_AGAIN if is_for_images else LAST_OF_RANKS)
     epochs = schedule.get("num_epochs", EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:

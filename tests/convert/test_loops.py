@@ -62,6 +62,7 @@ from finetune.convert.automodel import (
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
+    READ_AGAIN,
     ROTATION_ROUNDED,
     ROUNDED_BIASES,
     SAVED_WITH_EPOCHS,
@@ -432,20 +433,29 @@ def test_automodels_stages_train_a_head_that_is_the_embedding_apart(
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_said"),
+    ("keys", "line"),
     [
-        ({}, True),
-        ({"dataloader": {"drop_last": True}}, False),  # which leaves out more
-        ({"distributed": {"pp_size": 2}}, False),
+        ({}, LAST_OF_RANKS),
+        (
+            IMAGES | {"model": MODEL | {"pretrained_model_name_or_path": "google/gemma-3-4b-it"}},
+            READ_AGAIN,
+        ),
+        ({"dataloader": {"drop_last": True}}, None),  # which leaves out more
+        ({"distributed": {"pp_size": 2}}, None),
     ],
 )
 def test_automodels_ranks_have_as_many_rows_each(
-    keys: dict[str, Any], is_said: bool, convert: Convert
+    keys: dict[str, Any], line: str | None, convert: Convert
 ) -> None:
-    """The DistributedSampler that its own one is made of, with drop_last, leaves out the tail."""
+    """The DistributedSampler that its own one is made of, with drop_last, leaves out the tail; that
+    of rows with images is without it, and repeats the head.
+    """
     sampler: Any = DistributedSampler(range(7), 3, 0, shuffle=False, drop_last=True)  # type: ignore[arg-type]
     assert sampler.total_size == 6
-    assert (LAST_OF_RANKS in said(convert(AUTOMODEL, **keys))) == is_said
+    repeating: Any = DistributedSampler(range(7), 3, 1, shuffle=False)  # type: ignore[arg-type]
+    assert list(repeating) == [1, 4, 0]
+    text = said(convert(AUTOMODEL, **keys))
+    assert [each for each in (LAST_OF_RANKS, READ_AGAIN) if each in text] == [line] * bool(line)
 
 
 @pytest.mark.parametrize(
