@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from finetune.convert.chat_templates import SAVED_TEMPLATE
 from finetune.convert.conversion import convert_file, read_back
+from finetune.convert.datasets import OF_LLAMA3
 from finetune.convert.objectives import ALWAYS_SIGMOID
 from finetune.convert.recognize import Refusal
 from finetune.convert.value_conversion import Conversion
@@ -168,6 +170,30 @@ def test_columns_of_axolotls_rated_types(
 ) -> None:
     found = convert(AXOLOTL + "rl: kto\n" + AXOLOTL_DATA % kind, tmp_path)
     assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "saved"),
+    [
+        ("llama3.ultra", None, "the tokenizer's own, where it has one"),
+        ("llama3.ultra", "tokenizer_default", "the tokenizer's own, where it has one"),
+        ("llama3.ultra", "gemma", "gemma"),
+        ("llama3.ultra", "llama3", None),
+        ("chatml.ultra", None, "the tokenizer's own, where it has one"),
+    ],
+)
+def test_axolotls_types_write_turns_by_their_own_template_whatever_chat_template_says(
+    kind: str, asked: str | None, saved: str | None, tmp_path: Path
+) -> None:
+    """Its prompt_strategies join texts, and do not strip them; cfg.chat_template is saved."""
+    keys = f"chat_template: {asked}\n" if asked else ""
+    found = convert(AXOLOTL + "rl: kto\n" + keys + AXOLOTL_DATA % kind, tmp_path)
+    template = kind.partition(".")[0]
+    assert found.recipe["chat_template"] == template
+    line = SAVED_TEMPLATE.format(template, saved)
+    of_saving = [each for each in found.remarks if "is saved with the tokenizer here" in each]
+    assert of_saving == ([line] if saved else [])
+    assert any(OF_LLAMA3 in each for each in found.remarks) == (template == "llama3")
 
 
 def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
