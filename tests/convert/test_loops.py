@@ -42,6 +42,7 @@ from finetune.convert.automodel import (
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
+    GRADIENTS_ROUNDED,
     HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
@@ -590,6 +591,9 @@ def test_weights_of_which_automodels_optimizer_keeps_a_copy_are_in_float32(
         made = convert(AUTOMODEL, model=asked, optimizer=optimizer)
         assert made.recipe.get("dtype") == dtype
         assert (OPTIMIZERS_COPY in said(made)) == (dtype is None and bool(asked))
+        assert (GRADIENTS_ROUNDED in made.remarks) == (dtype is None)
+    wide = convert(AUTOMODEL, model={"torch_dtype": "float32"}, optimizer=optimizer)
+    assert GRADIENTS_ROUNDED not in wide.remarks
 
 
 FUSED = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
