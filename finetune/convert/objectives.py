@@ -610,7 +610,7 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
 
 def _report_order(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where rated answers come in the order of their rows: TRL's trainer draws none at
-    random, and Axolotl shuffles them before, unless it is told not to.
+    random, and Axolotl shuffles them before, but under shuffle_merged_datasets: false.
     """
     if conversion.tool == "TRL" and settings.get("train_sampling_strategy") is None:
         conversion.add_difference("train_sampling_strategy", None, IN_ORDER)
