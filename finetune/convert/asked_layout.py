@@ -321,7 +321,7 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
 def _read_automodel(settings: ToolFile) -> AskedLayout:
     distributed = read_section(settings, "distributed")
     dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
-    is_pure = "32" not in dtype and not _has_masters(read_section(settings, "optimizer"))
+    is_pure = "32" not in dtype and not trains_copy(settings)
     return AskedLayout(
         _find_automodel_sharding(distributed),
         "bf16",
@@ -335,8 +335,11 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
     )
 
 
-def _has_masters(optimizer: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of Automodel's keeps a copy of the weights in more bits."""
+def trains_copy(settings: ToolFile) -> bool:
+    """Whether an optimizer of Automodel's trains a copy of weights in 16 bits, in more."""
+    if "32" in str(read_section(settings, "model").get("torch_dtype")):
+        return False
+    optimizer = read_section(settings, "optimizer")
     name = str(optimizer.get("_target_"))
     if "FlashAdamW" in name:
         return bool(optimizer.get("master_weight_bits", 24))

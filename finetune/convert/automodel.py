@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.config.optimization import OPTIMIZERS
+from finetune.convert.asked_layout import trains_copy
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
@@ -809,13 +810,19 @@ REDUCED_BY_MEGATRON = (
     "gradients are added over the ranks in the weights' dtype there, the default of "
     "grad_reduce_in_fp32; in float32 here"
 )
+# orig_dtype of torch's FSDP2, to which it casts what it has reduced; those of experts that ep_size
+# alone divides are summed in it over a step's micro-batches too
+GRADIENTS_ROUNDED = "gradients: in 16 bits there, as their weights are; in float32 here"
 
 
 def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that gradients are added over the ranks in 16 bits."""
+    """Reports that gradients are in 16 bits, or added over the ranks in them."""
     layout = read_section(settings, "distributed")
     dtype = str(read_section(layout, "mp_policy").get("reduce_dtype", "float32"))
-    if layout.get("strategy") == MEGATRON and not layout.get("grad_reduce_in_fp32"):
+    is_of_megatron = layout.get("strategy") == MEGATRON
+    if trains_copy(settings) and not (is_of_megatron or settings.get("peft")):
+        conversion.remarks.append(GRADIENTS_ROUNDED)
+    if is_of_megatron and not layout.get("grad_reduce_in_fp32"):
         conversion.add_difference("distributed.strategy", MEGATRON, REDUCED_BY_MEGATRON)
     elif "float32" not in dtype:
         conversion.add_difference("distributed.mp_policy.reduce_dtype", dtype, REDUCED)

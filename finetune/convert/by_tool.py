@@ -247,6 +247,7 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
     )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
+    is_in_order = is_in_order or settings.get("train_sampling_strategy") == "sequential"
     if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
         conversion.remarks.append(ALIKE_LENGTHS)
 

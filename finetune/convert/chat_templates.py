@@ -173,8 +173,9 @@ SPACE_TRAINED = (
     "for it"
 )
 # Axolotl's templates that keep, or trim, the white space around a turn otherwise than ours.
+SPACE_KEPT = "white space around a turn is kept there, trimmed here"
 OTHER_SPACE = {
-    "qwen3_5": "white space around a turn is kept there, trimmed here",
+    "qwen3_5": SPACE_KEPT,
     "mistral_v2v3": "white space around an answer is trimmed there, kept here",
 }
 # Axolotl's templates, which it saves with the tokenizer -> what follows an answer's header in their
@@ -382,7 +383,7 @@ def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # copy_files of torchtune's checkpointers, fix_jinja_template of LLaMA-Factory's templates, and
-# HFMistralTokenizer of Axolotl
+# HFMistralTokenizer and load_tokenizer of Axolotl
 SAVED_TEMPLATE = (
     "chat_template: {}, which writes the turns, is saved with the tokenizer here; there {}"
 )
@@ -592,9 +593,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
     if conversion.tool == "LLaMA-Factory" and name in BREAKS:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
     if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
-        conversion.remarks.append(
-            f"{key}: {value}   (white space around a turn is kept there, trimmed here)"
-        )
+        conversion.remarks.append(f"{key}: {value}   ({SPACE_KEPT})")
 
 
 def _compare_tools(key: str, value: str, conversion: Conversion) -> None:

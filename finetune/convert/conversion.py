@@ -226,6 +226,8 @@ REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
     "over a step's micro-batches too; in float32 here"
 )
+# of weights in 16 bits, whose gradients FSDP2 keeps in them between micro-batches here too
+REDUCED_ALONE = "gradients: added over the ranks in 16 bits there, in float32 here"
 MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
     "are added over the ranks in 16 bits there, in float32 here"
@@ -546,9 +548,9 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         # the reduce_dtype of its v1/plugins/trainer_plugins/distributed/fsdp2.py
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
+    _set_dtype(layout, conversion)
     if is_sharded and layout.precision != "no" and not in_fp32:
-        is_tunes = conversion.tool == "torchtune"
-        conversion.remarks.append(SUMMED_IN_16_BITS if is_tunes else REDUCED_IN_16_BITS)
+        conversion.remarks.append(_describe_sums(conversion))
     elif conversion.tool == "ms-swift" and LAUNCH_FILE.search(text):
         conversion.remarks.append(MAYBE_REDUCED)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:
@@ -558,7 +560,6 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
             "first linear layer and the output head are" if has_head else "first linear layer is"
         )
         conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
-    _set_dtype(layout, conversion)
     name_saved_dtype(settings, layout, conversion)
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]
@@ -574,6 +575,14 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         conversion.remarks.append(
             "activation checkpointing is on in the Accelerate file: less memory, the same loss"
         )
+
+
+def _describe_sums(conversion: Conversion) -> str:
+    """Says which sums of gradients are in 16 bits there, and in float32 here."""
+    recipe = conversion.recipe
+    if recipe.get("dtype") == "bfloat16" and not recipe.get("use_peft"):
+        return REDUCED_ALONE
+    return SUMMED_IN_16_BITS if conversion.tool == "torchtune" else REDUCED_IN_16_BITS
 
 
 def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:

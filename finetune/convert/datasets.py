@@ -14,6 +14,8 @@ from finetune.convert.chat_templates import (
     EARLIER_ENDS,
     HEADER,
     MAYBE_THINKING,
+    SAVED_TEMPLATE,
+    SPACE_KEPT,
     THINKING,
     THINKING_LAST,
 )
@@ -578,8 +580,26 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
     for side in ("chosen", "rejected"):
         keys[f"{side}_column"] = entry.take(f"field_{side}") or keys.get(f"{side}_column")
     if template in OWN_TEMPLATES and "type" not in entry.unread:
-        conversion.recipe.setdefault("chat_template", template)
+        _take_own_template(template, str(kind), conversion)
     return make_sources(entry.take_paths(), **keys)
+
+
+# llama3.py of Axolotl's prompt_strategies/dpo and kto, and _drop_long_sequences of its
+# utils/data/rl.py
+OF_LLAMA3 = f"{SPACE_KEPT}, and sequence_len counts a row without its BOS token there, with it here"
+
+
+def _take_own_template(template: str, kind: str, conversion: Conversion) -> None:
+    """Takes the template that a type writes turns by, whatever chat_template says: that is saved
+    with the tokenizer there.
+    """
+    asked = conversion.recipe.get("chat_template")
+    if asked != template:
+        saved = "the tokenizer's own, where it has one" if asked is None else asked
+        conversion.remarks.append(SAVED_TEMPLATE.format(template, saved))
+    conversion.recipe["chat_template"] = template
+    if template == "llama3":
+        conversion.add_remark("datasets.type", kind, OF_LLAMA3)
 
 
 def _name_form_columns(form: str, method: str) -> dict[str, Any]:

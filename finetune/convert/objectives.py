@@ -18,7 +18,7 @@ from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, guess_family, name_model
-from finetune.convert.shared import PACKED_AT_A_TIME, describe_shares
+from finetune.convert.shared import IN_ORDER, PACKED_AT_A_TIME, describe_shares
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -596,6 +596,7 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
     if method == "kto":
         rows = KTO_ROWS_OF_FACTORY if conversion.tool == "LLaMA-Factory" else KTO_ROWS
         conversion.remarks.append(f"kto   ({rows})")
+        _report_order(settings, conversion)
     if settings.get("truncation_mode") == "keep_end":
         note = "a side of over max_length tokens loses its end here"
         conversion.add_difference("truncation_mode", "keep_end", note)
@@ -605,6 +606,16 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference(
             "ref_checkpointer.checkpoint_dir", reference, note, "another reference model"
         )
+
+
+def _report_order(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where rated answers come in the order of their rows: TRL's trainer draws none at
+    random, and Axolotl shuffles them before, but under shuffle_merged_datasets: false.
+    """
+    if conversion.tool == "TRL" and settings.get("train_sampling_strategy") is None:
+        conversion.add_difference("train_sampling_strategy", None, IN_ORDER)
+    if conversion.tool == "Axolotl" and settings.get("shuffle_merged_datasets") is False:
+        conversion.add_difference("shuffle_merged_datasets", False, IN_ORDER)
 
 
 def _list_factory_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -42,6 +42,7 @@ from finetune.convert.automodel import (
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
+    GRADIENTS_ROUNDED,
     HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
@@ -110,6 +111,7 @@ from finetune.convert.chat_templates import EARLIER_ENDS, EARLIER_THOUGHTS, OTHE
 from finetune.convert.conversion import (
     ALL_IN_FP8,
     OPTIMIZERS_COPY,
+    REDUCED_ALONE,
     REDUCED_IN_16_BITS,
     convert_file,
 )
@@ -599,6 +601,9 @@ def test_weights_of_which_automodels_optimizer_keeps_a_copy_are_in_float32(
         made = convert(AUTOMODEL, model=asked, optimizer=optimizer)
         assert made.recipe.get("dtype") == dtype
         assert (OPTIMIZERS_COPY in said(made)) == (dtype is None and bool(asked))
+        assert (GRADIENTS_ROUNDED in made.remarks) == (dtype is None)
+    wide = convert(AUTOMODEL, model={"torch_dtype": "float32"}, optimizer=optimizer)
+    assert GRADIENTS_ROUNDED not in wide.remarks
 
 
 FUSED = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy"}
@@ -1315,11 +1320,21 @@ def test_the_last_rows_are_held_out_of_what_axolotl_does_not_shuffle(
     assert (LAST_HELD_OUT in said(convert(AXOLOTL, **keys))) == is_said
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_gradients_that_torchtune_sums_in_16_bits_are_said(dtype: str, convert: Convert) -> None:
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"dtype": "bf16"}, REDUCED_ALONE),  # gradients keep the dtype of the weights here too
+        ({"dtype": "bf16", "model": TUNE_LORA}, SUMMED_IN_16_BITS),
+        ({"dtype": "fp32"}, None),
+    ],
+)
+def test_gradients_that_torchtune_sums_in_16_bits_are_said(
+    keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
     """Source: shard_model of its training/_distributed.py, which names no reduce_dtype."""
-    text = said(convert(TUNE, dtype=dtype))
-    assert (SUMMED_IN_16_BITS in text) == (dtype == "bf16") and REDUCED_IN_16_BITS not in text
+    remarks = convert(TUNE, **keys).remarks
+    lines = (REDUCED_ALONE, SUMMED_IN_16_BITS, REDUCED_IN_16_BITS)
+    assert [each for each in lines if each in remarks] == ([line] if line else [])
 
 
 @pytest.mark.parametrize(("packed", "is_said"), [(False, True), (True, False), (None, False)])

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from finetune.convert.by_tool import ALIKE_LENGTHS
+from finetune.convert.chat_templates import SAVED_TEMPLATE
 from finetune.convert.conversion import convert_file, read_back
+from finetune.convert.datasets import OF_LLAMA3
 from finetune.convert.objectives import ALWAYS_SIGMOID
 from finetune.convert.recognize import Refusal
+from finetune.convert.shared import IN_ORDER
 from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 
@@ -63,7 +67,8 @@ def convert(text: str, tmp_path: Path, name: str = "theirs.yaml") -> Conversion:
 def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
     found = convert(text, tmp_path)
     assert expected.items() <= found.recipe.items()
-    assert not found.differences and found.recipe.get("packing", True) is False
+    assert not [line for line in found.differences if IN_ORDER not in line]
+    assert found.recipe.get("packing", True) is False
     assert "assistant_only_loss" not in found.recipe
 
 
@@ -168,6 +173,50 @@ def test_columns_of_axolotls_rated_types(
 ) -> None:
     found = convert(AXOLOTL + "rl: kto\n" + AXOLOTL_DATA % kind, tmp_path)
     assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "saved"),
+    [
+        ("llama3.ultra", None, "the tokenizer's own, where it has one"),
+        ("llama3.ultra", "tokenizer_default", "the tokenizer's own, where it has one"),
+        ("llama3.ultra", "gemma", "gemma"),
+        ("llama3.ultra", "llama3", None),
+        ("chatml.ultra", None, "the tokenizer's own, where it has one"),
+    ],
+)
+def test_axolotls_types_write_turns_by_their_own_template_whatever_chat_template_says(
+    kind: str, asked: str | None, saved: str | None, tmp_path: Path
+) -> None:
+    """Its prompt_strategies join texts, and do not strip them; cfg.chat_template is saved."""
+    keys = f"chat_template: {asked}\n" if asked else ""
+    found = convert(AXOLOTL + "rl: kto\n" + keys + AXOLOTL_DATA % kind, tmp_path)
+    template = kind.partition(".")[0]
+    assert found.recipe["chat_template"] == template
+    line = SAVED_TEMPLATE.format(template, saved)
+    of_saving = [each for each in found.remarks if "is saved with the tokenizer here" in each]
+    assert of_saving == ([line] if saved else [])
+    assert any(OF_LLAMA3 in each for each in found.remarks) == (template == "llama3")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_in_order"),
+    [
+        (TRL + "desirable_weight: 1.5\n", True),
+        (TRL + "beta: 0.1\n", False),
+        (AXOLOTL + "rl: kto\n" + AXOLOTL_DATA % "llama3.ultra", False),  # shuffled before
+        (AXOLOTL + "rl: kto\nshuffle_merged_datasets: false\n" + AXOLOTL_DATA % "llama3.ultra", True),
+        (AXOLOTL + "rl: dpo\nshuffle_merged_datasets: false\n" + AXOLOTL_DATA % "llama3.ultra", False),
+        (FACTORY + "stage: kto\n", False),  # whose trainer draws them at random
+    ],
+)  # fmt: skip
+def test_rated_answers_come_in_the_order_of_their_rows_under_trl(
+    text: str, is_in_order: bool, tmp_path: Path
+) -> None:
+    """Source: _get_train_sampler of its KTOTrainer, from 0.19 to 1.14."""
+    found = convert(text, tmp_path)
+    assert any(IN_ORDER in line for line in found.differences) == is_in_order
+    assert (ALIKE_LENGTHS in found.remarks) != is_in_order
 
 
 def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
