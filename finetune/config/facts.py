@@ -19,6 +19,7 @@ from finetune.config.schema import Quantization, Recipe
 from finetune.constants import HEADS
 from finetune.errors import UserError
 
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = (
     "num_experts_per_tok",
@@ -88,7 +89,7 @@ class ModelFacts:
     key_value_heads: int
     head_size: int
     vocabulary: int  # rows of the embedding
-    positions: int | None  # max_position_embeddings
+    positions: int | None  # of a document that the model was made for
     experts: int = 0  # routed experts of a layer; 0: a dense model
     chosen: int = 0  # of these, the experts of one token
     expert_width: int = 0  # intermediate size of an expert
@@ -147,7 +148,6 @@ def read_model_facts(
         UserError: For every size or name in the config with which no model can be built.
     """
     refuse_wrong_values(config, name)
-    positions = config.get("max_position_embeddings")
     heads = _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     return ModelFacts(
@@ -159,7 +159,7 @@ def read_model_facts(
         key_value_heads=_size(config, "num_key_value_heads") or heads,
         head_size=_size(config, "head_dim") or (hidden // heads if heads else 0),
         vocabulary=_size(config, "vocab_size"),
-        positions=positions if isinstance(positions, int) else None,
+        positions=find_positions(config),
         experts=count_experts(config),
         chosen=count_chosen(config),
         expert_width=_size(config, "moe_intermediate_size", "intermediate_size"),
@@ -170,6 +170,15 @@ def read_model_facts(
         tokens=tokens,
         vision=vision,
     )
+
+
+def find_positions(config: Mapping[str, Any]) -> int | None:
+    """Returns the number of positions that a model was made for; None where its config says none.
+
+    config: Keys as in config.json.
+    """
+    named = (config.get(key) for key in POSITION_KEYS)
+    return next((value for value in named if isinstance(value, int)), None)
 
 
 def refuse_wrong_values(config: Any, name: str) -> None:
@@ -328,7 +337,8 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
     Importing it would take seconds, and torch.
     """
     spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not model_type.isidentifier():
+    module = model_type.replace("-", "_")
+    if spec is None or spec.origin is None or not module.isidentifier():
         return ""
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
@@ -337,7 +347,7 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
         listed = mappings.read_text(encoding="utf-8")
     # gemma3_text is in gemma3's file
     of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
-    folder = of_another[1] if of_another else model_type
+    folder = of_another[1] if of_another else module
     source = models / folder / f"{kind}_{folder}.py"
     if source.is_file():
         return source.read_text(encoding="utf-8")

@@ -91,6 +91,10 @@ class Family:
     drops_arguments: bool = False
     # whether its embedding of positions counts the tokens of a row, padding among them
     counts_positions: bool = False
+    # whether positions are embedded by a table, which ends
+    has_position_table: bool = False
+    # whether packed rows, of documents however short, must end with max_position_embeddings too
+    bounds_rows: bool = False
     # None: no layer carries a state from token to token, or none that is known
     recurrence: Recurrence | None = None
     # the language model of a vision-language one, without a class of its own
@@ -244,6 +248,7 @@ GGUF_GEMMA = LlamaCpp(
 )
 BY_MASK = Family(document_mask="transformers")
 BY_OUR_MASK = Family(document_mask="here")
+BY_TABLE = Family(has_position_table=True)
 DELTA_NET = Family(
     recurrence=Recurrence(
         modules=("GatedDeltaNet",),
@@ -401,15 +406,21 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Those whose layers the plan does not know.
     **dict.fromkeys(("nemotron", "stablelm"), Family(drops_arguments=True)),
-    **dict.fromkeys(("codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj", "phimoe"), BY_MASK),
+    **dict.fromkeys(("doge", "gpt_neox_japanese", "phimoe"), BY_MASK),
     # and by an index
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),
-    **dict.fromkeys(("falcon", "mpt", "xglm"), BY_OUR_MASK),
+    **dict.fromkeys(("falcon", "xglm"), BY_OUR_MASK),
+    **dict.fromkeys(("codegen", "gptj"), replace(BY_MASK, has_position_table=True)),
+    "gpt_neo": replace(BY_MASK, has_position_table=True, bounds_rows=True),
+    "mpt": replace(BY_OUR_MASK, has_position_table=True, bounds_rows=True),  # of biases
     **dict.fromkeys(
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
-        replace(BY_OUR_MASK, counts_positions=True),
+        replace(BY_OUR_MASK, counts_positions=True, has_position_table=True),
     ),
-    **dict.fromkeys(("mvp", "openai-gpt", "trocr", "whisper"), Family(counts_positions=True)),
+    **dict.fromkeys(
+        ("mvp", "openai-gpt", "trocr", "whisper"), replace(BY_TABLE, counts_positions=True)
+    ),
+    **dict.fromkeys(("biogpt", "ctrl", "gpt_bigcode", "gpt2", "opt", "xlm"), BY_TABLE),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
     **dict.fromkeys(("mamba2", "nemotron_h", "zamba2"), _unsampled(MAMBA_2)),

@@ -456,6 +456,38 @@ RULES: tuple[Rule, ...] = (
         when=_find_unknown_targets,
         message=_describe_unknown_targets,
     ),
+    model_rule(
+        "tokens beyond a table of positions",
+        "max_length",
+        when=lambda c: (
+            c.model.family.has_position_table
+            and c.model.positions
+            and c["max_length"] > c.model.positions
+        ),
+        message=(
+            "max_length: {max_length}: {name} embeds positions by a table, which ends after "
+            "{model.positions}"
+        ),
+        advice=lambda c: f"set max_length: {c.model.positions}",
+        of_teacher=True,
+    ),
+    model_rule(
+        "packed rows beyond a table of positions",
+        "packing",
+        "max_length",
+        "per_device_train_batch_size",
+        when=lambda c: (
+            c.model.family.bounds_rows
+            and c["packing"]
+            and c.model.positions
+            and c.recipe.row_tokens * c["per_device_train_batch_size"] > c.model.positions
+        ),
+        message=(
+            "packing: the attention of {name} takes packed rows of no more than {model.positions} "
+            "tokens, and those of this recipe may be longer"
+        ),
+        fix={"packing": False},
+    ),
     # Vision-language models
     model_rule(
         "no tower to drop",

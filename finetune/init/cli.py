@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from finetune.config.facts import find_positions
 from finetune.config.methods import (
     ADDED_MASK,
     DEFAULT_METHOD,
@@ -606,10 +607,8 @@ def _read_count(text: str) -> int:
 
 def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
-    positions = config.get("max_position_embeddings")
-    max_length = choose_max_length(
-        data, positions if isinstance(positions, int) and positions > 1 else None
-    )
+    positions = find_positions(config)
+    max_length = choose_max_length(data, positions if positions and positions > 1 else None)
     entry = {
         key: value
         for key in data.source.__slots__

@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
-from finetune.config.facts import adopt_quantization, with_recipe_keys
+from finetune.config.facts import adopt_quantization, find_positions, with_recipe_keys
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
@@ -168,8 +168,8 @@ def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sha
 
 def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
     """Says that documents may be longer than the model was made for."""
-    positions = config.get("max_position_embeddings")
-    if not isinstance(positions, int) or max_length <= positions:
+    positions = find_positions(config)
+    if positions is None or max_length <= positions:
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

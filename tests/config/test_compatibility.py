@@ -122,6 +122,11 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["attn_implementation=sdpa"], SP, 4, None, None, "attn_implementation: sdpa cannot be combined with cp_size"),
     (["max_length=32"], SP, 4, LLAMA | {"model_type": "gemma2", "num_attention_heads": 6}, None,
      "cp_size (or sp_size) 4 must divide the attention heads of gemma2, whose scores"),
+    # tables of positions
+    (["max_length=49"], None, 1, LLAMA | {"model_type": "opt"}, None,
+     "max_length: 49: M embeds positions by a table, which ends after 48; set max_length: 48"),
+    (["max_length=24", "packing=true", "per_device_train_batch_size=3"], None, 1, LLAMA | {"model_type": "gpt_neo"}, None,
+     "the attention of M takes packed rows of no more than 48 tokens"),
     # vision-language models
     (["drop_vision=true"], None, 1, LLAMA, None, "drop_vision: M is no vision-language model; set drop_vision: false"),
     (["drop_vision=true"], None, 1, QWEN_VISION, None, "no class for qwen3_vl_text, the language model of M, alone"),

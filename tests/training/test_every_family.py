@@ -25,6 +25,7 @@ from finetune.flops import flop_per_token_of
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_tokenizer, slow_but
 from tests.models import sweep
+from tests.ranks import run_python
 from tests.training.layouts import assert_losses, steps_of, train_all, write_config, write_recipe
 
 # No gradient reaches the bias by which its router only chooses experts, for which DDP would wait.
@@ -168,6 +169,28 @@ def test_the_trainer_scores_what_was_sampled_as_the_sampler_did(
     for line in steps_of(tmp_path / "run"):
         assert line["grad_norm"] > 0
         assert line["log_ratio/max"] < 1e-3
+
+
+@pytest.mark.parametrize("family", slow_but(["opt", "gpt_neo"], KEYS))
+def test_what_is_longer_than_its_positions_trains_or_is_refused(
+    family: str, recipe: Path, tmp_path: Path
+) -> None:
+    """A document, and a packed row of short ones. On a GPU, a table that ends would end the
+    process.
+    """
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes. " * 300}]
+    (tmp_path / "long.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    single = write_config(tmp_path, "single")
+    for data, rows in (("long", 1), ("chat", 4)):
+        keys = [
+            f"datasets=[{{path: {tmp_path / data}.jsonl}}]",
+            f"output_dir={tmp_path / data}",
+            "max_length=1024",
+            f"per_device_train_batch_size={rows}",
+            "max_steps=1",
+        ]
+        command = ["finetune/run.py", "--config", str(single), "--recipe", str(recipe), *keys]
+        assert "Traceback" not in run_python(command).stderr
 
 
 @pytest.mark.parametrize("family", slow_but(["gemma4_text"], OF_TEXT))
