@@ -418,7 +418,8 @@ FAMILIES: Mapping[str, Family] = {
         replace(BY_OUR_MASK, counts_positions=True, has_position_table=True),
     ),
     **dict.fromkeys(
-        ("mvp", "openai-gpt", "trocr", "whisper"), replace(BY_TABLE, counts_positions=True)
+        ("bigbird_pegasus", "mvp", "openai-gpt", "trocr", "whisper"),
+        replace(BY_TABLE, counts_positions=True),
     ),
     **dict.fromkeys(("biogpt", "ctrl", "gpt_bigcode", "gpt2", "opt", "xlm"), BY_TABLE),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
