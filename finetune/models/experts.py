@@ -88,7 +88,8 @@ def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: b
 def set_experts_implementation(model: Any, name: str) -> None:
     """Makes a mixture compute its experts by transformers' implementation `name`.
 
-    Has no effect on a dense model, though one of a family with mixtures (Gemma 4) takes the name.
+    Has no effect on a dense model, even where its class has mixtures too (Gemma 4) and keeps the
+    name in its config.
     """
     language_model = language_model_of(model)  # inside of a vision-language model
     if language_model._can_set_experts_implementation():
@@ -655,8 +656,9 @@ def _choose_sharded_dim(
     for weight in quantized_children(module).values():  # codes and scales, one-dimensional
         by_dim |= {id(parameter): Shard(0) for parameter in weight.parameters()}
     for name, parameter in module.named_parameters(recurse=False):
+        # a DTensor's shape: of all experts
         shard_shape = shard_experts(tuple(parameter.shape), size, shards)
         assert shard_shape is not None, f"{name}: refused by the rule `experts over shards`"
-        holds_whole_experts = shard_shape[1:] == tuple(parameter.shape[1:])
-        by_dim[id(parameter)] = Shard(0 if holds_whole_experts else 1)
+        has_whole_experts = shard_shape[1:] == tuple(parameter.shape[1:])
+        by_dim[id(parameter)] = Shard(0 if has_whole_experts else 1)
     return lambda parameter: by_dim[id(parameter)]

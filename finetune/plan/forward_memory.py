@@ -195,14 +195,14 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     return spec.computation.itemsize * elements
 
 
-def plan_forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
-    """A forward of `tokens` that saves nothing for a backward."""
+def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Snapshot:
+    """A forward of `tokens` that saves nothing for a backward, beside what was there `before`."""
     architecture = spec.computed
     computation = spec.computation
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     factors = expert_factor_bytes(architecture, computation).layer
     return replace(
-        at_rest,
+        before,
         name=name,
         activations=tokens * (evaluation_bytes(architecture, computation) + rotary)
         + mask_bytes(architecture, computation, tokens),

@@ -12,7 +12,8 @@ from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.temporary_memory import FP64
 
-VECTOR_COPIES = 5  # of all vectors while they are compared: normalized, and the gradients of both
+# Of all vectors while `contrast` compares them: given, detached, normalized, and two gradients.
+VECTOR_COPIES = 5
 
 
 def vector_bytes(spec: RunSpec, queries: int) -> int:

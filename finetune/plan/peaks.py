@@ -78,21 +78,20 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
     # Optimizer state in files needs its buffers from the start; else the first update makes it.
     keeps_state_in_files = spec.files() is not None
-    loaded = replace(
+    before_training = replace(
         _hold_weights(spec),
         rewards=spec.reward_bytes,
         optimizer=state.optimizer if keeps_state_in_files else 0,
     )
-    at_rest = replace(loaded, name="between steps", optimizer=state.optimizer)
-    # At the update no other micro-batch is in flight: of the pipeline's bytes the buffers alone are
-    # left, and the sum is an upper bound.
+    at_rest = replace(before_training, name="between steps", optimizer=state.optimizer)
+    # At the update, too, though no other micro-batch is in flight then: an upper bound.
     step = [
         replace(point, activations=point.activations + pipeline_bytes(spec))
         for point in _step_points(spec, replace(at_rest, gradients=state.gradients))
     ]
-    points = {"load": [_load(spec, loaded)]}  # by phase, in the order of a run
+    points = {"load": [_load(spec, before_training)]}  # by phase, in the order of a run
     if spec.reference == "stored":
-        points["reference"] = [plan_forward(spec, loaded, "a batch", spec.tokens)]
+        points["reference"] = [plan_forward(spec, before_training, "a batch", spec.tokens)]
     sampling = list(rollout_points(spec, at_rest))
     if rollout := [*sampling, *scoring_points(spec, at_rest)]:
         points["rollout"] = rollout
@@ -119,14 +118,14 @@ def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
     return max(with_overhead, key=lambda point: point.total)
 
 
-def _load(spec: RunSpec, loaded: Snapshot) -> Snapshot:
+def _load(spec: RunSpec, before_training: Snapshot) -> Snapshot:
     """While weights are read, in the dtype of training: an optimizer with its state in files later
     leaves the weights in the compute dtype.
     """
     if spec.sharding.cpu_offload:
-        return replace(loaded, parameters=0)
+        return replace(before_training, parameters=0)
     state = spec.loaded_state()
-    return replace(loaded, parameters=state.trained + state.frozen)
+    return replace(before_training, parameters=state.trained + state.frozen)
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
@@ -154,14 +153,14 @@ def _plan_teacher(spec: RunSpec) -> Phase:
     """The phase before training in which the teacher computes its likeliest tokens of the data,
     beside the model. Before the first step the teacher is freed.
     """
-    loaded = _hold_weights(spec)
+    weights = _hold_weights(spec)
     likeliest = replace(
-        loaded,
+        weights,
         name="its likeliest tokens",
         loss=teacher_divergence_bytes(spec, spec.tokens),  # at most: there is no divergence yet
         gathered=teacher_tail_bytes(spec),
     )
-    points = [*teacher_points(spec, loaded, spec.tokens), likeliest]
+    points = [*teacher_points(spec, weights, spec.tokens), likeliest]
     return Phase("teacher", _find_highest(spec, points))
 
 
@@ -216,7 +215,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
     yield from teacher_points(spec, before, spec.tokens)
-    # a method that embeds first reads the whole step, a micro-batch at a time; others do not
+    # of a method that embeds: a micro-batch at a time, before the first backward
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
     yield from vector_points(spec, before, whole_step, spec.rows_per_step)
     yield from _head_points(spec, layout, before)

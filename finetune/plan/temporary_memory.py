@@ -277,7 +277,9 @@ def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
 class UnitMemory:
     """Bytes of one unit on one rank."""
 
-    gathered: int = 0  # in the compute dtype; what is gathered in FP8, a byte a number
+    # Copies of weights in the compute dtype: FSDP's (in FP8 a byte a number), or autocast's where
+    # nothing is sharded.
+    gathered: int = 0
     arriving: int = 0  # what its all-gather fills before the unit is copied out of it
     unreduced: int = 0  # gradients as the backward leaves them, of the whole unit
     reducing: int = 0  # the same as the input of the reduce-scatter
@@ -302,7 +304,7 @@ class LayoutMemory:
     all_layers_until_loss: int = 0  # bytes of all layers
     each_layer_until_backward: int = 0  # bytes of each layer, until its own backward
     staying_embedding: int = 0  # bytes of the embedding, until its own backward
-    tail_has_embedding: bool = False
+    tail_has_embedding: bool = False  # then `embedding` is empty
     buckets: int = 0  # of DDP, an fp32 number for each trained number
     # of a tied head where nothing is sharded, beside the embedding's own until they are added
     tied_head_gradient: int = 0

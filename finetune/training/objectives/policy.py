@@ -106,7 +106,7 @@ class PolicyObjective(Objective):
         """Counts what the summed loss of a step is divided by: its trained tokens, its completions
         times `max_completion_length` (Dr. GRPO), or its completions.
         """
-        completions = batch.groups  # in a batch each completion is a group of its own
+        completions = batch.groups  # of a batch, not of a prompt: each completion is one
         average = loss_facts(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
