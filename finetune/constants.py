@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 Names = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -97,6 +98,7 @@ SCORES = "score"  # the head of transformers' classes for sequence classificatio
 VALUE_WEIGHT = "value_weight"  # of the output head: a critic's vector, in checkpoints alone
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
+POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
 EXPERT_RANK_MULTIPLE = 8
@@ -199,3 +201,15 @@ def grow_rows(rows: int, tokens: int, multiple: int) -> int:
     if tokens <= rows:
         return rows
     return round_up(tokens, multiple)
+
+
+def find_positions(config: Mapping[str, Any]) -> int | None:
+    """Returns the number of positions that a model was made for; None where its config says none.
+
+    config: Keys as in config.json.
+
+    >>> find_positions({"n_positions": 1024}), find_positions({"model_type": "mamba"})
+    (1024, None)
+    """
+    named = (config.get(key) for key in POSITION_KEYS)
+    return next((value for value in named if isinstance(value, int)), None)

@@ -16,10 +16,9 @@ from finetune.config.families import Family, find_family
 from finetune.config.layout import Sharding
 from finetune.config.quantization import read_published_form, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe
-from finetune.constants import HEADS
+from finetune.constants import HEADS, find_positions
 from finetune.errors import UserError
 
-POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = (
     "num_experts_per_tok",
@@ -170,15 +169,6 @@ def read_model_facts(
         tokens=tokens,
         vision=vision,
     )
-
-
-def find_positions(config: Mapping[str, Any]) -> int | None:
-    """Returns the number of positions that a model was made for; None where its config says none.
-
-    config: Keys as in config.json.
-    """
-    named = (config.get(key) for key in POSITION_KEYS)
-    return next((value for value in named if isinstance(value, int)), None)
 
 
 def refuse_wrong_values(config: Any, name: str) -> None:

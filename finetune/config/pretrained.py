@@ -25,6 +25,7 @@ from finetune.constants import (
     ROTATION,
     SCORES,
     Names,
+    find_positions,
 )
 from finetune.errors import UserError, on_one_line
 from finetune.files.json_files import load_json, read_json_object, read_tensor_header
@@ -205,6 +206,13 @@ def is_vision_language(config: Any) -> bool:
     if text_config_of(config) is config or type(config) not in mapping:
         return False
     return getattr(mapping[type(config)], "__name__", None) in (config.architectures or ())
+
+
+def read_positions(config: Any) -> int | None:
+    """Returns the number of positions that the language model of `config` was made for; None where
+    it does not say.
+    """
+    return find_positions(text_config_of(config).to_dict())
 
 
 def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.multi_token import count_predicting_layers
-from finetune.constants import CONFIG_FILE, HEADS, Names
+from finetune.constants import CONFIG_FILE, HEADS, Names, find_positions
 from finetune.files.json_files import read_json_object
 
 SERVED_FILE = Path(__file__).with_name("served.json")
@@ -199,7 +199,7 @@ def list_server_options(described: Path, port: int) -> list[str]:
     if described.is_dir():
         config = read_json_object(described / CONFIG_FILE)
     text = config.get("text_config") or config
-    room = min(CONTEXT, text.get("max_position_embeddings") or CONTEXT)
+    room = min(CONTEXT, find_positions(text) or CONTEXT)
     # by itself vLLM serves float32 in half of it
     dtype = str(config.get("dtype") or text.get("dtype") or "auto")
     return ["--port", str(port), "--max-model-len", str(room), "--dtype", dtype]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.pretrained import load_config, read_facts, text_config_of
+from finetune.config.pretrained import load_config, read_facts, read_positions
 from finetune.config.reader import RECIPES, read_recipe, split_adapters
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
@@ -212,9 +212,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     except UserError as error:
         return [f"notice: the data was not compared with the model: {error}"]
-    lines = check_longest_example(
-        longest, getattr(text_config_of(config), "max_position_embeddings", None)
-    )
+    lines = check_longest_example(longest, read_positions(config))
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_problems(find_problems(recipe, facts=facts))

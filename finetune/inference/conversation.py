@@ -17,7 +17,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.config.methods import MULTI_LABEL
-from finetune.config.pretrained import scores_tokens
+from finetune.config.pretrained import read_positions, scores_tokens
 from finetune.constants import GENERATION_FILE
 from finetune.data.formats import Conversation
 from finetune.data.images import EncodedImage
@@ -76,7 +76,7 @@ def answer(
     input_ids = encode_prompt(model, conversation)
     if has_scores(model.whole):
         return _score(model, input_ids, write)
-    limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = read_positions(model.model.config)
     if limit is None:
         room = sampling.max_new_tokens
     else:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.facts import find_positions
 from finetune.config.methods import (
     ADDED_MASK,
     DEFAULT_METHOD,
@@ -29,7 +28,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.reward_names import SHIPPED_REWARDS, is_reward_model
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.config.user_code import file_of
-from finetune.constants import Names
+from finetune.constants import Names, find_positions
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     QUESTION_COLUMNS,

@@ -15,14 +15,14 @@ from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
-from finetune.config.facts import adopt_quantization, find_positions, with_recipe_keys
+from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import Method, Model, Recipe
-from finetune.constants import ITEMSIZE, grow_rows
+from finetune.constants import ITEMSIZE, find_positions, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import (

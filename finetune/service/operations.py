@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.config.pretrained import text_config_of
+from finetune.config.pretrained import read_positions, text_config_of
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.gradients import without_gradient_sync
@@ -50,9 +50,10 @@ class Operations:
         self.session = session
         self._adapters = Adapters(session, folder)
         self._gradients: dict[str, Gradients] = {}  # model -> gradients since its last update
-        config = text_config_of(unwrap(session.model).config)
-        longest = min(session.recipe.data.max_length, config.max_position_embeddings or 2**31)
-        self.limits = Limits(config.vocab_size, longest)
+        config: Any = unwrap(session.model).config
+        most = session.recipe.data.max_length
+        longest = min(most, read_positions(config) or most)
+        self.limits = Limits(text_config_of(config).vocab_size, longest)
         self._samples_here = vllm_server is None
         self._served: ServedAdapters | None = None
         if vllm_server is not None and session.world.is_main:

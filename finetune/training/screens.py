@@ -18,7 +18,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import MachineFacts
 from finetune.config.methods import DEFAULT_METHOD, describe_method
-from finetune.config.pretrained import find_adapter, read_facts, text_config_of
+from finetune.config.pretrained import find_adapter, read_facts, read_positions
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
 from finetune.config.schema import Quantization, Recipe
@@ -172,7 +172,7 @@ def _describe_data(run: TrainingRun) -> list[str]:
     """The lines on the data's findings, and on a longest example that is too long for the model."""
     report = run.data.report
     model: Any = unwrap(run.model)
-    positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
+    positions = read_positions(model.config)
     totals, *warnings = report.lines()
     return [
         *(f"        {line}" for line in check_longest_example(count_longest(run), positions)),
@@ -307,7 +307,7 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
         ]
     if teacher is None:
         return []
-    positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
+    positions = read_positions(teacher.model.config)
     dtype = next(teacher.model.parameters()).dtype
     return [
         (
