@@ -361,6 +361,12 @@ UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
 
+# get_sync_ctx of its components/distributed/utils.py, and to_accumulated_grad_if_needed of torch's
+# FSDP2: what is not reduced yet is in the reduce_dtype. Here each micro-batch is reduced.
+ADDED_IN_FP32 = (
+    "gradients: a step's micro-batches are added in float32 there under FSDP; in 16 bits here, as "
+    "the weights are"
+)
 # _restore_loaded_model_dtype of its _transformers/model_init.py, for transformers' classes
 AS_FILED = "weights have the dtype of the model's files there, as a rule bfloat16; bfloat16 here"
 # resolve_storage_dtype, which recipes/llm/kd.py and recipes/vlm/kd.py of 0.6 alone call
@@ -412,12 +418,16 @@ TOWERS_BY_TEXT = ("ministral3", "mistral4")
 
 
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which dtype weights are trained in that are all in bfloat16 here."""
+    """Reports which dtype weights are trained in that are all in bfloat16 here, and in which their
+    gradients are added.
+    """
     recipe = conversion.recipe
     name = name_model(settings)
     _report_biases(name, settings, conversion)
     if recipe.get("use_peft") or recipe.get("dtype") != "bfloat16":
         return
+    if _adds_in_fp32(settings):
+        conversion.remarks.append(ADDED_IN_FP32)
     model = read_section(settings, "model")
     asked = model.get("torch_dtype", "auto")
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
@@ -429,6 +439,21 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), note)
     elif model.get("force_hf") or not is_own:
         conversion.add_remark("model.torch_dtype", asked, WIDENED)
+
+
+def _adds_in_fp32(settings: ToolFile) -> bool:
+    """Whether Automodel adds a step's micro-batches before FSDP casts their sum to 16 bits.
+
+    Groups that replicate the weights do so here too.
+    """
+    layout = read_section(settings, "distributed")
+    rows = read_section(settings, "step_scheduler")
+    dtype = read_section(layout, "mp_policy").get("reduce_dtype", "float32")
+    is_alone = layout.get("dp_replicate_size") in (None, "none", 1) and not has_stages(settings)
+    is_sharded = layout.get("strategy", "fsdp2") == "fsdp2" and is_alone
+    is_deferred = layout.get("defer_fsdp_grad_sync", True) and "float32" in str(dtype)
+    is_one = rows.get("global_batch_size", 0) == rows.get("local_batch_size", 1)
+    return bool(is_sharded and is_deferred and not is_one)
 
 
 def _report_biases(name: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -36,7 +36,7 @@ from finetune.convert.foreign_values import shorten
 from finetune.convert.image_models import runs_for_images
 from finetune.convert.model_names import guess_family, guess_vision_family
 from finetune.convert.shared import PACKED_IN_ORDER
-from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows
+from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows, repeat_rows
 from finetune.convert.value_conversion import Conversion, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
@@ -1023,7 +1023,10 @@ def _read_swift(
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))
     for entry in train:
-        if entry.get("max_samples") and not settings.get("streaming"):
+        if not entry.get("max_samples") or settings.get("streaming"):
+            continue
+        # of the rows that are trained, once others are held out
+        if settings.get("split_dataset_ratio") or not repeat_rows(entry, conversion):
             conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
     adapt_rows(train + held_out, conversion)
     paths = [entry["path"] for entry in train + held_out]

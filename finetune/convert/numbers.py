@@ -3,6 +3,8 @@ its labels, and what is trained.
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from finetune.config.schema import recipe_keys
 from finetune.convert.axolotl import TEXTS_CUT
@@ -120,6 +122,8 @@ LEFT_OUT = {
     ("Axolotl", "dpo"): ", which is left out",
     ("Axolotl", "kto"): ", which is left out",
 }
+OF_TEXTS = ", in a row of two texts, prompt and completion"
+OWN_TEMPLATE = re.compile(r"\{|/|\.jinja$")  # a template's text, or its file
 ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
 ONE_LINE = ("text", "squad", "hellaswag")  # kinds of rows without such a break
 TIED = re.compile("embed|wte|lm_head|embed_out")
@@ -242,17 +246,31 @@ def _report_joined_breaks(conversion: Conversion) -> None:
     """Reports where the first token of an answer is the last one of its prompt, too."""
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
-    are_turns = any(
-        each.get("type") not in ONE_LINE and not each.get("answers_apart")
-        for each in recipe.get("datasets", ())
-    )
     is_compared = rows in ("pairs", "ratings")
-    if conversion.tool not in ENCODING_AS_ONE or conversion.images or not are_turns:
+    if conversion.tool not in ENCODING_AS_ONE or conversion.images:
         return
-    if recipe.get("chat_template") not in (None, *BREAKS) or not (is_compared or rows == "answers"):
+    if not _may_end_in_break(recipe.get("chat_template")) or not (is_compared or rows == "answers"):
         return
-    left_out = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), "")
-    conversion.remarks.append(JOINED_BREAKS.format(left_out))
+    # a row of turns is one text here too where all of it is trained
+    is_whole = rows == "answers" and recipe.get("assistant_only_loss") is False
+    may_be_texts = conversion.tool == "TRL"
+    if any(_has_prompt(each, is_whole, may_be_texts) for each in recipe.get("datasets", ())):
+        where = OF_TEXTS if is_whole else ""
+        left_out = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), where)
+        conversion.remarks.append(JOINED_BREAKS.format(left_out))
+
+
+def _may_end_in_break(template: Any) -> bool:
+    """Whether the header of an answer may end with a line break."""
+    return template in (None, *BREAKS) or OWN_TEMPLATE.search(str(template)) is not None
+
+
+def _has_prompt(entry: Mapping[str, Any], is_whole: bool, may_be_texts: bool) -> bool:
+    """Whether rows of a data set have answers whose tokens begin where those of a prompt end."""
+    if is_whole:
+        kind = entry.get("type", "prompt_completion")
+        return may_be_texts and "messages_column" not in entry and kind == "prompt_completion"
+    return entry.get("type") not in ONE_LINE and not entry.get("answers_apart")
 
 
 def _report_copies(conversion: Conversion) -> None:

@@ -298,6 +298,9 @@ SUBSETS = {
     "qwen3": "each question ends with /no_think there, each answer begins with an empty thought",
     "empty_think": "each answer begins with an empty thought there",
 }
+# by the list of data sets in its documentation
+ROWS_OF_SELF_COGNITION = 108
+AS_OFTEN = f"of its {ROWS_OF_SELF_COGNITION} rows, by ms-swift's own list, weight makes so many"
 OF_IMAGES = re.compile("latex_ocr|textcaps|captcha|clevr|coco|llava|vqa", re.IGNORECASE)
 
 
@@ -320,6 +323,21 @@ def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
         if subset in SUBSETS:
             del entry["name"]
             conversion.add_difference("dataset", f"{asked}:{subset}", SUBSETS[subset])
+
+
+def repeat_rows(entry: dict[str, Any], conversion: Conversion) -> bool:
+    """Asks for as many rows as ms-swift repeats, where a data set is known to have fewer.
+
+    Returns whether it is.
+    """
+    count = entry["max_samples"]
+    is_known = str(entry["path"]).rpartition("/")[2] == SELF_COGNITION
+    if not is_known or count <= ROWS_OF_SELF_COGNITION:
+        return False
+    del entry["max_samples"]
+    entry["weight"] = round(count / ROWS_OF_SELF_COGNITION, 6)
+    conversion.add_remark("dataset", f"{entry['path']}#{count}", AS_OFTEN)
+    return True
 
 
 # get_quantization_config of its arguments/base_args/quant_args.py

@@ -34,6 +34,7 @@ from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import EXAMPLE, GROUPS, WRITTEN
 from finetune.convert.automodel import (
+    ADDED_IN_FP32,
     AS_FILED,
     AS_FILED_BUT_IN_06,
     BIASES_ROUNDED,
@@ -963,6 +964,27 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
         AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
     )
     assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({}, True),
+        ({"distributed": {"strategy": "fsdp2", "dp_replicate_size": 1}}, True),
+        ({"distributed": {"defer_fsdp_grad_sync": False}}, False),
+        ({"distributed": {"dp_replicate_size": 2}}, False),
+        ({"distributed": {"strategy": "ddp"}}, False),
+        ({"distributed": {"mp_policy": {"reduce_dtype": "bfloat16"}}}, False),
+        ({"step_scheduler": {"global_batch_size": 4, "local_batch_size": 4}}, False),
+        ({"model": {**MODEL, "torch_dtype": "float32"}}, False),
+        ({"peft": {"dim": 8}}, False),
+    ],
+)
+def test_gradients_that_automodel_adds_in_float32_are_said(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: get_sync_ctx of its components/distributed/utils.py."""
+    assert (ADDED_IN_FP32 in convert(AUTOMODEL, **keys).remarks) == is_said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.base_model import PADDING_SAVED
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
-from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT
+from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT, OF_TEXTS
 from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
@@ -128,26 +128,35 @@ def test_positions_that_axolotl_adds_to_the_saved_config_are_said(
 
 
 PAIRS = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
+CHAT = {"_target_": "a.ChatDataset", "path_or_dataset_id": "a/rows"}
 ALPACA = {"datasets": [{"path": "a/rows", "type": "alpaca"}]}
 
 
 @pytest.mark.parametrize(
     ("file", "end"),
     [
-        (TRL, ""),
+        (TRL, OF_TEXTS),
+        (TRL | {"assistant_only_loss": True}, ""),
+        (TRL | {"datasets": [{"path": "a/b", "messages_column": "messages"}]}, None),
         (TRL | {"beta": 0.1}, LEFT_OUT["TRL", "dpo"]),
         (TRL | {"desirable_weight": 1.0}, LEFT_OUT["TRL", "kto"]),
         (AXOLOTL, ""),
         (AXOLOTL | PAIRS, LEFT_OUT["Axolotl", "dpo"]),
         (AXOLOTL | ALPACA, None),
         (AXOLOTL | {"chat_template": "phi_4"}, None),
+        (AXOLOTL | {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, ""),
+        (NEMO | {"dataset": CHAT}, ""),
+        (NEMO | {"dataset": {**CHAT, "chat_template": "a/chat.jinja"}}, ""),
+        (NEMO | {"dataset": {"_target_": "a.make_squad_dataset", "dataset_name": "a/b"}}, None),
         (TEXT, None),
     ],
 )
 def test_line_breaks_that_join_to_one_token_are_said(
     file: dict[str, object], end: str | None, convert: Convert
 ) -> None:
-    """Source: tokenize_fn of TRL's trainers, and ChatTemplateStrategy of Axolotl."""
+    """Source: tokenize_fn of TRL's trainers, ChatTemplateStrategy of Axolotl, and Automodel's
+    formatting_utils.py. Where every turn is trained a row is one text here too.
+    """
     lines = [line for line in convert(file).remarks if "one token there" in line]
     assert lines == ([] if end is None else [JOINED_BREAKS.format(end)])
 

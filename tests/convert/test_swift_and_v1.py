@@ -264,7 +264,7 @@ def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
     assert made.recipe["datasets"][1] == {
         "path": "modelscope/self-cognition",
         "type": "messages",
-        "max_samples": 600,
+        "weight": round(600 / 108, 6),
         "prompt_column": "query",
         "completion_column": "response",
     }
@@ -278,6 +278,27 @@ def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
     assert "/no_think" not in said(convert(SWIFT, dataset=["swift/self-cognition"]))
     streamed = convert(SWIFT, dataset=names, streaming=True, max_steps=9)
     assert REPEATED in said(made) and REPEATED not in said(streamed)
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "asked"),
+    [
+        (1000, {}, {"weight": 9.259259}),
+        (100, {}, {"max_samples": 100}),
+        (1000, {"split_dataset_ratio": 0.1}, {"max_samples": 1000}),
+        (1000, {"streaming": True, "max_steps": 9}, {"max_samples": 1000}),
+    ],
+)
+def test_rows_that_ms_swift_repeats_are_repeated_where_their_number_is_known(
+    count: int, keys: dict[str, Any], asked: dict[str, Any], convert: Convert
+) -> None:
+    """Source: sample_dataset of its dataset/utils.py, and the list of data sets that it documents."""
+    made = convert(SWIFT, dataset=[f"swift/self-cognition#{count}"], **keys)
+    entry = made.recipe["datasets"][0]
+    assert {key: entry[key] for key in ("max_samples", "weight") if key in entry} == asked
+    assert (REPEATED in said(made)) == (not keys.get("streaming") and "weight" not in asked)
+    whole, rest = divmod(asked.get("weight", 1), 1)
+    assert "weight" not in asked or int(whole) * 108 + round(rest * 108) == count
 
 
 @pytest.mark.parametrize(
