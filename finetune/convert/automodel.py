@@ -642,14 +642,19 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
 # default_collate_fn of its components/datasets/vlm/collate_fns.py
 CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
 # PreTokenizedDatasetWrapper of its components/datasets/vlm/datasets.py
-REPLACED = "a longer row gives its place to another one, drawn at random, there; {} left out here"
+REPLACED = "a longer row{} gives its place to another one, drawn at random, there; {} left out here"
 CUT_AND_REPLACED = (
-    "a longer row is cut there, and one whose image is cut gives its place to another one; {} left "
-    "out here"
+    "a longer row{} is cut there, and one whose image is cut gives its place to another one; {} "
+    "left out here"
 )
-
-
-# PackedDatasetWrapper of its components/datasets/vlm/neat_packing_vlm.py
+# _estimate_sample_length of its components/datasets/vlm/neat_packing_vlm.py, by which
+# drop_long_samples goes
+DROPPED_BY_ESTIMATE = (
+    "a row is left out there where an estimate is more than pack_size: as a rule a third of its "
+    "characters, and 500 for an image; here {} where its tokens are more"
+)
+KEPT_BY_ESTIMATE = " that drop_long_samples leaves in"
+# PackedDatasetWrapper of the same
 ESTIMATED = (
     "packing: rows are put together by an estimate of their lengths there, and one that does not "
     "fit in after all is left out; here by their lengths"
@@ -667,10 +672,16 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     collated = read_section(read_section(settings, "dataloader"), "collate_fn")
     is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
     overlength = "truncate" if is_cut and conversion.images is None else "drop"
+    drops = bool(size and packed.get("drop_long_samples"))
     if length and overlength == "drop":
         note = CUT_AND_REPLACED if is_cut else REPLACED
+        kept = KEPT_BY_ESTIMATE if drops else ""
         left_out = "one longer than pack_size is" if size and length < size else "it is"
-        conversion.add_difference("packed_sequence.max_length", length, note.format(left_out))
+        conversion.add_difference("packed_sequence.max_length", length, note.format(kept, left_out))
+    if drops:
+        done = "it is cut" if overlength == "truncate" else "it is left out"
+        note = DROPPED_BY_ESTIMATE.format(done)
+        conversion.add_difference("packed_sequence.drop_long_samples", True, note)
     if size:
         conversion.remarks.append(ESTIMATED)
         conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}
@@ -749,9 +760,12 @@ UNMASKED = (
 )
 # the same masks, to which transformers' create_causal_mask adds neither windows nor images
 WITHOUT_WINDOWS = (
-    "in packed rows no layer has a window there, and an image's tokens see those before them "
+    "in packed rows{} no layer has a window there, and an image's tokens see those before them "
     "alone; here as in rows that are not packed"
 )
+# Gemma4MoETextModelBackend of its models/gemma4_moe, which is handed the documents of a packed row
+# where there are several (neat_packed_vlm_collater), and makes its own masks of these
+OF_ONE_DOCUMENT = " of one document alone"
 # _shift_sample of its neat_packing_vlm.py, which keeps no token_type_ids
 IMAGES_IN_ORDER = (
     "in packed rows an image's tokens see those before them alone there; here each other too"
@@ -796,11 +810,16 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
     if attention == "eager" and (is_computed_there or family in BY_ITS_FUNCTIONS):
         conversion.add_difference("model.attn_implementation", attention, UNMASKED)
     elif is_computed_there and attention == "sdpa" and family.startswith("gemma"):
-        conversion.add_difference("model.attn_implementation", attention, WITHOUT_WINDOWS)
+        conversion.add_difference(
+            "model.attn_implementation", attention, WITHOUT_WINDOWS.format("")
+        )
     elif conversion.images == "gemma3":
         conversion.add_difference("model.attn_implementation", attention, IMAGES_IN_ORDER)
     elif is_own and family in BY_BACKEND and (attention, backend) == ("flash_attention_2", None):
         conversion.add_difference("model.backend.attn", backend, SEEN_BY_ENGINE)
+    if is_own and family == "gemma4_text" and attention in ("eager", "sdpa"):
+        note = WITHOUT_WINDOWS.format(OF_ONE_DOCUMENT)
+        conversion.add_difference("model.attn_implementation", attention, note)
 
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32
