@@ -291,8 +291,15 @@ MIMO_IN_06 = (
     "in 0.6 there a token attends to one fewer before it in the layers with a sliding window (127 "
     "and itself), and frequencies of positions are rounded to bfloat16; since as here"
 )
+# q_a_layernorm and kv_a_layernorm of its MLA, which had the config's rms_norm_eps or a default
+LATENTS_IN_06 = (
+    "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
+)
+LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
 OF_CLASSES_IN_06 = {
     "deepseek_v32": INDEXED_OTHERWISE_IN_06,
+    "glm4_moe_lite": LATENTS_IN_06,
+    "glm_moe_dsa": LATENTS_IN_06,
     "mistral4": MOVED_BIASES_IN_06,
     "mimo_v2_flash": MIMO_IN_06,
 }
@@ -343,6 +350,7 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
     (("glm_moe_dsa",), INDEXED_OTHERWISE),
+    (("deepseek_v32",), LATENTS),
 )
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "

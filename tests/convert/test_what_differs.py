@@ -23,6 +23,8 @@ from finetune.convert.automodel import (
     FIRST_TO_COME,
     INDEXED_OTHERWISE,
     INDEXED_OTHERWISE_IN_06,
+    LATENTS,
+    LATENTS_IN_06,
     SAVED_IN_EPOCHS,
 )
 from finetune.convert.axolotl import (
@@ -1268,14 +1270,14 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
     assert RESIZED_BY_COMMON in seen and RESIZED not in seen and COLUMN_REFUSED in seen
     model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
     named = {
-        "zai-org/GLM-5.2": [INDEXED_OTHERWISE],
-        "/path/to/deepseek-v32": [INDEXED_OTHERWISE_IN_06],
-        "deepseek-ai/DeepSeek-V3.2": [INDEXED_OTHERWISE_IN_06],
+        "zai-org/GLM-5.2": [INDEXED_OTHERWISE, LATENTS_IN_06],
+        "/path/to/deepseek-v32": [INDEXED_OTHERWISE_IN_06, LATENTS],
+        "deepseek-ai/DeepSeek-V3.2": [INDEXED_OTHERWISE_IN_06, LATENTS],
         "Qwen/Qwen3-8B": [],
     }
     for name, lines in named.items():
         text = said(convert(NEMO, model=model | {"pretrained_model_name_or_path": name}))
-        known = (INDEXED_OTHERWISE, INDEXED_OTHERWISE_IN_06)
+        known = (INDEXED_OTHERWISE, INDEXED_OTHERWISE_IN_06, LATENTS, LATENTS_IN_06)
         assert [each for each in known if each in text] == lines
 
 
