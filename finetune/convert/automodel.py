@@ -659,7 +659,7 @@ CUT_AND_REPLACED = (
 # drop_long_samples goes
 DROPPED_BY_ESTIMATE = (
     "a row is left out there where an estimate is more than pack_size: as a rule a third of its "
-    "characters, and 500 for an image; here {} where its tokens are more"
+    "characters, and 500 for an image; here where its tokens are more"
 )
 KEPT_BY_ESTIMATE = " that drop_long_samples leaves in"
 # PackedDatasetWrapper of the same
@@ -679,17 +679,16 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     length = packed.get("max_length", dataset.get("max_length"))
     collated = read_section(read_section(settings, "dataloader"), "collate_fn")
     is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
-    overlength = "truncate" if is_cut and conversion.images is None else "drop"
     drops = bool(size and packed.get("drop_long_samples"))
+    cuts_texts = is_cut and conversion.images is None and not drops
+    overlength = "truncate" if cuts_texts else "drop"
     if length and overlength == "drop":
         note = CUT_AND_REPLACED if is_cut else REPLACED
         kept = KEPT_BY_ESTIMATE if drops else ""
         left_out = "one longer than pack_size is" if size and length < size else "it is"
         conversion.add_difference("packed_sequence.max_length", length, note.format(kept, left_out))
     if drops:
-        done = "it is cut" if overlength == "truncate" else "it is left out"
-        note = DROPPED_BY_ESTIMATE.format(done)
-        conversion.add_difference("packed_sequence.drop_long_samples", True, note)
+        conversion.add_difference("packed_sequence.drop_long_samples", True, DROPPED_BY_ESTIMATE)
     if size:
         conversion.remarks.append(ESTIMATED)
         conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}

@@ -28,7 +28,6 @@ from finetune.convert.automodel import (
     OF_ONE_DOCUMENT,
     REDUCED,
     REDUCED_BY_MEGATRON,
-    REPLACED,
     SEEN_BY_ENGINE,
     THOUGHT_ADDED,
     UNMASKED,
@@ -511,25 +510,21 @@ def test_automodels_packed_rows_with_images_are_packed_here(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("keys", "truncates", "done"),
-    [
-        ({"drop_long_samples": True}, False, "it is left out"),
-        ({"drop_long_samples": True}, True, "it is cut"),
-        ({}, False, None),
-    ],
+    ("drops", "truncates", "overlength"),
+    [(True, False, "drop"), (True, True, "drop"), (False, True, "truncate")],
 )
 def test_rows_that_automodel_leaves_out_by_an_estimate_are_said(
-    keys: dict[str, Any], truncates: bool, done: str | None, tmp_path: Path
+    drops: bool, truncates: bool, overlength: str, tmp_path: Path
 ) -> None:
     """_estimate_sample_length of its components/datasets/vlm/neat_packing_vlm.py."""
-    packed = {"pack_size": 2048, "max_length": 2048} | keys
+    packed = {"pack_size": 2048, "max_length": 2048, "drop_long_samples": drops}
     data = TULU | {"truncate": truncates}
     name = "google/gemma-4-31B-it"
     made = convert_automodels(tmp_path, name, dataset=data, packed_sequence=packed)
     text = "\n".join(made.differences)
-    assert ("an estimate is more than pack_size" in text) == (done is not None)
-    assert done is None or DROPPED_BY_ESTIMATE.format(done) in text
-    assert (REPLACED.partition("{")[0] + KEPT_BY_ESTIMATE in text) == (done == "it is left out")
+    assert made.recipe["overlength"] == overlength
+    assert (DROPPED_BY_ESTIMATE in text) == drops
+    assert (KEPT_BY_ESTIMATE in text) == drops
 
 
 def test_answers_that_automodel_finds_by_their_words_are_said(tmp_path: Path) -> None:
