@@ -70,6 +70,7 @@ from finetune.convert.factory import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
     LOADED_IN_16_BITS,
+    NEAT_WITHOUT_WINDOWS,
     NOT_NEAT,
     TRAINED_IN_16_BITS,
 )
@@ -1059,6 +1060,27 @@ def test_llama_factorys_packed_documents_see_each_other(
 ) -> None:
     made = convert(TEXT, packing=True, **keys)
     assert made.recipe["packing"] and (NOT_NEAT in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "is_said"),
+    [
+        ("google/gemma-3-1b-it", "auto", True),
+        ("google/gemma-3-1b-it", "fa2", False),
+        ("google/gemma-2-9b-it", None, False),
+        ("google/gemma-2-9b-it", "sdpa", True),
+        ("Qwen/Qwen3-8B", "auto", False),
+    ],
+)
+def test_llama_factorys_masks_of_packed_documents_have_no_windows(
+    name: str, attention: str | None, is_said: bool, convert: Convert
+) -> None:
+    """Its masks have four dimensions, which transformers hands on as they are."""
+    keys = {"flash_attn": attention} if attention else {}
+    made = convert(TEXT, model_name_or_path=name, neat_packing=True, **keys)
+    assert (NEAT_WITHOUT_WINDOWS in said(made)) == is_said
+    apart = convert(TEXT, model_name_or_path=name, packing=True, **keys)
+    assert NEAT_WITHOUT_WINDOWS not in said(apart)
 
 
 @pytest.mark.parametrize(
