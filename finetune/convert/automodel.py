@@ -291,8 +291,15 @@ MIMO_IN_06 = (
     "in 0.6 there a token attends to one fewer before it in the layers with a sliding window (127 "
     "and itself), and frequencies of positions are rounded to bfloat16; since as here"
 )
+# q_a_layernorm and kv_a_layernorm of its MLA, which had the config's rms_norm_eps or a default
+LATENTS_IN_06 = (
+    "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
+)
+LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
 OF_CLASSES_IN_06 = {
     "deepseek_v32": INDEXED_OTHERWISE_IN_06,
+    "glm4_moe_lite": LATENTS_IN_06,
+    "glm_moe_dsa": LATENTS_IN_06,
     "mistral4": MOVED_BIASES_IN_06,
     "mimo_v2_flash": MIMO_IN_06,
 }
@@ -343,6 +350,7 @@ OF_CLASSES: Sequence[tuple[tuple[str, ...], str]] = (
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
     (("glm_moe_dsa",), INDEXED_OTHERWISE),
+    (("deepseek_v32",), LATENTS),
 )
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
@@ -667,14 +675,19 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
 # default_collate_fn of its components/datasets/vlm/collate_fns.py
 CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
 # PreTokenizedDatasetWrapper of its components/datasets/vlm/datasets.py
-REPLACED = "a longer row gives its place to another one, drawn at random, there; {} left out here"
+REPLACED = "a longer row{} gives its place to another one, drawn at random, there; {} left out here"
 CUT_AND_REPLACED = (
-    "a longer row is cut there, and one whose image is cut gives its place to another one; {} left "
-    "out here"
+    "a longer row{} is cut there, and one whose image is cut gives its place to another one; {} "
+    "left out here"
 )
-
-
-# PackedDatasetWrapper of its components/datasets/vlm/neat_packing_vlm.py
+# _estimate_sample_length of its components/datasets/vlm/neat_packing_vlm.py, by which
+# drop_long_samples goes
+DROPPED_BY_ESTIMATE = (
+    "a row is left out there where an estimate is more than pack_size: as a rule a third of its "
+    "characters, and 500 for an image; here where its tokens are more"
+)
+KEPT_BY_ESTIMATE = " that drop_long_samples leaves in"
+# PackedDatasetWrapper of the same
 ESTIMATED = (
     "packing: rows are put together by an estimate of their lengths there, and one that does not "
     "fit in after all is left out; here by their lengths"
@@ -691,11 +704,16 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     length = packed.get("max_length", dataset.get("max_length"))
     collated = read_section(read_section(settings, "dataloader"), "collate_fn")
     is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
-    overlength = "truncate" if is_cut and conversion.images is None else "drop"
+    drops = bool(size and packed.get("drop_long_samples"))
+    cuts_texts = is_cut and conversion.images is None and not drops
+    overlength = "truncate" if cuts_texts else "drop"
     if length and overlength == "drop":
         note = CUT_AND_REPLACED if is_cut else REPLACED
+        kept = KEPT_BY_ESTIMATE if drops else ""
         left_out = "one longer than pack_size is" if size and length < size else "it is"
-        conversion.add_difference("packed_sequence.max_length", length, note.format(left_out))
+        conversion.add_difference("packed_sequence.max_length", length, note.format(kept, left_out))
+    if drops:
+        conversion.add_difference("packed_sequence.drop_long_samples", True, DROPPED_BY_ESTIMATE)
     if size:
         conversion.remarks.append(ESTIMATED)
         conversion.recipe |= {"packing": True, "max_length": size, "overlength": overlength}
@@ -774,9 +792,12 @@ UNMASKED = (
 )
 # the same masks, to which transformers' create_causal_mask adds neither windows nor images
 WITHOUT_WINDOWS = (
-    "in packed rows no layer has a window there, and an image's tokens see those before them "
+    "in packed rows{} no layer has a window there, and an image's tokens see those before them "
     "alone; here as in rows that are not packed"
 )
+# Gemma4MoETextModelBackend of its models/gemma4_moe, which is handed the documents of a packed row
+# where there are several (neat_packed_vlm_collater), and makes its own masks of these
+OF_ONE_DOCUMENT = " of one document alone"
 # _shift_sample of its neat_packing_vlm.py, which keeps no token_type_ids
 IMAGES_IN_ORDER = (
     "in packed rows an image's tokens see those before them alone there; here each other too"
@@ -821,11 +842,16 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
     if attention == "eager" and (is_computed_there or family in BY_ITS_FUNCTIONS):
         conversion.add_difference("model.attn_implementation", attention, UNMASKED)
     elif is_computed_there and attention == "sdpa" and family.startswith("gemma"):
-        conversion.add_difference("model.attn_implementation", attention, WITHOUT_WINDOWS)
+        conversion.add_difference(
+            "model.attn_implementation", attention, WITHOUT_WINDOWS.format("")
+        )
     elif conversion.images == "gemma3":
         conversion.add_difference("model.attn_implementation", attention, IMAGES_IN_ORDER)
     elif is_own and family in BY_BACKEND and (attention, backend) == ("flash_attention_2", None):
         conversion.add_difference("model.backend.attn", backend, SEEN_BY_ENGINE)
+    if is_own and family == "gemma4_text" and attention in ("eager", "sdpa"):
+        note = WITHOUT_WINDOWS.format(OF_ONE_DOCUMENT)
+        conversion.add_difference("model.attn_implementation", attention, note)
 
 
 # MixedPrecisionPolicy of torch, which its FSDP2Config makes with torch.float32

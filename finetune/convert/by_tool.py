@@ -342,8 +342,8 @@ IN_ALL_LAYERS = (
 # Gemma4MoETextModelBackend of Automodel's models/gemma4_moe, whose masks of packed rows and of
 # context parallelism are others
 IN_ALL_THERE = (
-    "the tokens of an image see each other in all layers of this model there, and here in those "
-    "with a window"
+    "in 0.6 there the tokens of an image see each other in all layers of this model; in those with "
+    "a window since, as here"
 )
 # create_pipeline_forward_gemma4_text of Automodel, whose masks know no images
 IN_NO_STAGE = (
@@ -382,7 +382,7 @@ def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None
     elif not is_own:
         conversion.add_remark("model", name, IN_ALL_LAYERS)
     elif not is_packed and ranks in (None, 1):
-        conversion.add_difference("model", name, IN_ALL_THERE)
+        conversion.add_remark("model", name, IN_ALL_THERE)
 
 
 # sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets

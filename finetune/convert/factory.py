@@ -51,6 +51,22 @@ NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
     "here"
 )
+# prepare_4d_attention_mask of its data/collator.py, to which transformers' masks add no window
+NEAT_WITHOUT_WINDOWS = (
+    "without flash_attn: fa2 no layer has a window in packed rows there; here as in rows that are "
+    "not packed"
+)
+WINDOWED = (
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "mimo_v2_flash",
+    "olmo3",
+)
+# (flash_attn, family): configure_attn_implementation of its model/model_utils/attention.py
+TAKES_FLASH = (("auto", "gemma2"),)
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -196,6 +212,12 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     conversion.remarks.append(PACKED_AT_A_TIME.format(rows, shares))
     if not settings.get("neat_packing"):
         conversion.add_difference("packing", True, NOT_NEAT)
+        return
+    family = guess_family(name_model(settings))
+    attention = settings.get("flash_attn", "auto")
+    is_flash = attention == "fa2" or (attention, family) in TAKES_FLASH
+    if family in WINDOWED and not is_flash:
+        conversion.add_difference("neat_packing", True, NEAT_WITHOUT_WINDOWS)
 
 
 # torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py

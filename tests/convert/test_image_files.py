@@ -21,8 +21,11 @@ from finetune.config.module_names import find_trained
 from finetune.config.schema import Model
 from finetune.convert.automodel import (
     BLANK_IMAGES,
+    DROPPED_BY_ESTIMATE,
     FOUND_BY_WORDS,
     IMAGES_IN_ORDER,
+    KEPT_BY_ESTIMATE,
+    OF_ONE_DOCUMENT,
     REDUCED,
     REDUCED_BY_MEGATRON,
     SEEN_BY_ENGINE,
@@ -368,14 +371,15 @@ def test_between_automodels_stages_an_image_of_gemma_4_sees_what_is_before_it_al
         ({"distributed": {"cp_size": 2}}, False),
     ],
 )
-def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer(
+def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer_in_06(
     keys: dict[str, object], is_said: bool, tmp_path: Path
 ) -> None:
-    """_build_unpacked_gemma4_causal_mask_mapping of its models/gemma4_moe/model.py; the masks of
-    packed rows and of context parallelism are as transformers' newest.
+    """_build_unpacked_gemma4_causal_mask_mapping of its models/gemma4_moe/model.py, which in 0.7
+    calls transformers' create_masks_for_vision_model; the masks of packed rows and of context
+    parallelism are as transformers' newest.
     """
     made = convert_automodels(tmp_path, "google/gemma-4-26B-A4B-it", **keys)
-    assert any(IN_ALL_THERE in line for line in made.differences) == is_said
+    assert any(IN_ALL_THERE in line for line in made.remarks) == is_said
 
 
 def test_a_mask_of_booleans_hides_nothing_under_eager_attention_and_drops_windows() -> None:
@@ -389,29 +393,33 @@ def test_a_mask_of_booleans_hides_nothing_under_eager_attention_and_drops_window
     assert create_sliding_window_causal_mask(config, torch.ones(1, 4, 8), mask, None) is mask
 
 
+ALONE_WITHOUT_WINDOWS = WITHOUT_WINDOWS.format(OF_ONE_DOCUMENT)
+
+
 @pytest.mark.parametrize(
-    ("name", "attention", "line"),
+    ("name", "attention", "lines"),
     [
-        ("gemma-4-26B-A4B-it", "eager", UNMASKED),
-        ("gemma-4-26B-A4B-it", "sdpa", None),
-        ("gemma-4-31B-it", "eager", UNMASKED),
-        ("gemma-4-31B-it", "sdpa", WITHOUT_WINDOWS),
-        ("gemma-3-4b-it", "flash_attention_2", IMAGES_IN_ORDER),
-        ("Qwen2.5-VL-3B-Instruct", "eager", UNMASKED),
-        ("Qwen2.5-VL-3B-Instruct", "sdpa", None),
-        ("Qwen3-VL-30B-A3B-Instruct", "eager", None),
-        ("Qwen3-VL-30B-A3B-Instruct", "flash_attention_2", SEEN_BY_ENGINE),
-        ("gemma-4-26B-A4B-it", "flash_attention_2", None),
+        ("gemma-4-26B-A4B-it", "eager", [UNMASKED, ALONE_WITHOUT_WINDOWS]),
+        ("gemma-4-26B-A4B-it", "sdpa", [ALONE_WITHOUT_WINDOWS]),
+        ("gemma-4-31B-it", "eager", [UNMASKED]),
+        ("gemma-4-31B-it", "sdpa", [WITHOUT_WINDOWS.format("")]),
+        ("gemma-3-4b-it", "flash_attention_2", [IMAGES_IN_ORDER]),
+        ("Qwen2.5-VL-3B-Instruct", "eager", [UNMASKED]),
+        ("Qwen2.5-VL-3B-Instruct", "sdpa", []),
+        ("Qwen3-VL-30B-A3B-Instruct", "eager", []),
+        ("Qwen3-VL-30B-A3B-Instruct", "flash_attention_2", [SEEN_BY_ENGINE]),
+        ("gemma-4-26B-A4B-it", "flash_attention_2", []),
     ],
 )
 def test_what_automodels_masks_of_packed_rows_hide_is_said(
-    name: str, attention: str, line: str | None, tmp_path: Path
+    name: str, attention: str, lines: list[str], tmp_path: Path
 ) -> None:
     model = {"pretrained_model_name_or_path": f"org/{name}", "attn_implementation": attention}
     packed = {"pretokenize": True, "pack_size": 64}
     made = convert_automodels(tmp_path, "of no use", model=model, packed_sequence=packed)
-    known = (UNMASKED, WITHOUT_WINDOWS, IMAGES_IN_ORDER, SEEN_BY_ENGINE)
-    assert [text for text in known if text in "".join(made.differences)] == [line] * bool(line)
+    windows = (WITHOUT_WINDOWS.format(""), ALONE_WITHOUT_WINDOWS)
+    known = (UNMASKED, *windows, IMAGES_IN_ORDER, SEEN_BY_ENGINE)
+    assert [text for text in known if text in "".join(made.differences)] == lines
     apart = convert_automodels(tmp_path, "of no use", model=model)
     assert not any(text in "".join(apart.differences) for text in known)
 
@@ -499,6 +507,24 @@ def test_automodels_packed_rows_with_images_are_packed_here(tmp_path: Path) -> N
     assert made.recipe["packing"] and made.recipe["max_length"] == 4096
     assert "attn_implementation" not in made.recipe
     assert any(line.startswith("packed_sequence.packing_ratio: 0.9") for line in made.differences)
+
+
+@pytest.mark.parametrize(
+    ("drops", "truncates", "overlength"),
+    [(True, False, "drop"), (True, True, "drop"), (False, True, "truncate")],
+)
+def test_rows_that_automodel_leaves_out_by_an_estimate_are_said(
+    drops: bool, truncates: bool, overlength: str, tmp_path: Path
+) -> None:
+    """_estimate_sample_length of its components/datasets/vlm/neat_packing_vlm.py."""
+    packed = {"pack_size": 2048, "max_length": 2048, "drop_long_samples": drops}
+    data = TULU | {"truncate": truncates}
+    name = "google/gemma-4-31B-it"
+    made = convert_automodels(tmp_path, name, dataset=data, packed_sequence=packed)
+    text = "\n".join(made.differences)
+    assert made.recipe["overlength"] == overlength
+    assert (DROPPED_BY_ESTIMATE in text) == drops
+    assert (KEPT_BY_ESTIMATE in text) == drops
 
 
 def test_answers_that_automodel_finds_by_their_words_are_said(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ from finetune.convert.automodel import (
     KEEPS_BIASES,
     LAST_OF_RANKS,
     LAST_ROWS,
+    LATENTS_IN_06,
     MEASURED_WITH_SAVES,
     MIMO_IN_06,
     MOVED_BIASES,
@@ -472,7 +473,7 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
-        ("zai-org/GLM-4.7-Flash", []),
+        ("zai-org/GLM-4.7-Flash", [LATENTS_IN_06]),
         ("meta-llama/Llama-3.1-8B", []),
     ],
 )
@@ -494,6 +495,7 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         SCALES_FOLDED,
         UNKNOWN_CLASS,
         STEPS_UNCLAMPED,
+        LATENTS_IN_06,
     )
     assert find() == lines
     assert find(force_hf=True) == []

@@ -23,6 +23,8 @@ from finetune.convert.automodel import (
     FIRST_TO_COME,
     INDEXED_OTHERWISE,
     INDEXED_OTHERWISE_IN_06,
+    LATENTS,
+    LATENTS_IN_06,
     SAVED_IN_EPOCHS,
 )
 from finetune.convert.axolotl import (
@@ -68,6 +70,7 @@ from finetune.convert.factory import (
     ALL_BUT_LAST,
     BASE_IS_REFERENCE,
     LOADED_IN_16_BITS,
+    NEAT_WITHOUT_WINDOWS,
     NOT_NEAT,
     TRAINED_IN_16_BITS,
 )
@@ -1060,6 +1063,27 @@ def test_llama_factorys_packed_documents_see_each_other(
 
 
 @pytest.mark.parametrize(
+    ("name", "attention", "is_said"),
+    [
+        ("google/gemma-3-1b-it", "auto", True),
+        ("google/gemma-3-1b-it", "fa2", False),
+        ("google/gemma-2-9b-it", None, False),
+        ("google/gemma-2-9b-it", "sdpa", True),
+        ("Qwen/Qwen3-8B", "auto", False),
+    ],
+)
+def test_llama_factorys_masks_of_packed_documents_have_no_windows(
+    name: str, attention: str | None, is_said: bool, convert: Convert
+) -> None:
+    """Its masks have four dimensions, which transformers hands on as they are."""
+    keys = {"flash_attn": attention} if attention else {}
+    made = convert(TEXT, model_name_or_path=name, neat_packing=True, **keys)
+    assert (NEAT_WITHOUT_WINDOWS in said(made)) == is_said
+    apart = convert(TEXT, model_name_or_path=name, packing=True, **keys)
+    assert NEAT_WITHOUT_WINDOWS not in said(apart)
+
+
+@pytest.mark.parametrize(
     ("keys", "line"),
     [
         ({"finetuning_type": "lora"}, LOADED_IN_16_BITS),
@@ -1268,14 +1292,14 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
     assert RESIZED_BY_COMMON in seen and RESIZED not in seen and COLUMN_REFUSED in seen
     model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
     named = {
-        "zai-org/GLM-5.2": [INDEXED_OTHERWISE],
-        "/path/to/deepseek-v32": [INDEXED_OTHERWISE_IN_06],
-        "deepseek-ai/DeepSeek-V3.2": [INDEXED_OTHERWISE_IN_06],
+        "zai-org/GLM-5.2": [INDEXED_OTHERWISE, LATENTS_IN_06],
+        "/path/to/deepseek-v32": [INDEXED_OTHERWISE_IN_06, LATENTS],
+        "deepseek-ai/DeepSeek-V3.2": [INDEXED_OTHERWISE_IN_06, LATENTS],
         "Qwen/Qwen3-8B": [],
     }
     for name, lines in named.items():
         text = said(convert(NEMO, model=model | {"pretrained_model_name_or_path": name}))
-        known = (INDEXED_OTHERWISE, INDEXED_OTHERWISE_IN_06)
+        known = (INDEXED_OTHERWISE, INDEXED_OTHERWISE_IN_06, LATENTS, LATENTS_IN_06)
         assert [each for each in known if each in text] == lines
 
 
