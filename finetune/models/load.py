@@ -79,6 +79,7 @@ from finetune.models.experts import (
 )
 from finetune.models.fake_quantize import fake_quantize
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.gating import install_gating
 from finetune.models.log_probabilities import (
     DivergenceOptions,
     TeacherScores,
@@ -331,7 +332,7 @@ def _install_forward(
     experts_dtype: torch.dtype,
 ) -> None:
     """Installs what is computed in another way than by transformers: attention, loss, noise,
-    experts, and Liger's kernels.
+    experts, MLPs, and Liger's kernels.
     """
     install_attention(built, model.attn_implementation, world.sequence_group)
     install_loss(built, *_read_token_loss(optimization))
@@ -341,6 +342,7 @@ def _install_forward(
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
         use_liger_kernels(built)
+    install_gating(built)
 
 
 def _adapt(

@@ -37,6 +37,7 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.models.outline import build_class, list_layers
 
@@ -209,6 +210,7 @@ def _prepare(model: Any, how: Forward) -> None:
     register_grouped()
     set_experts_implementation(model, GROUPED)
     install_attention(model)
+    install_gating(model)
     if not how.cpu and trunk_of(model).config._attn_implementation == NAME:
         AttentionInterface.register(KERNEL, _attend_as_a_kernel)
         language_model_of(model).set_attn_implementation(KERNEL)

@@ -27,6 +27,8 @@ from finetune.plan.state import is_adapted
 INT32 = 4
 KINDS = 2  # of layers that need masks: with a sliding window, and without
 
+GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # activations of models/gating.py
+
 
 def attends_by_document(computation: "Computation") -> bool:
     """Whether attention runs over one document after the other, and their outputs are concatenated:
@@ -303,11 +305,27 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length)
+    remade = architecture.mlp_width * computation.itemsize if computation.remakes else 0
     return (
-        (3 if computation.remakes else 2) * architecture.mlp_width * computation.itemsize
+        gate_gradient_bytes(architecture, computation)
+        + remade
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
+
+
+def gate_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the gradients of gate's and up's outputs; of one of them where the other
+    takes the memory of the product's (models/gating.py), as in all MLPs but routed experts.
+    """
+    width = architecture.mlp_width
+    if computation.remakes or _keeps_activated(architecture, computation):
+        gradients = 2 * width
+    elif architecture.mixture is None:
+        gradients = width
+    else:
+        gradients = 2 * width - architecture.mixture.shared
+    return gradients * computation.itemsize
 
 
 def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -528,16 +546,27 @@ def _latents(architecture: Architecture, latent: LatentAttention, computation: C
 
 
 def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
-    """down(act(gate) * up): gate, act(gate), up, and their product; gate and up where the others
-    are made again.
+    """down(act(gate) * up): gate, up and their product, and act(gate) where the backward does not
+    make it again.
     """
-    saved = 3 if computation.drops_inputs else 4
-    if computation.remakes:
+    saved = 4 if _keeps_activated(architecture, computation) else 3
+    if computation.remakes:  # the product as well
         saved = 2
+    elif computation.drops_inputs:
+        saved -= 1
     if mixture is None:
         return saved * architecture.intermediate * computation.itemsize
     return saved * mixture.shared * computation.itemsize + _experts(
         architecture, mixture, computation
+    )
+
+
+def _keeps_activated(architecture: Architecture, computation: Computation) -> bool:
+    """Whether an MLP keeps act(gate) for its backward: one that is neither compiled for a GPU nor
+    as in models/gating.py.
+    """
+    return not computation.remakes and (
+        computation.compiled or architecture.activation not in GATED_BY
     )
 
 

@@ -221,6 +221,7 @@ class Architecture:
     latent: LatentAttention | None = None
     query_key_norm: bool = False  # of the kind that the family has
     attention_dropout: float = 0.0
+    activation: str = "silu"
     beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
     prefix: str = "model"  # the name of the language model
     # for multi-token prediction: they are no parameters, but the export has the base's
@@ -667,6 +668,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         query_key_norm=family.query_key_norm is not None
         and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
         attention_dropout=config.get("attention_dropout") or 0.0,
+        activation=config.get("hidden_act") or config.get("hidden_activation") or "silu",
         beside=beside,
         prefix=prefix,
         predicting_layers=count_predicting_layers(config),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from finetune.plan.activations import (
     final_norm_bytes,
+    gate_gradient_bytes,
     kept_bytes,
     layer_bytes,
     mask_bytes,
@@ -346,7 +347,7 @@ def _updated_layer(
     """
     if spec.computed.trace(spec.computation) is None:
         # `_activations_at_layer` has the gradients of gate's and up's outputs, the update has not
-        missing = 2 * spec.tokens * spec.computed.mlp_width * spec.computation.itemsize
+        missing = spec.tokens * gate_gradient_bytes(spec.computed, spec.computation)
     else:  # a trace does not say what is of the MLP
         missing = 0
     activations = _activations_at_layer(spec, done)
@@ -415,11 +416,11 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
-    # what the MLP saved, and the gradient of gate's or of up's output: the last product reads the
-    # other one
+    # all but the gradient of gate's or of up's output, which the last product reads
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
-        + architecture.mlp_width * computation.itemsize
+        + gate_gradient_bytes(architecture, computation)
+        - architecture.mlp_width * computation.itemsize
     )
     return [
         LayerMoment(activations, _count_elements(down)),

@@ -24,6 +24,7 @@ from finetune.models.experts import (
     set_experts_implementation,
 )
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
@@ -162,6 +163,7 @@ def _measured_and_planned(
     set_experts_implementation(model, GROUPED)  # as choose_experts_implementation does on a GPU
     install_attention(model)
     install_loss(model)
+    install_gating(model)
     if lora is not None:
         add_adapters(model, lora, dtype)
         fuse_adapters(model)
@@ -222,6 +224,7 @@ def test_what_checkpointed_layers_keep_is_planned_to_the_byte(family: str) -> No
         )
         install_attention(model)
         install_loss(model)
+        install_gating(model)
         if lora is not None:
             add_adapters(model, lora, torch.bfloat16)
             fuse_adapters(model)

@@ -239,7 +239,7 @@ def test_a_change_that_the_host_has_no_memory_for_is_not_suggested() -> None:
 
 def test_rows_are_cut_only_where_nothing_else_is_enough() -> None:
     """Ranks of several nodes may divide a row, and two changes that others keep out may go together."""
-    long = make_spec(LLAMA_31_70B, ranks=16, max_length=131_072, global_batch_size=16)
+    long = make_spec(LLAMA_31_70B, ranks=16, max_length=147_456, global_batch_size=16)
     mixture = make_spec(QWEN3_235B, ranks=32, max_length=8192, global_batch_size=32)
     for planned, limit, expected in (
         (long, 80, "cp_size: 16"),

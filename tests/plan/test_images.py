@@ -11,6 +11,7 @@ from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.models.vision import forward_images
 from finetune.plan.activations import Computation, kept_bytes
@@ -65,6 +66,7 @@ def test_activations_of_rows_with_images_are_planned_within_a_tenth(
     )
     install_attention(model)
     install_loss(model)
+    install_gating(model)
     if lora is not None:
         add_adapters(model, lora, dtype)
         fuse_adapters(model)

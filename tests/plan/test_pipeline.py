@@ -28,6 +28,7 @@ from finetune.distributed.pipeline import find_pipeline, keep_own_layers
 from finetune.errors import UserError
 from finetune.models.cross_entropy import install_loss
 from finetune.models.documents import install_attention
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.peaks import plan_phases
@@ -70,6 +71,7 @@ def test_a_stage_keeps_what_is_planned(lora: Lora | None, mesh: Any) -> None:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     install_attention(model, "auto")
     install_loss(model)
+    install_gating(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16)
         model.to(torch.bfloat16)

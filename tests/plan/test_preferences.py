@@ -16,6 +16,7 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
+from finetune.models.gating import install_gating
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
@@ -92,6 +93,7 @@ def test_a_step_of_pairs_allocates_what_is_planned(
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.float32)
     install_attention(model)
     install_loss(model)
+    install_gating(model)
     add_adapters(model, lora, torch.float32)
     if checkpointing:
         checkpoint_activations(model, 1)

@@ -14,6 +14,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
+from finetune.models.gating import install_gating
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import Room, advise
 from finetune.plan.architecture import read_architecture
@@ -71,6 +72,7 @@ def _measured_and_planned(
     model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**CONFIG), dtype=dtype)
     install_attention(model, "auto", ranks)
     install_loss(model)
+    install_gating(model)
     if every is not None:
         checkpoint_activations(model, every)
     model.train()
@@ -111,8 +113,8 @@ def test_activations_fall_as_the_ranks_that_divide_a_row() -> None:
 
 
 def test_it_is_advised_where_rows_do_not_fit() -> None:
-    """An 8B at 262,144 tokens on 8 GPUs of 80 GB."""
-    spec = make_spec(LLAMA_31_8B, ranks=8, max_length=262_144, global_batch_size=8)
+    """An 8B at 294,912 tokens on 8 GPUs of 80 GB."""
+    spec = make_spec(LLAMA_31_8B, ranks=8, max_length=294_912, global_batch_size=8)
     advice = advise(spec, Room(80 * 10**9))
     assert advice.changes is not None
     assert [change.text for change in advice.changes] == [

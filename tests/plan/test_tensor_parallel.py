@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import ChunkOptions, HeadProduct, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
@@ -64,6 +65,7 @@ def build_part(
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     install_attention(model, "auto", sequence_group)
     install_loss(model)
+    install_gating(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16)
         model.to(torch.bfloat16)
