@@ -82,7 +82,7 @@ class Family:
     # What it can do here.
     # what is sharded: whole heads, or their products
     tensor_parallel: Literal["heads", "products"] | None = None
-    # linear layers that return more, or are read without being called
+    # linear layers that return more, are read without being called, or are those of several layers
     unadaptable: Names = ()
     # who makes the mask, where attention knows documents by a mask alone: transformers, from
     # position ids, or models/documents.py
@@ -271,6 +271,13 @@ MAMBA_2 = Family(
 )
 
 
+# Zamba's layers share a few blocks; adapters of each layer on the same weights could not be merged.
+OF_SHARED_BLOCKS = (
+    *("0", "1", "q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
+
+
 def _unsampled(family: Family) -> Family:
     assert family.recurrence is not None
     return replace(family, recurrence=replace(family.recurrence, can_be_sampled=False))
@@ -406,7 +413,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Those whose layers the plan does not know.
     **dict.fromkeys(("nemotron", "stablelm"), Family(drops_arguments=True)),
-    **dict.fromkeys(("doge", "gpt_neox_japanese", "phimoe"), BY_MASK),
+    **dict.fromkeys(("doge", "gpt_neox_japanese"), BY_MASK),
+    "phimoe": replace(BY_MASK, unadaptable=("router",)),
     # and by an index
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),
     **dict.fromkeys(("falcon", "xglm"), BY_OUR_MASK),
@@ -424,10 +432,11 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("biogpt", "ctrl", "gpt_bigcode", "gpt2", "opt", "xlm"), BY_TABLE),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
-    **dict.fromkeys(("mamba2", "nemotron_h", "zamba2"), _unsampled(MAMBA_2)),
+    **dict.fromkeys(("mamba2", "nemotron_h"), _unsampled(MAMBA_2)),
+    "zamba2": replace(_unsampled(MAMBA_2), unadaptable=("conv1d", "out_proj", *OF_SHARED_BLOCKS)),
     **dict.fromkeys(("mamba", "falcon_mamba"), _unsampled(MAMBA)),
     "jamba": replace(MAMBA, unadaptable=("conv1d", "dt_proj")),
-    "zamba": replace(MAMBA, unadaptable=("conv1d",)),
+    "zamba": replace(MAMBA, unadaptable=("conv1d", *OF_SHARED_BLOCKS)),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid"), DELTA_ATTENTION),
     "recurrent_gemma": replace(
@@ -442,8 +451,9 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(vllm_modules={"gate_up_proj": ("gate_proj", "up_proj")}),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v4": Family(unadaptable=("o_a_proj",)),  # a product for each group of heads
-    # whose weight is read in training without a call
+    # whose weight is read without a call
     "gemma3n_text": Family(unadaptable=("correction_coefs",)),
+    "longcat_flash": Family(unadaptable=("classifier",)),
     "mllama_text_model": Family(rows_beyond_head=8),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(

@@ -424,7 +424,7 @@ RULES: tuple[Rule, ...] = (
         "use_peft",
         when=lambda c: c["use_peft"] and _names_unadaptable(c),
         message=lambda c: (
-            f"lora_target_modules: peft cannot adapt {' and '.join(c.model.family.unadaptable)} of "
+            f"lora_target_modules: peft cannot adapt {', '.join(c.model.family.unadaptable)} of "
             f"{c.model.model_type}"
         ),
         advice="name other linear layers",

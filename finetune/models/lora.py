@@ -78,7 +78,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    known = {find_name_suffix(name) for name in layers}.difference(left_out)
+    known = {find_name_suffix(name) for name in layers if name.rpartition(".")[2] not in left_out}
     refuse_unknown_layers(
         lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
     )

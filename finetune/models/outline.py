@@ -29,7 +29,6 @@ from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, count_heads, list_layer_configs, read_head_size
 from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
-from finetune.models.lora import find_name_suffix
 from finetune.models.quantized_layers import weights_of
 
 Shapes = Mapping[str, Shape]  # by transformers' name of the parameter, a tied one's first
@@ -219,7 +218,7 @@ def _list_adaptable(model: Any, linears: Iterable[nn.Linear]) -> Shapes:
     adaptable = {}
     for linear in linears:
         name = module_names[linear]
-        if find_name_suffix(name) not in left_out:
+        if name.rpartition(".")[2] not in left_out:
             adaptable[f"{name}.weight"] = tuple(linear.weight.shape)
     return adaptable
 

@@ -166,7 +166,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], replace(FSDP2, fp8=Fp8()), 2, LLAMA | {"hidden_size": 24}, None, "M has no linear layer that can be multiplied in FP8"),
     ([LORA, "lora_target_modules=[router]"], None, 1, VISION | {"model_type": "llama4_text"}, None, "peft cannot adapt router of llama4_text; name other linear layers"),
     ([LORA, "lora_target_modules=[out_proj]"], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None,
-     "peft cannot adapt conv1d and out_proj of falcon_h1; name other"),
+     "peft cannot adapt conv1d, out_proj of falcon_h1; name other"),
     # mixtures
     (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile cannot be combined with expert_parallel_size: within a layer the host"),
     (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
