@@ -93,6 +93,8 @@ class Family:
     counts_positions: bool = False
     # whether positions are embedded by a table, which ends
     has_position_table: bool = False
+    # whether training takes rows of one length alone, which its positions fill
+    has_axial_positions: bool = False
     # whether packed rows, of documents however short, must end with max_position_embeddings too
     bounds_rows: bool = False
     # None: no layer carries a state from token to token, or none that is known
@@ -444,6 +446,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "minimax": Family(recurrence=Recurrence(modules=("LightningAttention",), can_be_sampled=False)),
     "zaya": Family(recurrence=Recurrence(modules=("CCAProjection",))),
+    "reformer": Family(has_axial_positions=True),
     "rwkv": Family(
         recurrence=Recurrence(modules=("SelfAttention", "FeedForward"), can_be_sampled=False)
     ),

@@ -472,6 +472,13 @@ RULES: tuple[Rule, ...] = (
         of_teacher=True,
     ),
     model_rule(
+        "axial positions",
+        "model_name_or_path",
+        when=lambda c: c.model.family.has_axial_positions,
+        message="{name}: its axial positions take rows of one length alone",
+        advice="name another model",
+    ),
+    model_rule(
         "packed rows beyond a table of positions",
         "packing",
         "max_length",

@@ -195,6 +195,7 @@ REASONS = {
     "missing: these are not the weights": "its files lack tensors that the model has",
     "without a place in": "its files have tensors that the model lacks",
     "not a plain linear layer": "its output head is not a linear layer",
+    "take rows of one length alone": "its positions take rows of one length alone",
     "its head reads several vectors of a token": "its head reads several vectors of a token",
     "its logits are something else than the scores": "its logits are no scores of a head, scaled or capped",
     "has no causal language model of this type": "no language model of its own",

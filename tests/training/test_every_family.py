@@ -37,13 +37,7 @@ QUICK_SAMPLED = ["opt"]
 CONV1D = ("gpt2", "gpt-sw3", "openai-gpt")  # of which nothing has adapters
 NO_ATTENTION = ("qwen4_exp_text",)  # at two layers
 RANDOM = ("phimoe",)  # draws experts while it trains
-NOT_RECOMPUTED = (
-    "ctrl",
-    "gpt_neox_japanese",
-    "jetmoe",
-    "openai-gpt",
-    "reformer",
-)  # by transformers
+NOT_RECOMPUTED = ("ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt")  # by transformers
 
 
 def read_page() -> dict[str, dict[str, Any]]:
