@@ -30,6 +30,7 @@ class MixtureKeys:
     has_biases: bool = False  # of router and experts, whose weights are [experts, in, out] then
     # that an expert's gating saves, of its intermediate size, beside the product
     gate_tensors: int = 3
+    gates_itself: bool = False  # by a formula of the family's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +401,7 @@ FAMILIES: Mapping[str, Family] = {
             router="router",
             has_biases=True,
             gate_tensors=6,
+            gates_itself=True,
         ),
     ),
     "qwen2_5_vl_text": replace(

@@ -1,4 +1,4 @@
-"""Gated MLPs, down(act(gate(x)) * up(x)), that keep the outputs of gate and up alone.
+"""Gated MLPs and experts, down(act(gate(x)) * up(x)), that keep the outputs of gate and up alone.
 
 torch's own product keeps act(gate) too, a quarter of what an MLP keeps for its backward. Here the
 backward makes it again, in memory that is there: two tensors of the MLP's width less at its peak.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 
 from finetune.distributed.model_parts import text_modules
 
@@ -30,18 +31,20 @@ GELU_TANH: Activation = (
 
 
 def install_gating(model: Any) -> None:
-    """Lets the MLPs of a language model keep less, where their class computes them as Llama's or
-    Phi-3's does, with SiLU or GELU's tanh form.
+    """Lets the MLPs and experts of a language model keep less, where their class computes them as
+    Llama's, Phi-3's or Mixtral's does, with SiLU or GELU's tanh form.
     """
-    for _, module in text_modules(model):
-        mlp: Any = module
-        kind: Any = type(module)
-        split = _find_split(kind)
-        if split is None or "forward" in vars(module):
+    mlp: Any
+    for _, mlp in text_modules(model):
+        kind: Any = type(mlp)
+        activation = _find_activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
+        if activation is None:
             continue
-        activation = _find_activation(mlp.act_fn if split is _by_two_layers else mlp.activation_fn)
-        if activation is not None:
+        split = _find_split(kind)
+        if split is not None and "forward" not in vars(mlp):
             mlp.forward = partial(_forward, mlp, split, activation)
+        elif getattr(kind, "_apply_gate", None) is _default_apply_gate:
+            mlp._apply_gate = partial(_gate_experts, mlp, activation)
 
 
 def _forward(
@@ -54,14 +57,22 @@ def _forward(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         own: Tensor = type(module).forward(module, x)
         return own
-    gate, up = split(module, x)
-    product: Tensor = _Gate.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    product: Tensor = _Gate.apply(*split(module, x), activation)  # type: ignore[no-untyped-call]
     down: Tensor = module.down_proj(product)
     return down
 
 
+def _gate_experts(module: Any, activation: Activation, gate_up: Tensor) -> Tensor:
+    """act(gate) * up of experts [rows, 2 * width], whose forward is another's."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        own: Tensor = _default_apply_gate(module, gate_up)
+        return own
+    product: Tensor = _Gate.apply(*gate_up.chunk(2, dim=-1), activation)  # type: ignore[no-untyped-call]
+    return product
+
+
 class _Gate(torch.autograd.Function):
-    """act(gate) * up, of one shape and dtype. Nothing but `down_proj` reads the product."""
+    """act(gate) * up, of one shape and dtype. Nothing but the down projection reads the product."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -118,7 +129,7 @@ def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, 
     return SPLITS.get(body.replace("(gate, up_states)", "gate, up_states"))
 
 
-def _find_activation(module: nn.Module) -> Activation | None:
+def _find_activation(module: nn.Module | None) -> Activation | None:
     if isinstance(module, SiLUActivation | nn.SiLU):
         return SILU
     if isinstance(module, GELUTanh) and isinstance(module.act, partial):

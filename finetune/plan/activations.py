@@ -316,16 +316,13 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
 
 def gate_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of the gradients of gate's and up's outputs; of one of them where the other
-    takes the memory of the product's (models/gating.py), as in all MLPs but routed experts.
+    takes the memory of the product's.
     """
-    width = architecture.mlp_width
-    if computation.remakes or _keeps_activated(architecture, computation):
-        gradients = 2 * width
-    elif architecture.mixture is None:
-        gradients = width
-    else:
-        gradients = 2 * width - architecture.mixture.shared
-    return gradients * computation.itemsize
+    mixture = architecture.mixture
+    both = architecture.mlp_width
+    if _gates_again(architecture, computation):
+        both = mixture.chosen * mixture.intermediate if mixture and mixture.keys.gates_itself else 0
+    return (architecture.mlp_width + both) * computation.itemsize
 
 
 def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -549,7 +546,7 @@ def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Compu
     """down(act(gate) * up): gate, up and their product, and act(gate) where the backward does not
     make it again.
     """
-    saved = 4 if _keeps_activated(architecture, computation) else 3
+    saved = 3 if _gates_again(architecture, computation) else 4
     if computation.remakes:  # the product as well
         saved = 2
     elif computation.drops_inputs:
@@ -561,13 +558,9 @@ def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Compu
     )
 
 
-def _keeps_activated(architecture: Architecture, computation: Computation) -> bool:
-    """Whether an MLP keeps act(gate) for its backward: one that is neither compiled for a GPU nor
-    as in models/gating.py.
-    """
-    return not computation.remakes and (
-        computation.compiled or architecture.activation not in GATED_BY
-    )
+def _gates_again(architecture: Architecture, computation: Computation) -> bool:
+    """Whether a backward makes act(gate) again, in memory that is there (models/gating.py)."""
+    return not computation.compiled and architecture.activation in GATED_BY
 
 
 def _experts(architecture: Architecture, mixture: Mixture, computation: Computation) -> int:
@@ -578,9 +571,10 @@ def _experts(architecture: Architecture, mixture: Mixture, computation: Computat
     multiplies. The router saves logits, and probabilities in fp32.
     """
     inputs, products = _read_by_trained_experts(computation)
-    states = (inputs + 1) * architecture.hidden + (
-        products + mixture.keys.gate_tensors
-    ) * mixture.intermediate
+    gate_tensors = mixture.keys.gate_tensors
+    if _gates_again(architecture, computation) and not mixture.keys.gates_itself:
+        gate_tensors -= 1
+    states = (inputs + 1) * architecture.hidden + (products + gate_tensors) * mixture.intermediate
     states += sum(
         expert_adapter_rank(tensor.name, computation)[1]
         for tensor in architecture.experts(architecture.widest_layer)

@@ -77,6 +77,21 @@ def test_it_keeps_a_quarter_less_and_its_peak_is_two_tensors_lower(family: str) 
     assert peaks[0] - peaks[1] == pytest.approx(2, abs=0.01)
 
 
+def test_the_gradients_of_experts_are_those_of_transformers_gate() -> None:
+    model = build_on_meta(sweep.tiny_config("qwen3_moe"), torch.float32)
+    install_gating(model)
+    experts: Any = next(module for module in model.modules() if hasattr(module, "_apply_gate"))
+    assert "_apply_gate" in vars(experts)
+    given = torch.randn(5, 24, dtype=torch.bfloat16)
+    results = []
+    for gate in (experts._apply_gate, partial(type(experts)._apply_gate, experts)):
+        gate_up = given.clone().requires_grad_()
+        product = gate(gate_up)
+        product.float().square().sum().backward()
+        results.append((product, gate_up.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_another_activation_and_another_formula_stay_as_they_are() -> None:
     config = sweep.tiny_config("llama")
     config.hidden_act = "relu"
