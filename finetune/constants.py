@@ -36,6 +36,8 @@ BLOCK_TOKENS = 128
 # The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device
 # type, ...
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
+# ... or this many where the head is frozen, so that no chunk adds to its weight's gradient, ...
+FROZEN_CHUNK_BYTES = 256 << 20
 # ... but not fewer: adding up the weight's gradient would cost more than the products
 LOSS_CHUNK_MIN_TOKENS = 256
 
@@ -133,17 +135,20 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
+def loss_chunk_tokens(vocabulary: int, device_type: str, *, trains_head: bool = True) -> int:
     """Tokens in a chunk of the loss, at most.
 
     >>> (
     ...     loss_chunk_tokens(32_000, "cpu"),
     ...     loss_chunk_tokens(128_256, "cpu"),
     ...     loss_chunk_tokens(128_256, "cuda"),
+    ...     loss_chunk_tokens(128_256, "cuda", trains_head=False),
     ... )
-    (524, 256, 2092)
+    (524, 256, 2092, 523)
     """
     budget = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cuda"])
+    if not trains_head:
+        budget = min(budget, FROZEN_CHUNK_BYTES)
     return max(budget // (ITEMSIZE["float32"] * vocabulary), LOSS_CHUNK_MIN_TOKENS)
 
 

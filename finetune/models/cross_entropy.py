@@ -87,7 +87,7 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
     ) -> Tensor:
         product = head.prepare(hidden)
         needs_grad = product.needs_grad()
-        chunks = head.chunk_options()._replace(shard=product.shard)
+        chunks = head.chunk_options(product)
         if positions is None:
             ids = labels
             by_token = weights
@@ -144,7 +144,7 @@ class LossHead(nn.Module):
         return linear_cross_entropy(
             product,
             labels.flatten(),
-            self.chunk_options()._replace(shard=product.shard),
+            self.chunk_options(product),
             trained_positions=trained_positions,
         )
 
@@ -161,9 +161,14 @@ class LossHead(nn.Module):
         """Multiplies the trunk's output by `input_scale`."""
         return hidden if self.input_scale == 1.0 else hidden * self.input_scale
 
-    def chunk_options(self) -> ChunkOptions:
+    def chunk_options(self, product: HeadProduct) -> ChunkOptions:
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
-        options = ChunkOptions(self.logits, function=self.chunk_function)
+        options = ChunkOptions(
+            self.logits,
+            trains_head=product.weight.requires_grad,
+            shard=product.shard,
+            function=self.chunk_function,
+        )
         if not self.training:
             return options
         return options._replace(label_smoothing=self.label_smoothing, weigh=self.token_weights)

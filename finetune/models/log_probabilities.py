@@ -57,6 +57,7 @@ def head_log_probabilities(
     product = head.prepare(hidden)
     chunks = ChunkOptions(
         head.logits._replace(temperature=temperature),
+        trains_head=product.weight.requires_grad,
         shard=product.shard,
         function=head.chunk_function,
     )
@@ -190,7 +191,10 @@ def target_log_probabilities(
             every = _log_softmax(transformed, 1.0)
         return every.gather(1, ids.clamp(min=0)).masked_fill(ids == IGNORE_INDEX, 0.0)
 
-    size = chunks.tokens or choose_chunk_tokens(product.weight, None, device)
+    trains_head = product.weight.requires_grad
+    size = chunks.tokens or choose_chunk_tokens(
+        product.weight, None, device, trains_head=trains_head
+    )
     pairs = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
     parts = [
         checkpoint(score, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs
@@ -292,7 +296,12 @@ def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptio
     def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         product = head.prepare(hidden)
         return linear_divergence(
-            product, labels, teacher, options, head.chunk_options(), trained_positions=positions
+            product,
+            labels,
+            teacher,
+            options,
+            head.chunk_options(product),
+            trained_positions=positions,
         )
 
     return diverge

@@ -20,7 +20,9 @@ from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.tensor_parallel import VocabularyShard
 
 
-def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
+def choose_chunk_tokens(
+    weight: Tensor, shard: VocabularyShard | None, device_type: str, *, trains_head: bool
+) -> int:
     """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in
     each chunk.
     """
@@ -28,7 +30,7 @@ def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_ty
         rows = weight.shape[0]
     else:
         rows = ceil_div(shard.rows, shard.group.size())
-    return loss_chunk_tokens(rows, device_type)
+    return loss_chunk_tokens(rows, device_type, trains_head=trains_head)
 
 
 class LogitTransform(NamedTuple):
@@ -155,6 +157,7 @@ class ChunkOptions(NamedTuple):
 
     logits: LogitTransform = UNCHANGED
     tokens: int | None = None  # of a chunk, at most; None: those of `choose_chunk_tokens`
+    trains_head: bool = True  # or is frozen: in every pass alike, with gradients or without
     label_smoothing: float = 0.0
     # to which weight and bias belong, whose group calls together; None: all of it
     shard: VocabularyShard | None = None
@@ -200,7 +203,9 @@ def compute_in_chunks(
     wide = widen(weight.dtype)
     shard = chunks.shard
     function = chunks.function
-    chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
+    chunk_tokens = chunks.tokens or choose_chunk_tokens(
+        weight, shard, hidden.device.type, trains_head=chunks.trains_head
+    )
     # The bias's gradient is a sum of the scores' gradients, which is exact of unrounded ones alone.
     grad_dtype = None
     if any(needs_grad):

@@ -146,7 +146,9 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
         return divergence_chunk_bytes(
             vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
         )
-    return loss_chunk_bytes(spec.computed.head_rows, tokens, spec.computation)
+    return loss_chunk_bytes(
+        spec.computed.head_rows, tokens, spec.computation, trains_head=_head_gradient(spec) > 0
+    )
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
@@ -179,11 +181,14 @@ def _head_gradient(spec: RunSpec) -> int:
     return 0
 
 
-def loss_chunk_bytes(vocabulary: int, tokens: int, computation: Computation) -> int:
+def loss_chunk_bytes(
+    vocabulary: int, tokens: int, computation: Computation, *, trains_head: bool
+) -> int:
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities and,
     below fp32, a cast of one of them; compiled, the scores and their gradient.
     """
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, computation.device))
+    most = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
+    chunk = _balanced_chunk(tokens, most)
     if computation.compiled:
         return chunk * vocabulary * 2 * computation.itemsize
     if computation.itemsize == FP32:
@@ -264,7 +269,7 @@ def log_probability_backward_bytes(
     if head_gradient:
         held += computation.itemsize * hidden  # the hidden states at the trained positions
         chunk = max(
-            loss_chunk_bytes(architecture.head_rows, tokens, computation),
+            loss_chunk_bytes(architecture.head_rows, tokens, computation, trains_head=True),
             weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
         )
         chunk += _cast_head_bytes(architecture, computation)

@@ -134,7 +134,7 @@ def test_fewer_bits_are_suggested_before_a_shorter_row_and_to_full_fine_tuning_l
         < texts.index("load_in_4bit=true")
         < texts.index("max_length=1024")
     )
-    for limit, expected in ((16 * GIB, "load_in_8bit=true"), (11 * GIB, "load_in_4bit=true")):
+    for limit, expected in ((16 * GIB, "load_in_8bit=true"), (10 * GIB, "load_in_4bit=true")):
         advice = advise(lora, Room(limit))
         assert advice.changes is not None and [change.text for change in advice.changes] == [
             expected

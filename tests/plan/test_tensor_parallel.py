@@ -117,7 +117,10 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
 def test_all_ranks_take_the_chunks_of_the_largest_part_of_a_vocabulary(mesh: Any) -> None:
     """They meet in each chunk: with one number of tokens or another on two ranks, they would wait for each other."""
     shard, rows = VocabularyShard(16001, 32001, mesh.get_group()), (16001, 16000)
-    chunks = {choose_chunk_tokens(torch.empty(count, 1), shard, "cuda") for count in rows}
+    chunks = {
+        choose_chunk_tokens(torch.empty(count, 1), shard, "cuda", trains_head=True)
+        for count in rows
+    }
     assert len({loss_chunk_tokens(count, "cuda") for count in rows}) == 2 and len(chunks) == 1
 
 
