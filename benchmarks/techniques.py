@@ -5,6 +5,7 @@ time, in turns.
     python benchmarks/techniques.py --checkpointing    # what is kept of a layer; no data
     python benchmarks/techniques.py --compiled-loss    # beside the eager loss; no data
     python benchmarks/techniques.py --expert-adapters  # beside peft's way; no data
+    python benchmarks/techniques.py --gated            # an MLP beside transformers' own; no data
 
 One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is
 that of a process of its own at a vocabulary of 128,256.
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,45 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
             print(f"| {vocabulary:,} | {what} | {times} | {ratio:.2f} |")
 
 
+def gated(rounds: int, tokens: int = 1024) -> None:
+    """Prints the CPU time of an MLP's forward and backward in fp32, what it keeps and its peak, in
+    tensors [tokens, intermediate size], by transformers' forward and as models/gating.py.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from finetune.models.gating import install_gating
+    from tests.plan.traced import allocated_after, allocated_peak
+
+    torch.set_num_threads(1)
+    print("| hidden, intermediate | way | CPU ms | kept | peak |\n|---|---|---|---|---|")
+    for hidden, width in ((256, 1024), (1024, 3584)):
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=width, num_hidden_layers=1, vocab_size=64
+        )
+        own: Any = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+        ours: Any = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+        install_gating(ours)
+        layers = {"transformers": own.model.layers[0].mlp, "ours": ours.model.layers[0].mlp}
+        x = torch.randn(tokens, hidden, requires_grad=True)
+
+        def train(mlp: Any, x: Any = x) -> None:
+            mlp(x).backward(x.detach())
+
+        seconds: dict[str, list[float]] = {way: [] for way in layers}
+        for _ in range(rounds):
+            for way, mlp in layers.items():
+                began = time.process_time()
+                train(mlp)
+                seconds[way].append(time.process_time() - began)
+        size = 4 * tokens * width
+        for way, mlp in layers.items():
+            kept = allocated_after(partial(mlp, x)) / size
+            peak = allocated_peak(partial(train, mlp)) / size
+            spent = 1e3 * statistics.median(seconds[way])
+            print(f"| {hidden}, {width} | {way} | {spent:.1f} | {kept:.2f} | {peak:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -334,6 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--expert-adapters", action="store_true", help="measure LoRA on experts, alone"
     )
+    parser.add_argument("--gated", action="store_true", help="measure gated MLPs, alone")
     parser.add_argument(
         "--expert-adapters-memory", choices=["peft", "ours"], help=argparse.SUPPRESS
     )
@@ -346,6 +388,9 @@ def main() -> None:
         return
     if options.expert_adapters:
         expert_adapters(options.steps)
+        return
+    if options.gated:
+        gated(options.steps)
         return
     if options.checkpointing:
         checkpointing(options.steps)
