@@ -38,6 +38,11 @@ NEW_ROWS = {
     "TRL": f"{ROOM}near the mean of the others",
 }
 START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
+START_OF_SPECIAL = (
+    "special_tokens: the rows of those that the tokenizer does not have start {} there, at the "
+    "mean of the others here"
+)
+CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have ChatML's tokens
 # _setup_lora_tuning of LLaMA-Factory's model/adapter.py
 ENDS_TRAINED = (
     "the embedding and the output head are trained beside the adapters there; modules_to_save "
@@ -288,11 +293,16 @@ def _adapt_model_config(
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where the rows of added tokens start."""
-    if not conversion.recipe.get("added_tokens") or conversion.tool not in NEW_ROWS:
+    if conversion.tool not in NEW_ROWS:
         return
     is_mean = conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings")
     start = NEW_ROWS["TRL" if is_mean else conversion.tool]
-    conversion.remarks.append(START_OF_ROWS.format(start))
+    special = " ".join(conversion.recipe.get("special_tokens", {}).values())
+    is_chatmls = CHATMLS_OWN.search(name_model(settings).lower())
+    if conversion.recipe.get("added_tokens"):
+        conversion.remarks.append(START_OF_ROWS.format(start))
+    elif conversion.tool == "Axolotl" and "<|im_" in special and not is_chatmls:
+        conversion.remarks.append(START_OF_SPECIAL.format(start))
 
 
 def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> None:
