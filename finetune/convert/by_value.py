@@ -5,6 +5,7 @@ from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.convert.asked_layout import COMMAND, read_layout
+from finetune.convert.base_model import CHATMLS, CHATMLS_OWN
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.shared import IN_ORDER, NORMS_IN_FP32
@@ -42,7 +43,6 @@ START_OF_SPECIAL = (
     "special_tokens: the rows of those that the tokenizer does not have start {} there, at the "
     "mean of the others here"
 )
-CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have ChatML's tokens
 # _setup_lora_tuning of LLaMA-Factory's model/adapter.py
 ENDS_TRAINED = (
     "the embedding and the output head are trained beside the adapters there; modules_to_save "
@@ -301,7 +301,7 @@ def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
     is_chatmls = CHATMLS_OWN.search(name_model(settings).lower())
     if conversion.recipe.get("added_tokens"):
         conversion.remarks.append(START_OF_ROWS.format(start))
-    elif conversion.tool == "Axolotl" and "<|im_" in special and not is_chatmls:
+    if conversion.tool == "Axolotl" and CHATMLS in special and not is_chatmls:
         conversion.remarks.append(START_OF_SPECIAL.format(start))
 
 

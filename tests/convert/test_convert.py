@@ -19,7 +19,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
 from finetune.convert.automodel import HEAD_IN_4_BITS
-from finetune.convert.base_model import SPECIAL_FIRST
+from finetune.convert.base_model import BOS_BY_NAME, SPECIAL_FIRST
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS, START_OF_SPECIAL
 from finetune.convert.chat_templates import TEMPLATES
@@ -1350,6 +1350,17 @@ def test_the_rows_of_special_tokens_that_are_new_start_at_random_in_axolotl(
         text + f"special_tokens: {{eos_token: '{eos}'}}\nmean_resizing_embeddings: true\n"
     )
     assert (START_OF_SPECIAL.format(NEW_ROWS["TRL"]) in said) == is_said
+
+
+def test_a_bos_token_that_axolotl_names_alone_is_an_added_one(converted: Convert) -> None:
+    """A run here refuses one where tokenizer.json writes another before every text, as Mistral's."""
+    text = _datasets("[{path: a/b, type: chat_template}]")
+    text += "special_tokens: {bos_token: '<|im_start|>', eos_token: '<|im_end|>'}\n"
+    for name, is_new in (("mistralai/Mistral-7B-Instruct-v0.2", True), ("Qwen/Qwen2.5-7B", False)):
+        ours, said, _ = converted(re.sub("base_model: .*", f"base_model: {name}", text))
+        assert (ours.get("added_tokens") == ["<|im_start|>"]) == is_new
+        assert ("bos_token" in ours["special_tokens"]) != is_new
+        assert (BOS_BY_NAME in said) == is_new
 
 
 def test_tokens_of_other_tools(converted: Convert) -> None:
