@@ -385,6 +385,8 @@ AS_FILED_BUT_IN_06 = (
 WIDENED = (
     "weights whose files are in float32 or float16 are trained in float32 there; bfloat16 here"
 )
+# of a name that says no family: its own classes, as Inkling's, have all but a few in torch_dtype
+MAYBE_WIDENED = f"where Automodel has no class of its own for the model, {WIDENED}"
 # models of its own: MODEL_ARCH_MAPPING of its _transformers/registry.py
 OWN_CLASSES = (
     "deepseek_v3",
@@ -446,7 +448,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         note = AS_FILED_BUT_IN_06 if is_widened else AS_FILED
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), note)
     elif model.get("force_hf") or not is_own:
-        conversion.add_remark("model.torch_dtype", asked, WIDENED)
+        is_known = family is not None or model.get("force_hf")
+        conversion.add_remark("model.torch_dtype", asked, WIDENED if is_known else MAYBE_WIDENED)
 
 
 def _adds_in_fp32(settings: ToolFile) -> bool:
@@ -600,6 +603,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _report_packing(settings, conversion)
     _report_head(settings, conversion)
     _report_rows_of_images(settings, conversion)
+    _report_positions(settings, conversion)
     _report_masks(settings, conversion)
     _report_reduction(settings, conversion)
     _report_own_class(settings, conversion)
@@ -614,7 +618,8 @@ def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Convers
         recipe["optim"] = next(name for name, row in OPTIMIZERS.items() if row.moment_itemsize)
 
 
-TENTH = "a tenth of the steps, but at most 1000 there"
+# `build` of its LRSchedulerConfig
+TENTH = "a tenth of the steps there, rounded down, and at most 1000; rounded up here"
 SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
 
 
@@ -782,6 +787,28 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
         conversion.add_difference("model", name, FOUND_BY_WORDS)
+
+
+# the text parts of its own classes of these, which number the tokens where they are handed no
+# position_ids: stages after the first get none; batches of packed rows, and of context parallelism,
+# have them
+PLACED_BY_IMAGE = ("qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+NUMBERED_IN_STAGES = (
+    "in the pipeline stages after the first the position of a token is its number in the row "
+    "there; in the first, and in all layers here, tokens of an image have those of their row and "
+    "column in it, and the tokens behind it count on from these"
+)
+
+
+def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the pipeline stages that do not know where in an image a token is."""
+    layout = read_section(settings, "distributed")
+    is_packed = read_section(settings, "packed_sequence").get("pack_size")
+    shares_rows = layout.get("cp_size") not in (None, 1)
+    if conversion.images not in PLACED_BY_IMAGE or is_packed or shares_rows:
+        return
+    if has_stages(settings):
+        conversion.add_difference("distributed.pp_size", layout["pp_size"], NUMBERED_IN_STAGES)
 
 
 # _indexed_mask_to_4d_block_causal of its components/datasets/utils.py, whose masks are of booleans,

@@ -44,6 +44,13 @@ CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
     "versions; the newest adds none for a template that a file names"
 )
+CHATMLS = "<|im_"  # begins the names of ChatML's tokens
+CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have them
+# load_tokenizer of Axolotl, where LlamaTokenizer of transformers 5 keeps its post-processor
+BOS_BY_NAME = (
+    "the exported model names it as its BOS token there, but the tokenizer writes its own before a "
+    "text, where it writes one; here it is an added token, and the BOS token stays"
+)
 # Keys of added tokens, by tool, beside those in special_tokens.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("tokens",),
@@ -86,8 +93,9 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     adapters.
     """
     recipe = conversion.recipe
+    name = name_model(settings).lower()
     section = read_section(settings, "special_tokens")
-    special = {name: section.get(name) for name in TOKEN_NAMES}
+    special = {key: section.get(key) for key in TOKEN_NAMES}
     if conversion.tool == "TRL" and "eos_token" in settings:
         special["eos_token"] = settings["eos_token"]
     has_adapters = (
@@ -98,10 +106,14 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     padding = special.pop("pad_token") if has_adapters else None
     if padding:
         conversion.add_remark("special_tokens.pad_token", padding, PADDING_SAVED)
-    given = {name: str(token) for name, token in special.items() if token}
+    given = {key: str(token) for key, token in special.items() if token}
+    added: list[str] = []
+    is_new = CHATMLS in given.get("bos_token", "") and not CHATMLS_OWN.search(name)
+    if conversion.tool == "Axolotl" and is_new:
+        added.append(given.pop("bos_token"))
+        conversion.add_remark("special_tokens.bos_token", added[0], BOS_BY_NAME)
     if given:
         recipe["special_tokens"] = given
-    added: list[str] = []
     if conversion.tool == "Axolotl" and isinstance(settings.get("tokens"), dict):
         note = "a list of tokens to add is read there too; special_tokens names the four"
         conversion.add_difference("tokens", settings["tokens"], note)

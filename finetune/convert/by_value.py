@@ -5,6 +5,7 @@ from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.convert.asked_layout import COMMAND, read_layout
+from finetune.convert.base_model import CHATMLS, CHATMLS_OWN
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.shared import IN_ORDER, NORMS_IN_FP32
@@ -38,6 +39,10 @@ NEW_ROWS = {
     "TRL": f"{ROOM}near the mean of the others",
 }
 START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
+START_OF_SPECIAL = (
+    "special_tokens: the rows of those that the tokenizer does not have start {} there, at the "
+    "mean of the others here"
+)
 # _setup_lora_tuning of LLaMA-Factory's model/adapter.py
 ENDS_TRAINED = (
     "the embedding and the output head are trained beside the adapters there; modules_to_save "
@@ -288,11 +293,16 @@ def _adapt_model_config(
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where the rows of added tokens start."""
-    if not conversion.recipe.get("added_tokens") or conversion.tool not in NEW_ROWS:
+    if conversion.tool not in NEW_ROWS:
         return
     is_mean = conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings")
     start = NEW_ROWS["TRL" if is_mean else conversion.tool]
-    conversion.remarks.append(START_OF_ROWS.format(start))
+    special = " ".join(conversion.recipe.get("special_tokens", {}).values())
+    is_chatmls = CHATMLS_OWN.search(name_model(settings).lower())
+    if conversion.recipe.get("added_tokens"):
+        conversion.remarks.append(START_OF_ROWS.format(start))
+    if conversion.tool == "Axolotl" and CHATMLS in special and not is_chatmls:
+        conversion.remarks.append(START_OF_SPECIAL.format(start))
 
 
 def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> None:

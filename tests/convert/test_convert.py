@@ -19,9 +19,9 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import counterparts
 from finetune.convert.automodel import HEAD_IN_4_BITS
-from finetune.convert.base_model import SPECIAL_FIRST
+from finetune.convert.base_model import BOS_BY_NAME, SPECIAL_FIRST
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
-from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS
+from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS, START_OF_SPECIAL
 from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
@@ -1328,6 +1328,39 @@ def test_a_number_of_steps_that_is_none_names_key_and_value(steps: str, tmp_path
     (tmp_path / "theirs.yaml").write_text(TRL + f"save_steps: {steps}\n")
     with pytest.raises(UserError, match=r"theirs.yaml: save_steps: a number is expected, found"):
         convert_file(tmp_path / "theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "eos", "is_said"),
+    [
+        ("mistralai/Mistral-7B-Instruct-v0.2", "<|im_end|>", True),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "</s>", False),
+        ("Qwen/Qwen2.5-7B", "<|im_end|>", False),
+    ],
+)
+def test_the_rows_of_special_tokens_that_are_new_start_at_random_in_axolotl(
+    name: str, eos: str, is_said: bool, converted: Convert
+) -> None:
+    """resize_token_embeddings without mean_resizing, the default of its utils/schemas/config.py."""
+    text = _datasets("[{path: a/b, type: chat_template}]")
+    text = re.sub("base_model: .*", f"base_model: {name}", text)
+    _, said, _ = converted(text + f"special_tokens: {{eos_token: '{eos}'}}\n")
+    assert (START_OF_SPECIAL.format(NEW_ROWS["Axolotl"]) in said) == is_said
+    _, said, _ = converted(
+        text + f"special_tokens: {{eos_token: '{eos}'}}\nmean_resizing_embeddings: true\n"
+    )
+    assert (START_OF_SPECIAL.format(NEW_ROWS["TRL"]) in said) == is_said
+
+
+def test_a_bos_token_that_axolotl_names_alone_is_an_added_one(converted: Convert) -> None:
+    """A run here refuses one where tokenizer.json writes another before every text, as Mistral's."""
+    text = _datasets("[{path: a/b, type: chat_template}]")
+    text += "special_tokens: {bos_token: '<|im_start|>', eos_token: '<|im_end|>'}\n"
+    for name, is_new in (("mistralai/Mistral-7B-Instruct-v0.2", True), ("Qwen/Qwen2.5-7B", False)):
+        ours, said, _ = converted(re.sub("base_model: .*", f"base_model: {name}", text))
+        assert (ours.get("added_tokens") == ["<|im_start|>"]) == is_new
+        assert ("bos_token" in ours["special_tokens"]) != is_new
+        assert (BOS_BY_NAME in said) == is_new
 
 
 def test_tokens_of_other_tools(converted: Convert) -> None:

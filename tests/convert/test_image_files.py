@@ -25,6 +25,7 @@ from finetune.convert.automodel import (
     FOUND_BY_WORDS,
     IMAGES_IN_ORDER,
     KEPT_BY_ESTIMATE,
+    NUMBERED_IN_STAGES,
     OF_ONE_DOCUMENT,
     REDUCED,
     REDUCED_BY_MEGATRON,
@@ -361,6 +362,26 @@ def test_between_automodels_stages_an_image_of_gemma_4_sees_what_is_before_it_al
         made = convert_automodels(tmp_path, name, distributed={"pp_size": stages})
         assert any(IN_NO_STAGE in line for line in made.differences) == is_said
         assert any(IN_ALL_LAYERS in line for line in made.remarks) != is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("Qwen/Qwen3-VL-235B-A22B-Instruct", {}, True),
+        ("Qwen/Qwen3.5-27B", {}, True),
+        ("Qwen/Qwen3.5-397B-A17B", {}, True),
+        ("Qwen/Qwen3.5-397B-A17B", {"distributed": {"pp_size": 1}}, False),
+        ("Qwen/Qwen3.5-397B-A17B", {"distributed": {"pp_size": 4, "cp_size": 2}}, False),
+        ("Qwen/Qwen3.5-35B-A3B", {"packed_sequence": {"pack_size": 64}}, False),
+        ("google/gemma-4-31B-it", {}, False),
+    ],
+)
+def test_later_stages_of_automodels_number_the_tokens_of_an_image_in_their_row(
+    name: str, keys: dict[str, object], is_said: bool, tmp_path: Path
+) -> None:
+    """forward of Qwen3VLMoeTextModelBackend of its models/qwen3_vl_moe/model.py."""
+    made = convert_automodels(tmp_path, name, **{"distributed": {"pp_size": 4}, **keys})
+    assert any(NUMBERED_IN_STAGES in line for line in made.differences) == is_said
 
 
 @pytest.mark.parametrize(

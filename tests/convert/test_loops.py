@@ -30,6 +30,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
+from finetune.config.optimization import Optimization
 from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import EXAMPLE, GROUPS, WRITTEN
@@ -56,6 +57,7 @@ from finetune.convert.automodel import (
     LAST_OF_RANKS,
     LAST_ROWS,
     LATENTS_IN_06,
+    MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
     MIMO_IN_06,
     MOVED_BIASES,
@@ -76,6 +78,7 @@ from finetune.convert.automodel import (
     SINKS_FROZEN,
     SLOW_START,
     STEPS_UNCLAMPED,
+    TENTH,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
@@ -952,6 +955,8 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
         ("zai-org/GLM-5.3-Flash", {"torch_dtype": "bf16"}, None),
         ("Qwen/Qwen3.8-Flash-Next", {"torch_dtype": "bf16"}, None),
         ("google/gemma-3-4b-it", {"torch_dtype": "bf16"}, WIDENED),  # transformers' own class
+        ("thinkingmachines/Inkling-Small", {"torch_dtype": "bf16"}, MAYBE_WIDENED),
+        ("org/ours", {"torch_dtype": "bf16", "force_hf": True}, WIDENED),
         ("mistralai/Mistral-Small-4-119B-2603", {"torch_dtype": "bf16"}, None),
         ("mistralai/Mistral-Medium-3.5-128B", {"torch_dtype": "bf16"}, None),
     ],
@@ -961,7 +966,8 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
 ) -> None:
     """Its _restore_loaded_model_dtype gives Phi's weights of float16 and of float32 float32 under bfloat16."""
     made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys)
-    assert [each for each in (AS_FILED, WIDENED) if each in said(made)] == [line] * bool(line)
+    lines = [f"({each})" for each in (AS_FILED, WIDENED, MAYBE_WIDENED)]
+    assert [each for each in lines if each in said(made)] == [f"({line})"] * bool(line)
     adapted = convert(
         AUTOMODEL, model={"pretrained_model_name_or_path": name} | keys, peft={"dim": 8}
     )
@@ -2077,6 +2083,12 @@ def test_automodels_warm_up_begins_at_a_tenth_where_there_is_one(
 ) -> None:
     made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", **steps})
     assert (SLOW_START in said(made)) == is_said
+
+
+def test_automodels_own_warm_up_is_rounded_down_and_ours_up(convert: Convert) -> None:
+    """build of LRSchedulerConfig of its components/optim/optimizer.py: min(1000, steps // 10)."""
+    assert TENTH in said(convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine"}))
+    assert Optimization(warmup_ratio=0.1).schedule(1369).warmup_steps == 1369 // 10 + 1
 
 
 @pytest.mark.parametrize(
