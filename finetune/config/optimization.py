@@ -423,7 +423,7 @@ class Optimization:
         return Schedule(
             peak=self.learning_rate,
             steps=steps,
-            warmup_steps=min(warmup, steps),
+            warmup_steps=warmup,
             floor=self.learning_rate * self.min_lr_ratio,
             kind=self.lr_scheduler_type,
             arguments=self.lr_scheduler_kwargs or {},

@@ -197,15 +197,21 @@ def count_sharing_ranks(settings: ToolFile) -> int:
     return max(map(_read_size, sizes))
 
 
-def _keeps_loaded_dtype(settings: ToolFile) -> bool:
-    """Whether Axolotl's own fsdp2_prepare_model, which casts nothing to float32, takes the place of
-    Accelerate's. Version 0.21 has no other FSDP, and refuses the list of options of the first.
+def is_first_fsdp(settings: ToolFile) -> bool:
+    """Whether a file of Axolotl's asks for the first version of FSDP, by its number or by the list
+    of options, which 0.21 refuses.
     """
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
     asked = settings.get("fsdp_version") or inner.get("version")
-    is_first = bool(settings.get("fsdp")) and asked is None
-    is_second = str(asked or 2) == "2" and not is_first
-    return is_second and bool(inner) and not settings.get("deepspeed")
+    return str(asked) == "1" or (asked is None and bool(settings.get("fsdp")))
+
+
+def _keeps_loaded_dtype(settings: ToolFile) -> bool:
+    """Whether Axolotl's own fsdp2_prepare_model, which casts nothing to float32, takes the place of
+    Accelerate's. Version 0.21 has no other FSDP.
+    """
+    is_sharded = bool(read_section(settings, "fsdp_config")) and not settings.get("deepspeed")
+    return is_sharded and not is_first_fsdp(settings)
 
 
 def _find_precision(tool: Tool, settings: ToolFile) -> Precision:

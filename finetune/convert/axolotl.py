@@ -9,7 +9,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.as_read import PASSED_ON
-from finetune.convert.asked_layout import count_sharing_ranks
+from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
@@ -35,7 +35,10 @@ from finetune.convert.shared import (
 )
 from finetune.convert.value_conversion import Conversion, convert_names, convert_targets
 
-BY_KERNELS = "by its LoRA kernels, which 0.21 turns on unless a key turns them off, "
+BY_KERNELS = (
+    "by its LoRA kernels, which are on unless a key turns them off, in 0.19 not under the first "
+    "FSDP, "
+)
 
 
 WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
@@ -667,7 +670,8 @@ def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # LoRA_MLP of Axolotl's kernels/lora.py, lora_kernels_auto_enable of its
-# utils/schemas/validation.py, and find_mlp_in_layer of its monkeypatch/lora_kernels.py
+# utils/schemas/validation.py (in 0.19 check_auto_enable_lora_kernels of its config.py), and
+# find_mlp_in_layer of its monkeypatch/lora_kernels.py
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 STOPS_KERNELS = ("rl", "nvfp4_merge_aware", "trust_remote_code")
 # whose model_support says so
@@ -686,7 +690,7 @@ def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
     is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
     has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
     is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
-    if adapter not in ("lora", "qlora") or is_stopped:
+    if adapter not in ("lora", "qlora") or is_stopped or is_first_fsdp(settings):
         return False
     return _is_rewritten(name_model(settings), family)
 

@@ -1,7 +1,7 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,29 @@ def _list_torchtune(
             entry.take("train_on_input")
         return [entry]
     entries = list_entries(value or settings.get(f"{key}s"), key, source)
+    _adapt_weights(entries, conversion)
     packed = [entry.take("packed") for entry in entries]
     if key == "dataset" and any(packed) and not compares_answers(conversion):
         conversion.recipe["packing"] = True  # all of them, says torchtune
     return entries
+
+
+# get_multi_dataset of torchtune's data/_utils.py, by torchdata's MultiNodeWeightedSampler, and
+# _setup_data of its recipes/dev/lora_finetune_distributed_multi_dataset.py
+DRAWN_BY_WEIGHTS = (
+    "each row is drawn from a data set by its share of the weights there, and one that ends is "
+    "read again; here a weight is how often a data set is read, so that a larger one has more of "
+    "the rows"
+)
+
+
+def _adapt_weights(entries: Sequence[DataSetEntry], conversion: Conversion) -> None:
+    """Reports how torchtune mixes data sets that have weights; of one alone it reads none."""
+    weights = [entry.unread["weight"] for entry in entries if "weight" in entry.unread]
+    if len(entries) > 1 and weights:
+        conversion.add_difference("datasets.weight", weights, DRAWN_BY_WEIGHTS)
+    elif weights:
+        entries[0].take("weight")
 
 
 def _read_torchtune_entry(

@@ -292,6 +292,9 @@ ON_HUGGING_FACE = {
     "swift/self-cognition": "modelscope/self-cognition",
 }
 OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
+# which has numbers about each row beside its texts, such as a score, that ms-swift leaves unread
+BESIDE_NUMBERS = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
+OF_ALPACA_NAMED = {"type": "alpaca", "prompt_column": "instruction", "completion_column": "output"}
 THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
 # SelfCognitionPreprocessor of its dataset/dataset/llm.py, by the names of its own subsets
 SUBSETS = {
@@ -313,6 +316,8 @@ def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
             conversion.add_difference("dataset", asked, REWRITTEN[name])
         if name in OF_ALPACA:
             entry["type"] = "alpaca"
+        elif name == BESIDE_NUMBERS:
+            entry |= OF_ALPACA_NAMED
         entry["path"] = ON_HUGGING_FACE.get(asked, asked)
         if entry["path"] != asked:
             conversion.add_remark("dataset", asked, THERE_AS.format(entry["path"]))

@@ -397,7 +397,9 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
                 f"method: {RATED[0]} learns from both; else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
-    if row.get("rejected") and "chosen" not in named:
+    # turns beside the pair, which are no part of it
+    names_others = source.messages_column not in (None, "chosen", "rejected")
+    if row.get("rejected") and "chosen" not in named and not names_others:
         if row_format == "messages":
             key = "messages_column"
         else:

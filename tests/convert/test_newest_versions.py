@@ -55,7 +55,7 @@ from finetune.convert.chat_templates import (
     TOKENIZERS_BOS,
 )
 from finetune.convert.conversion import REDUCED_ALONE, REDUCED_IN_16_BITS
-from finetune.convert.datasets import OF_CHATS, OF_OPENAI, STARTS_TWICE
+from finetune.convert.datasets import DRAWN_BY_WEIGHTS, OF_CHATS, OF_OPENAI, STARTS_TWICE
 from finetune.convert.factory import (
     ENDS_OF_LLAMA,
     FEWER_ROWS,
@@ -1124,6 +1124,23 @@ def test_what_torchtune_reads_otherwise_of_messages_is_said(style: str, convert:
     text = said(convert(TUNE, dataset=rows))
     assert [note in text for note in (OF_CHATS, *OF_OPENAI)] == [True, *[style == "openai"] * 2]
     assert OF_CHATS not in said(convert(TUNE))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_torchtunes_weights_of_several_data_sets_are_their_shares_of_the_draws(
+    count: int, convert: Convert
+) -> None:
+    """Source: get_multi_dataset, torchdata's MultiNodeWeightedSampler, and _setup_data of
+    recipes/dev/lora_finetune_distributed_multi_dataset.py, which mixes no single data set.
+    """
+    transform = {"_component_": "torchtune.datasets.multimodal.the_cauldron_transform"}
+    rows = [
+        {"source": "a/b", "subset": name, "transform": {**transform}, "weight": weight}
+        for name, weight in (("x", 0.25), ("y", 1.0))
+    ]
+    made = convert({key: TUNE[key] for key in TUNE if key != "dataset"}, datasets=rows[:count])
+    assert (DRAWN_BY_WEIGHTS in said(made)) == (count > 1)
+    assert ("weight" in made.recipe["datasets"][0]) == (count > 1)
 
 
 @pytest.mark.parametrize(("stage", "is_read"), [("rm", False), ("sft", False), ("dpo", True)])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.schema import DatasetSource
 from finetune.convert.base_model import DEQUANTIZED_AWQ
 from finetune.convert.chat_templates import OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
@@ -33,6 +34,7 @@ from finetune.convert.swift import (
     SYSTEM_THERE,
     THOUGHTS_KEPT,
 )
+from finetune.data.formats import Conversation, parse_row
 from finetune.errors import UserError
 from tests.convert.conftest import Convert, said
 
@@ -278,6 +280,19 @@ def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
     assert "/no_think" not in said(convert(SWIFT, dataset=["swift/self-cognition"]))
     streamed = convert(SWIFT, dataset=names, streaming=True, max_steps=9)
     assert REPEATED in said(made) and REPEATED not in said(streamed)
+
+
+def test_a_column_of_scores_that_ms_swift_leaves_unread_does_not_refuse_its_rows(
+    convert: Convert,
+) -> None:
+    """Source: remove_useless_columns of its dataset/preprocessor/core.py."""
+    name = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
+    made = convert(SWIFT, dataset=[f"liucong/{name}#9"])
+    source = DatasetSource(**{**made.recipe["datasets"][0], "path": "rows.jsonl"})
+    row = {"instruction": "Two?", "input": "", "output": "2", "score": 9}
+    document = parse_row(row, source).document
+    assert isinstance(document, Conversation)
+    assert [turn["content"] for turn in document.messages] == ["Two?", "2"]
 
 
 @pytest.mark.parametrize(

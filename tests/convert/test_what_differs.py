@@ -228,6 +228,9 @@ def test_a_template_that_may_forget_earlier_thinking_is_named(
         ({"load_in_8bit": True}, False),
         ({"adapter": "qlora", "load_in_4bit": True}, True),
         ({"lora_qkv_kernel": True}, False),  # the others are off then
+        ({"fsdp_config": {"offload_params": True}}, True),
+        ({"fsdp": ["full_shard"], "fsdp_config": {"offload_params": True}}, False),  # the first
+        ({"fsdp_version": 1, "fsdp_config": {"offload_params": True}}, False),
         ({"lora_mlp_kernel": True}, True),
         ({"trust_remote_code": True}, False),
         ({"base_model": "alpindale/Llama-3.2-11B-Vision-Instruct"}, False),  # of another layout

@@ -370,6 +370,18 @@ def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_pat
         prepare([{"path": pair, "chosen_column": "chosen"}])
 
 
+def test_a_conversation_beside_a_pair_is_learned_where_its_column_is_named(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    row = {"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    path = str(write_lines(tmp_path / "a.jsonl", [row]))
+    data = prepare([{"path": path, "messages_column": "messages"}])
+    assert data.report.as_json()["sources"][0]["examples"] == 1
+    for keys in ({}, {"messages_column": "rejected"}):
+        with pytest.raises(UserError, match=r"a\.jsonl:1: rejected: method: dpo"):
+            prepare([{"path": path, **keys}])
+
+
 def test_a_pair_that_is_too_long_is_named_once_and_cannot_be_split(
     prepare: Prepare, tmp_path: Path
 ) -> None:

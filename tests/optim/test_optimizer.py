@@ -174,6 +174,17 @@ def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(
     )
 
 
+@pytest.mark.parametrize("kind", ["cosine", "warmup_stable_decay", "inverse_sqrt"])
+def test_a_run_that_ends_in_its_warmup_does_not_reach_the_rate_as_in_transformers(
+    recipe_of: RecipeOf, kind: str
+) -> None:
+    recipe = recipe_of(lr_scheduler_type=kind, learning_rate=1e-3, warmup_steps=2 * STEPS)
+    arguments = {"num_decay_steps": 5} if kind == "warmup_stable_decay" else {}
+    rates = rates_of(recipe)
+    assert rates == pytest.approx(rates_of_transformers(kind, 2 * STEPS, 1e-3, **arguments))
+    assert max(rates) <= 0.5e-3
+
+
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])
 def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(
     recipe_of: RecipeOf, optim: str
