@@ -322,7 +322,7 @@ def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_pat
     given = {
         "model_name_or_path": str(llama),
         "datasets": [{"path": str(data)}],
-        "max_length": 131072,
+        "max_length": 163840,
     }
     fit = fit_recipe(given, 100.0, Hardware(4, "32GiB"), "lora")
     assert fit.need.device == fit.plan.peak_bytes <= 32 * 2**30
