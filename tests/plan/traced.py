@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.distributed.model_parts import local_part
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most numbers in any tensor that an operator returns inside this context."""
 
     numbers = 0
@@ -37,7 +37,7 @@ def allocated_peak(run: Callable[[], object]) -> int:
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(accumulate(changes))
+    return int(max(accumulate(changes)))
 
 
 def allocated_after(run: Callable[[], object]) -> int:
@@ -53,7 +53,7 @@ def allocated_after(run: Callable[[], object]) -> int:
         if event.name() == "[memory]"
     )
     del kept
-    return held
+    return int(held)
 
 
 @contextmanager
