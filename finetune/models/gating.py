@@ -133,7 +133,7 @@ def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, 
     return SPLITS.get(body.replace("(gate, up_states)", "gate, up_states"))
 
 
-def _find_activation(module: nn.Module | None) -> Activation | None:
+def _find_activation(module: Any) -> Activation | None:
     if type(module) in (SiLUActivation, nn.SiLU):  # a subclass may compute another function
         return SILU
     if type(module) is GELUTanh and isinstance(module.act, partial):

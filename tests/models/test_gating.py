@@ -95,25 +95,26 @@ def test_the_gradients_of_experts_are_those_of_transformers_gate() -> None:
 
 class Scaled(nn.SiLU):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
-        return 2 * super().forward(input)
+        return super().forward(input).mul(2)
 
 
 def doubled(forward: Any) -> Any:
     @wraps(forward)  # its source is still that of `forward`
     def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * forward(self, x)
+        doubled: torch.Tensor = 2 * forward(self, x)
+        return doubled
 
     return twice
 
 
-class Decorated(LlamaMLP):
+class Decorated(LlamaMLP):  # type: ignore[misc]
     @doubled
     def forward(self, x):  # type: ignore[no-untyped-def]
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class WithArguments(LlamaMLP):
-    def forward(self, x, **_: Any):  # type: ignore[no-untyped-def,override]
+class WithArguments(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x, **_: Any):  # type: ignore[no-untyped-def]
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
