@@ -124,6 +124,9 @@ class LossHead(nn.Module):
     logits: LogitTransform
     label_smoothing: float  # while training
     token_weights: TokenWeights | None = None  # while training
+    # Known before the model is sharded: in a unit of FSDP1 where others are trained, a frozen
+    # weight asks for a gradient too.
+    is_frozen: bool = False
     chunk_function: ChunkFunction | None = None  # compiled, where the recipe compiles
 
     def forward(
@@ -151,7 +154,18 @@ class LossHead(nn.Module):
     def prepare(self, hidden: Tensor) -> HeadProduct:
         """The product of the head with `hidden` [tokens, hidden], as this rank computes it."""
         weight, bias, shard = find_local_head(self.weight, self.bias)
-        return HeadProduct(hidden, weight, bias, shard=shard)
+        return HeadProduct(hidden, self.without_gradient(weight), bias, shard=shard)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its weight is, asked of the parameter: a rank's part of it does not say so where
+        there are no gradients.
+        """
+        return not self.is_frozen and bool(self.weight.requires_grad)
+
+    def without_gradient(self, weight: Tensor) -> Tensor:
+        """`weight`, which asks for no gradient where the head `is_frozen`."""
+        return weight.detach() if self.is_frozen and weight.requires_grad else weight
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., vocabulary]: all of them, on every rank."""
@@ -165,7 +179,7 @@ class LossHead(nn.Module):
         """How its loss is computed: smoothing and weights of tokens belong to training alone."""
         options = ChunkOptions(
             self.logits,
-            trains_head=product.weight.requires_grad,
+            trains_head=self.is_trained,
             shard=product.shard,
             function=self.chunk_function,
         )

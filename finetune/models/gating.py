@@ -37,10 +37,11 @@ def install_gating(model: Any) -> None:
     mlp: Any
     for _, mlp in text_modules(model):
         kind: Any = type(mlp)
-        activation = _find_activation(getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None)))
+        split = _find_split(kind)
+        name = "activation_fn" if split is _by_one_layer else "act_fn"
+        activation = _find_activation(getattr(mlp, name, None))
         if activation is None:
             continue
-        split = _find_split(kind)
         if split is not None and "forward" not in vars(mlp):
             mlp.forward = partial(_forward, mlp, split, activation)
         elif getattr(kind, "_apply_gate", None) is _default_apply_gate:
@@ -119,7 +120,10 @@ def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, 
         written = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
     except (OSError, SyntaxError, TypeError):  # its source is not at hand
         return None
-    if not isinstance(written, ast.FunctionDef) or len(written.args.args) != 2:
+    if not isinstance(written, ast.FunctionDef) or written.decorator_list:
+        return None
+    takes = written.args
+    if len(takes.args) != 2 or takes.vararg or takes.kwonlyargs or takes.kwarg:
         return None
     given = written.args.args[1].arg
     for node in ast.walk(written):
@@ -129,9 +133,9 @@ def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, 
     return SPLITS.get(body.replace("(gate, up_states)", "gate, up_states"))
 
 
-def _find_activation(module: nn.Module | None) -> Activation | None:
-    if isinstance(module, SiLUActivation | nn.SiLU):
+def _find_activation(module: Any) -> Activation | None:
+    if type(module) in (SiLUActivation, nn.SiLU):  # a subclass may compute another function
         return SILU
-    if isinstance(module, GELUTanh) and isinstance(module.act, partial):
+    if type(module) is GELUTanh and isinstance(module.act, partial):
         return GELU_TANH
     return None

@@ -200,6 +200,7 @@ def build_model(
     unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
         unreached = freeze_unreached(built, options.blank_document)
+    head_of(built).is_frozen = not head_of(built).weight.requires_grad
     offload = _checkpoint_activations(built, model, world)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if not options.trains_head:

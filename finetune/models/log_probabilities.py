@@ -57,7 +57,7 @@ def head_log_probabilities(
     product = head.prepare(hidden)
     chunks = ChunkOptions(
         head.logits._replace(temperature=temperature),
-        trains_head=product.weight.requires_grad,
+        trains_head=head.is_trained,
         shard=product.shard,
         function=head.chunk_function,
     )

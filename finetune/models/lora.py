@@ -573,6 +573,7 @@ def _head_class() -> type[nn.Module]:
         def prepare(self, hidden: Tensor) -> HeadProduct:
             base = self.base_layer
             weight, bias, shard = find_local_head(base.weight, base.bias)
+            weight = self.without_gradient(weight)
             if self.disable_adapters:
                 return HeadProduct(hidden, weight, bias, shard=shard)
             joined = torch.cat((hidden, self._multiply_by_a(hidden)), -1)

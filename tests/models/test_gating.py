@@ -1,11 +1,12 @@
 """Given an MLP of any family, when it keeps the outputs of gate and up alone, then every number is the same, bit for bit."""
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from finetune.models.gating import install_gating
 from finetune.models.load import build_on_meta
@@ -90,6 +91,48 @@ def test_the_gradients_of_experts_are_those_of_transformers_gate() -> None:
         product.float().square().sum().backward()
         results.append((product, gate_up.grad))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+class Scaled(nn.SiLU):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        return super().forward(input).mul(2)
+
+
+def doubled(forward: Any) -> Any:
+    @wraps(forward)  # its source is still that of `forward`
+    def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = 2 * forward(self, x)
+        return doubled
+
+    return twice
+
+
+class Decorated(LlamaMLP):  # type: ignore[misc]
+    @doubled
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class WithArguments(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x, **_: Any):  # type: ignore[no-untyped-def]
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_a_class_of_a_users_own_that_computes_something_else_stays_as_it_is() -> None:
+    config = sweep.tiny_config("llama")
+    for kind in (LlamaMLP, Decorated, WithArguments):
+        model: Any = build_on_meta(config, torch.float32)
+        mlp = model.model.layers[0].mlp = kind(config)
+        install_gating(model)
+        assert ("forward" in vars(mlp)) == (kind is LlamaMLP)
+    mlp = model.model.layers[0].mlp = LlamaMLP(config)
+    mlp.act_fn = Scaled()
+    phi3: Any = build_on_meta(sweep.tiny_config("phi3"), torch.float32)
+    other = phi3.model.layers[0].mlp
+    other.act_fn, other.activation_fn = nn.SiLU(), nn.ReLU()  # it reads the second
+    for each in (model, phi3):
+        install_gating(each)
+        assert "forward" not in vars(each.model.layers[0].mlp)
 
 
 def test_another_activation_and_another_formula_stay_as_they_are() -> None:

@@ -251,3 +251,15 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
     assert relative_error(loss, truth) < 2e-3
     assert relative_error(hidden.grad, exact[0].grad) < 1.5e-2  # type: ignore[arg-type]
     assert relative_error(weight.grad, exact[1].grad) < 1.5e-2  # type: ignore[arg-type]
+
+
+def test_a_frozen_head_asks_for_no_gradient_where_fsdp1_has_its_weight_ask_for_one() -> None:
+    """As in a unit of one dtype in which others, such as the final norm, are trained."""
+    model = ours(build("llama"))
+    head = model.lm_head
+    hidden = torch.randn(3, head.in_features)
+    assert head.weight.requires_grad and head.is_trained
+    assert head.prepare(hidden).needs_grad() == (False, True, False, False)
+    head.is_frozen = True  # as `build_model` sets it, before FSDP1 makes views of the weight
+    product = head.prepare(hidden)
+    assert not any(product.needs_grad()) and not head.chunk_options(product).trains_head

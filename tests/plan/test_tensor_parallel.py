@@ -55,6 +55,9 @@ def plan_of(family: str, ranks: int = RANKS, vocab_size: int = 256, **keys: Any)
     return make_spec(config, ranks=ranks, sharding=sharding, **keys)
 
 
+HEAD_LORA = Lora(use_peft=True, lora_r=8, lora_target_modules=("q_proj", "lm_head"))
+
+
 def build_part(
     family: str, spec: RunSpec, mesh: Any, lora: Lora | None = None, sequence_group: Any = None
 ) -> Any:
@@ -94,6 +97,19 @@ def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any)
     )
     # Phi-3's gathered products are planned whole where only a part of them is kept, for the row-wise layers that read it.
     assert planned == pytest.approx(measured, rel=0.12 if family == "phi3" else TOLERANCE)
+
+
+@pytest.mark.parametrize("lora", [None, HEAD_LORA], ids=["full", "lora"])
+def test_passes_with_and_without_gradients_have_the_same_chunks(
+    lora: Lora | None, mesh: Any
+) -> None:
+    head = build_part("llama", plan_of("llama"), mesh, lora).lm_head
+    trained = []
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients):
+            product = head.prepare(torch.randn(3, CONFIG["hidden_size"], dtype=torch.bfloat16))
+            trained.append(head.chunk_options(product).trains_head)
+    assert trained == [lora is None] * 2
 
 
 @pytest.mark.parametrize("precision", slow_but(["no"], ["bf16", "no"]))
