@@ -19,6 +19,7 @@ from finetune.distributed.model_parts import trunk_of
 from finetune.models.documents import install_attention
 from finetune.models.experts import GROUPED, register_grouped, set_experts_implementation
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import Architecture, read_architecture, split_config
@@ -154,6 +155,7 @@ def test_activations_are_planned_within_a_tenth_of_what_autograd_saves(
     register_grouped()
     set_experts_implementation(model, GROUPED)
     install_attention(model)
+    install_gating(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16)
         fuse_adapters(model)
