@@ -29,6 +29,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def allocated_peak(run: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator held at once of what was allocated during `run`."""
+    gc.collect()  # what is freed of before would count as negative
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:
