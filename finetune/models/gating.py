@@ -55,7 +55,7 @@ def _forward(
     x: Tensor,
 ) -> Tensor:
     """The MLP of [..., hidden]: its class's own forward where nothing is kept, or compiled."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not _keeps_anything():
         own: Tensor = type(module).forward(module, x)
         return own
     product: Tensor = _Gate.apply(*split(module, x), activation)  # type: ignore[no-untyped-call]
@@ -65,15 +65,22 @@ def _forward(
 
 def _gate_experts(module: Any, activation: Activation, gate_up: Tensor) -> Tensor:
     """act(gate) * up of experts [rows, 2 * width], whose forward is another's."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not _keeps_anything():
         own: Tensor = _default_apply_gate(module, gate_up)
         return own
     product: Tensor = _Gate.apply(*gate_up.chunk(2, dim=-1), activation)  # type: ignore[no-untyped-call]
     return product
 
 
+def _keeps_anything() -> bool:
+    """Whether torch keeps tensors for a backward now; of compiled layers the compiler decides."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 class _Gate(torch.autograd.Function):
-    """act(gate) * up, of one shape and dtype. Nothing but the down projection reads the product."""
+    """act(gate) * up, of one shape and dtype. Nothing but the down projection reads the product, so
+    that the backward may write over its gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -125,7 +132,7 @@ def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, 
     takes = written.args
     if len(takes.args) != 2 or takes.vararg or takes.kwonlyargs or takes.kwarg:
         return None
-    given = written.args.args[1].arg
+    given = takes.args[1].arg
     for node in ast.walk(written):
         if isinstance(node, ast.Name) and node.id == given:
             node.id = "x"
