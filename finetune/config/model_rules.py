@@ -424,8 +424,8 @@ RULES: tuple[Rule, ...] = (
         "use_peft",
         when=lambda c: c["use_peft"] and _names_unadaptable(c),
         message=lambda c: (
-            f"lora_target_modules: peft cannot adapt {', '.join(c.model.family.unadaptable)} of "
-            f"{c.model.model_type}"
+            f"lora_target_modules: {', '.join(c.model.family.unadaptable)} of {c.model.model_type} "
+            "can have no adapters"
         ),
         advice="name other linear layers",
     ),
@@ -436,7 +436,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c["use_peft"] and c.recipe.lora.adapts_all and c.model.family.unadaptable,
         message=lambda c: (
             f"lora_target_modules: all-linear: without {', '.join(c.model.family.unadaptable)} of "
-            f"{c.model.model_type}, which peft cannot adapt"
+            f"{c.model.model_type}, which can have no adapters"
         ),
         is_note=True,
     ),

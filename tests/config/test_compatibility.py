@@ -164,9 +164,9 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "use_dora=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "DoRA measures the rows of the frozen weights"),
     ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "which torchao does not multiply in FP8; set mixed_precision: bf16"),
     ([], replace(FSDP2, fp8=Fp8()), 2, LLAMA | {"hidden_size": 24}, None, "M has no linear layer that can be multiplied in FP8"),
-    ([LORA, "lora_target_modules=[router]"], None, 1, VISION | {"model_type": "llama4_text"}, None, "peft cannot adapt router of llama4_text; name other linear layers"),
+    ([LORA, "lora_target_modules=[router]"], None, 1, VISION | {"model_type": "llama4_text"}, None, "router of llama4_text can have no adapters; name other linear layers"),
     ([LORA, "lora_target_modules=[out_proj]"], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None,
-     "peft cannot adapt conv1d, out_proj of falcon_h1; name other"),
+     "conv1d, out_proj of falcon_h1 can have no adapters; name other"),
     # mixtures
     (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile cannot be combined with expert_parallel_size: within a layer the host"),
     (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
