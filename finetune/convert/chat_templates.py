@@ -226,6 +226,12 @@ OF_PHI3 = (
     "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
     "each question; here an EOS token ends the row, and no BOS token is written",
 )
+# encode of torchtune's SentencePieceBaseTokenizer, which writes a line break before an answer and
+# cuts its token off: Gemma's vocabulary has one token for several
+OF_GEMMA = (
+    "chat_template: line breaks at the start of an answer are left out there, unless a space ends "
+    "its question"
+)
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
@@ -238,6 +244,7 @@ TOKENIZERS = {
     "phi3_mini_tokenizer": "phi3",
     "phi4_tokenizer": "phi4",
 }
+OF_TOKENIZERS = {"phi3": OF_PHI3, "joined": (OF_GEMMA,)}  # what these write otherwise
 # Models whose turns mistral-common writes, by the version of their tokenizers; those of Devstral
 # and of the first Magistral by the tokens of Axolotl's tests/prompt_strategies.
 MISTRAL_COMMON = {
@@ -338,8 +345,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
-    if name == "phi3":
-        conversion.remarks += OF_PHI3
+    conversion.remarks += OF_TOKENIZERS.get(name, ())
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False

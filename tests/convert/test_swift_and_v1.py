@@ -379,6 +379,7 @@ def test_a_list_of_data_sets_of_llama_factorys_v1_is_read(tmp_path: Path, conver
     ]
     assert not made.to_do and DRAWN_AGAIN in said(made) and "two.weight: 2.0" in said(made)
     assert V1_ROWS in said(made) and V1_ROWS in said(convert(V1))
+    assert V1_ROWS in said(convert(V1, train_dataset="elsewhere.yaml"))
     listed["two"]["converter"] = "sharegpt"
     (tmp_path / "listed.yaml").write_text(yaml.safe_dump(listed))
     assert V1_ROWS not in said(convert(V1, train_dataset="listed.yaml"))
