@@ -48,6 +48,12 @@ END_MASKED = (
     "where a length is named, the last token of every row, which ends its last answer, is not "
     "trained there: the model does not learn to end; here it is trained"
 )
+# torchtune's tokenizers by SentencePiece, tiktoken and GPT-2's files, unlike those for Qwen and of
+# Hugging Face's files; and mistral-common, which Axolotl asks by a key
+PARSING_TOKENS = re.compile("qwen|hugging_face|HuggingFace")
+TYPED_AS_WORDS = (
+    "rows: a special token that stands in a text is tokenized as words there, as that token here"
+)
 # mask_messages of torchtune's data/_messages.py
 SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
 # ModulesToSaveWrapper of peft, which copies a module with its weight
@@ -181,6 +187,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
     _report_masked_end(settings, conversion)
+    _report_typed_tokens(settings, conversion)
     _report_ends(settings, conversion)
     _report_joined_breaks(conversion)
 
@@ -260,6 +267,14 @@ def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
         and not _holds_texts(settings)
     ):
         conversion.add_difference("tokenizer.max_seq_len", longest, END_MASKED)
+
+
+def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that a special token that stands in a row is none for some tools' tokenizers."""
+    component = str(read_section(settings, "tokenizer").get("_component_"))
+    is_of_torchtune = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
+    if is_of_torchtune or settings.get("tokenizer_use_mistral_common"):
+        conversion.remarks.append(TYPED_AS_WORDS)
 
 
 def _report_ends(settings: ToolFile, conversion: Conversion) -> None:

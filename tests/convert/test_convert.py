@@ -37,7 +37,13 @@ from finetune.convert.counterparts import (
 from finetune.convert.factory_v1 import V1_BREAK
 from finetune.convert.image_models import UNKNOWN_IMAGES
 from finetune.convert.model_names import guess_family
-from finetune.convert.numbers import ENDS_OF_TEXTS, JOINED_BREAKS, LABEL_BEHIND_CUT, OF_TEXTS
+from finetune.convert.numbers import (
+    ENDS_OF_TEXTS,
+    JOINED_BREAKS,
+    LABEL_BEHIND_CUT,
+    OF_TEXTS,
+    UNTRAINED_BY_CUT,
+)
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
 from finetune.convert.shared import MICRO_BATCHES_ALIKE
@@ -517,6 +523,7 @@ def test_trl(converted: Convert) -> None:
         "completion_only_loss",
         "gradients",
         "max_length",
+        "max_length",
         "rows",
         "rows",
         "eval_loss",
@@ -948,7 +955,8 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
     alone = f"completion_only_loss: null   ({COMPLETION_ALONE})"
-    lines = [alone, REDUCED_IN_16_BITS, SAVED_BY_LAUNCH, ALIKE, LABEL_BEHIND_CUT, ENDS_OF_TEXTS]
+    cut = [LABEL_BEHIND_CUT, UNTRAINED_BY_CUT.format(", in TRL before 1.9")]
+    lines = [alone, REDUCED_IN_16_BITS, SAVED_BY_LAUNCH, ALIKE, *cut, ENDS_OF_TEXTS]
     assert ours["datasets"] == [columns]
     assert said.splitlines() == [*lines, JOINED_BREAKS.format(OF_TEXTS)]
 

@@ -38,6 +38,7 @@ from finetune.convert.numbers import (
     ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
     TEXT_CUT,
+    TYPED_AS_WORDS,
     UNTRAINED_BY_CUT,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
@@ -173,6 +174,23 @@ def test_a_pair_that_teaches_nothing_stays_there(
     convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (PAIRS_LEFT_OUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TUNE, {}, True),
+        (TUNE, {"tokenizer": {"_component_": "torchtune.models.qwen3.qwen3_tokenizer"}}, False),
+        (AXOLOTL, {}, False),
+        (AXOLOTL, {"tokenizer_use_mistral_common": True}, True),
+        (FACTORY, {}, False),
+    ],
+)
+def test_a_special_token_in_a_text_is_words_for_some_tokenizers(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    """encode of torchtune's SentencePieceBaseTokenizer and TikTokenBaseTokenizer, and Qwen's."""
+    assert (TYPED_AS_WORDS in convert(file, **keys)) == is_said
 
 
 def test_line_breaks_that_torchtune_leaves_out_of_gemmas_answers_are_said(convert: Convert) -> None:
