@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.schema import recipe_keys
+from finetune.convert.automodel import CUT_BEFORE_ANSWER, NEXT_IN_PLACE
 from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.chat_templates import BREAKS, TRIMMED
 from finetune.convert.counterparts import ToolFile
@@ -52,7 +53,8 @@ END_MASKED = (
 # Hugging Face's files; and mistral-common, which Axolotl asks by a key
 PARSING_TOKENS = re.compile("qwen|hugging_face|HuggingFace")
 TYPED_AS_WORDS = (
-    "rows: a special token that stands in a text is tokenized as words there, as that token here"
+    "rows: a BOS, EOS or other control token that stands in a text is tokenized as words there, as "
+    "that token here"
 )
 # mask_messages of torchtune's data/_messages.py
 SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
@@ -209,7 +211,9 @@ def _report_untrained(conversion: Conversion) -> None:
     else:
         has_prompts = any(each.get("type") != "text" for each in sources)
     versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
-    if versions is not None and has_prompts:
+    said_elsewhere = (CUT_BEFORE_ANSWER, NEXT_IN_PLACE)
+    is_said = any(note in line for line in conversion.remarks for note in said_elsewhere)
+    if versions is not None and has_prompts and not is_said:
         conversion.remarks.append(UNTRAINED_BY_CUT.format(versions))
 
 

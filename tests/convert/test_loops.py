@@ -1469,7 +1469,8 @@ def test_rows_that_automodel_cuts_before_their_answers_are_said(convert: Convert
     limits = {"seq_length": 64, "truncation": "longest_first"}
     assert CUT_BEFORE_ANSWER in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits))
     columns = {"column_mapping": {"question": "q", "answer": "a"}}
-    assert NEXT_IN_PLACE in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+    mapped = said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+    assert NEXT_IN_PLACE in mapped and "cut off whole" not in mapped
 
 
 @pytest.mark.parametrize(("strategy", "overlength"), [("thd", "drop"), ("neat", "error")])

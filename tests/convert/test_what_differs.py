@@ -76,7 +76,7 @@ from finetune.convert.factory import (
 )
 from finetune.convert.image_models import COLUMN_REFUSED, TRAINED_TOWER
 from finetune.convert.model_names import FAMILIES, REFUSED_NAMES, guess_family, guess_vision_family
-from finetune.convert.numbers import BOTH_WARMUPS
+from finetune.convert.numbers import BOTH_WARMUPS, UNTRAINED_BY_CUT
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
@@ -798,6 +798,7 @@ def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: C
     for keys, overlength in (({}, "truncate"), ({"drop_overlong": True}, "drop")):
         text = convert(VLM, dataset=mix, dataloader={"collate_fn": function | keys})
         assert text.recipe["overlength"] == overlength and CUT_IN_BATCHES not in said(text)
+        assert (UNTRAINED_BY_CUT.format("") in said(text)) == (overlength == "truncate")
     packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
     assert (packed.recipe["max_length"], packed.recipe["packing"]) == (4096, True)
     assert UNLIMITED_NOTE not in said(packed)
