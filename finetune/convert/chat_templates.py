@@ -405,6 +405,11 @@ SCORED_BREAK = (
     "chat_template: what it writes after the end of an answer, as ChatML's line break, is scored "
     "too there"
 )
+# apply_chat_template of TRL's data_utils.py, by which a side is all that follows what both share
+SCORED_QUESTION = (
+    "rows: of a side with several answers, what is asked between them is scored too there; here "
+    "the answers alone"
+)
 # tokenize_row of TRL's DPOTrainer until 0.27, and _process_tokens of its KTOTrainer until 1.2
 ENDED_BEFORE = {
     "dpo": (
@@ -503,8 +508,11 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what TRL's trainers of preferences, which are Axolotl's too, read before a prompt and
     score after an answer.
     """
-    if find_method_facts(conversion.recipe).rows not in ("pairs", "ratings"):
+    rows = find_method_facts(conversion.recipe).rows
+    if rows not in ("pairs", "ratings"):
         return
+    if conversion.tool == "TRL" and rows == "pairs":
+        conversion.remarks.append(SCORED_QUESTION)
     method = conversion.recipe.get("method")
     is_axolotl = conversion.tool == "Axolotl"
     # argilla of Axolotl's prompt_strategies/orpo strips no answer

@@ -49,6 +49,7 @@ from finetune.convert.chat_templates import (
     OWN_SYSTEM,
     OWN_THOUGHT,
     SCORED_BREAK,
+    SCORED_QUESTION,
     THOUGHT_OF_IMAGES,
     THOUGHT_WHOLE,
     THOUGHTS_LEFT_OUT,
@@ -425,7 +426,9 @@ def test_what_is_scored_after_an_answer_of_a_pair_is_said(
 def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
     assert SCORED_BREAK in said(convert(file, beta=0.1))
+    assert SCORED_QUESTION in said(convert(file, beta=0.1))
     assert SCORED_BREAK not in said(convert(file))
+    assert SCORED_QUESTION not in said(convert(file, desirable_weight=1.0))
 
 
 @pytest.mark.parametrize(
