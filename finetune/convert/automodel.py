@@ -756,6 +756,12 @@ FOUND_BY_WORDS = (
     "an answer is found there by its own tokens, where they first stand in a row: those that stand "
     "in what is asked, too, are trained there; here the answer"
 )
+# _build_labels_from_markers of the same, of templates that trim no answer
+WITH_BREAK = ("internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+HEADER_UNFOUND = (
+    "rows: an answer that begins with a line break is not trained there where the tokenizer has "
+    "one token for that and the one that ends its header; it is here"
+)
 
 
 def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
@@ -787,6 +793,8 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in WITHOUT_HEADER or (conversion.images and "pixtral" in name.lower()):
         conversion.add_difference("model", name, FOUND_BY_WORDS)
+    if conversion.images in WITH_BREAK:
+        conversion.remarks.append(HEADER_UNFOUND)
 
 
 # the text parts of its own classes of these, which number the tokens where they are handed no

@@ -23,6 +23,7 @@ from finetune.convert.automodel import (
     BLANK_IMAGES,
     DROPPED_BY_ESTIMATE,
     FOUND_BY_WORDS,
+    HEADER_UNFOUND,
     IMAGES_IN_ORDER,
     KEPT_BY_ESTIMATE,
     NUMBERED_IN_STAGES,
@@ -556,6 +557,14 @@ def test_answers_that_automodel_finds_by_their_words_are_said(tmp_path: Path) ->
     ):
         made = convert_automodels(tmp_path, name)
         assert any(FOUND_BY_WORDS in line for line in made.differences) == is_said
+
+
+def test_an_answer_whose_break_joins_its_headers_is_not_trained_by_automodel(
+    tmp_path: Path,
+) -> None:
+    """_build_labels_from_markers of the same file, run with a tokenizer that has such a token."""
+    for name, is_said in (("Qwen/Qwen3-VL-4B-Instruct", True), ("a/gemma-3-4b", False)):
+        assert (HEADER_UNFOUND in convert_automodels(tmp_path, name).remarks) == is_said
 
 
 TEXT_ALONE = ["*vision*", "*visual*", "*lm_head*"]
