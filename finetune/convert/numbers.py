@@ -206,15 +206,17 @@ def _report_untrained(conversion: Conversion) -> None:
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
     sources = recipe.get("datasets", ())
+    versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
+    where = ""
     if rows == "answers" and recipe.get("assistant_only_loss") is False:
         has_prompts = any(_has_prompt(each, True, conversion.tool == "TRL") for each in sources)
+        where = OF_TEXTS
     else:
         has_prompts = any(each.get("type") != "text" for each in sources)
-    versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
     said_elsewhere = (CUT_BEFORE_ANSWER, NEXT_IN_PLACE)
     is_said = any(note in line for line in conversion.remarks for note in said_elsewhere)
     if versions is not None and has_prompts and not is_said:
-        conversion.remarks.append(UNTRAINED_BY_CUT.format(versions))
+        conversion.remarks.append(UNTRAINED_BY_CUT.format(versions + where))
 
 
 def _holds_texts(settings: ToolFile) -> bool:

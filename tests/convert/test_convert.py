@@ -955,7 +955,7 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
     alone = f"completion_only_loss: null   ({COMPLETION_ALONE})"
-    cut = [LABEL_BEHIND_CUT, UNTRAINED_BY_CUT.format(", in TRL before 1.9")]
+    cut = [LABEL_BEHIND_CUT, UNTRAINED_BY_CUT.format(f", in TRL before 1.9{OF_TEXTS}")]
     lines = [alone, REDUCED_IN_16_BITS, SAVED_BY_LAUNCH, ALIKE, *cut, ENDS_OF_TEXTS]
     assert ours["datasets"] == [columns]
     assert said.splitlines() == [*lines, JOINED_BREAKS.format(OF_TEXTS)]

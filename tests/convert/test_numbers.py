@@ -32,6 +32,7 @@ from finetune.convert.numbers import (
     EOS_AT_CUT,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
+    OF_TEXTS,
     ONE_BREAK,
     OTHER_ATTENTION,
     PAIRS_LEFT_OUT,
@@ -135,7 +136,8 @@ def test_a_row_that_is_cut_has_a_label_more_here(
 @pytest.mark.parametrize(
     ("file", "keys", "versions"),
     [
-        (TRL, {}, ", in TRL before 1.9"),
+        (TRL, {}, f", in TRL before 1.9{OF_TEXTS}"),
+        (TRL, {"assistant_only_loss": True}, ", in TRL before 1.9"),
         (TRL, {"max_length": None}, None),
         (TRL, {"beta": 0.1}, ", in TRL 0.29 to 1.8"),
         (FACTORY, {}, None),  # whose cut leaves some of each
