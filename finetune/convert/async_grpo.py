@@ -56,13 +56,19 @@ READ_HERE: Mapping[str, tuple[str, ...]] = {
     "postprocessing": (),
 }
 FREE_RUNNING = (
-    "completions are sampled without end there, and are as old as it happens: the oldest are "
-    "dropped where the queue is full; here each is sampled once, by weights that are at most "
-    "max_staleness steps older"
+    "completions are sampled without end there, by each inference worker of all prompts, and are "
+    "as old as it happens: the oldest are dropped where the queue is full; here those of a prompt "
+    "are sampled once, by weights that are at most max_staleness steps older"
 )
+# a completion is an element of torchrl's buffer, which keeps as many as it has room for
 DRAWN = (
-    "drawn from the newest completions at random, one maybe several times, on each training worker "
-    "there; here each completion of a step is trained on once"
+    "drawn at random from the newest completions, as many as replay_buffer_size says ({}), one "
+    "maybe several times, on each training worker there; here each completion of a step is trained "
+    "on once"
+)
+NEWEST = (
+    "the newest completion alone, this many times, on each training worker there, for "
+    "replay_buffer_size is 1; here each completion of a step is trained on once"
 )
 NOT_CLIPPED = "not used there: the ratio is of a token's probability to itself, and always 1"
 SECOND_UPDATE = "the ratio is 1 in each update on the same completions there, clipped here"
@@ -135,7 +141,9 @@ def _set_batch(settings: ToolFile, conversion: Conversion) -> None:
     )
     group = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
     conversion.recipe["global_batch_size"] = max(1, int(completions * workers) // int(group))
-    conversion.add_difference("training.batch_size", completions, DRAWN)
+    size = read_number("replay_buffer_size", orchestration.get("replay_buffer_size", 1), "1", 1)
+    note = NEWEST if size == 1 else DRAWN.format(int(size))
+    conversion.add_difference("training.batch_size", completions, note)
 
 
 def _set_length(settings: ToolFile, conversion: Conversion) -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from finetune.config.schema import recipe_keys
+from finetune.convert.async_grpo import DRAWN, NEWEST
 from finetune.convert.conversion import convert_file
 from finetune.convert.counterparts import GRPO, list_counterparts
 from finetune.convert.recognize import Refusal
@@ -264,6 +265,16 @@ def test_torchtunes_asynchronous_file_keeps_its_meaning(tmp_path: Path) -> None:
         "dataset.partition",
     ]
     assert "(think_tag='think', positive_reward=1.0)" in conversion.to_do[0]
+    assert any(NEWEST in line for line in conversion.differences)
+
+
+def test_torchtunes_asynchronous_run_draws_from_as_many_completions_as_its_buffer_holds(
+    tmp_path: Path,
+) -> None:
+    """A buffer of torchrl's that has room for one keeps the last of the completions it is given."""
+    text = ASYNC.replace("num_steps: 250", "num_steps: 250, replay_buffer_size: 64")
+    listed = "\n".join(convert(text, tmp_path).differences)
+    assert DRAWN.format(64) in listed and NEWEST not in listed
 
 
 @pytest.mark.parametrize(
