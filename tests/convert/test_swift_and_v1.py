@@ -235,6 +235,21 @@ def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_pa
     assert line not in said(convert_file(script))
 
 
+@pytest.mark.parametrize(
+    ("file", "layout"),
+    [
+        ("./activation_cpu_offload/fsdp2.json", "fsdp_full_shard_auto"),
+        ("./configs/fsdp2_offload.json", "fsdp_cpu_offload"),
+    ],
+)
+def test_the_folder_of_ms_swifts_fsdp_file_says_nothing_of_its_weights(
+    file: str, layout: str, convert: Convert
+) -> None:
+    """That folder's file offloads activations."""
+    made = convert(SWIFT, fsdp=file, torch_dtype="bfloat16")
+    assert made.recipe["accelerate_config"] == layout
+
+
 def test_what_ms_swift_trains_whole_beside_adapters_is_said(convert: Convert) -> None:
     """cast_adapter_dtype of peft, and _add_new_special_tokens of its model/register.py."""
     saved = {"modules_to_save": ["embed_tokens"], "torch_dtype": "bfloat16"}
