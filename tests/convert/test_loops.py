@@ -22,6 +22,8 @@ from transformers import (
     Trainer,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
@@ -164,6 +166,7 @@ from finetune.convert.trained_layers import (
     ALL_WITH_EXPERTS,
     AUXILIARY,
     BY_LAYER,
+    FUSED_OTHERWISE,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -587,6 +590,34 @@ def test_automodels_own_class_of_gemma_4s_mixture_adapts_no_router(
     assert "self.proj(hidden_states)" in inspect.getsource(Gemma4TextRouter)
     made = convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}, peft=peft)
     assert (ROUTER_UNADAPTED in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "peft", "layout", "family"),
+    [
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 1, "dp_size": "none"}, "falcon_h1"),
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 4}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"target_modules": ["*.q_proj"]}, {}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"use_memory_efficient_lora": False}, {}, None),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", {"match_all_linear": True}, {}, "seed_oss"),
+        ("Qwen/Qwen3-8B", {}, {}, None),
+    ],
+)
+def test_what_automodels_fused_mlp_leaves_out_of_a_family_is_said(
+    name: str, peft: dict[str, Any], layout: dict[str, Any], family: str | None, convert: Convert
+) -> None:
+    """It computes down_proj(silu(gate_proj(x)) * up_proj(x)), which these are more than."""
+    model = {"pretrained_model_name_or_path": name}
+    text = said(convert(AUTOMODEL, model=model, peft={"dim": 8} | peft, distributed=layout))
+    assert [each for each, note in FUSED_OTHERWISE.items() if note in text] == [family] * bool(
+        family
+    )
+    config = FalconH1Config(hidden_size=4, intermediate_size=8, mlp_multipliers=[0.5, 0.25])
+    mlp = FalconH1MLP(config)
+    x = torch.randn(3, 4)
+    product = mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x) * 0.5) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), product * 0.25)
+    assert "dropout(down_proj, p=self.residual_dropout" in read_family_source("seed_oss")
 
 
 @pytest.mark.parametrize(
@@ -2072,8 +2103,9 @@ def test_a_layer_that_transformers_has_not_may_be_in_code_beside_the_files(
 
 
 def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> None:
-    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
+    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1, eta_min=7e-7)
     assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
+    assert "eta_min" in made.ignored
     assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
 
 
