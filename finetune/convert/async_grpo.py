@@ -19,7 +19,6 @@ RENAMED: Mapping[tuple[str, str], str] = {
     ("inference", "group_size"): "num_generations",
     ("inference", "max_generated_tokens"): "max_completion_length",
     ("inference", "temperature"): "temperature",
-    ("inference", "top_k"): "top_k",
     ("training", "ppo_epochs"): "num_iterations",
     ("training", "steps_before_weight_sync"): "max_staleness",
     ("postprocessing", "ref_checkpointer"): "ref_checkpointer",
@@ -51,6 +50,7 @@ READ_HERE: Mapping[str, tuple[str, ...]] = {
         "total_batch_size",
         "steps_before_weight_sync",
         "queue_maxsize",
+        "top_k",  # which its SyncLLMCollector does not give vLLM
     ),
     "training": ("batch_size", "loss"),
     "postprocessing": (),
@@ -69,6 +69,10 @@ DRAWN = (
 NEWEST = (
     "the newest completion alone, this many times, on each training worker there, for "
     "replay_buffer_size is 1; here each completion of a step is trained on once"
+)
+# LinearGRPOLoss, beside batched_logits_to_logprobs of its PostProcessingWorker
+UNTEMPERED = (
+    "the loss divides the reference's logits by it there, and not the trained model's; both here"
 )
 NOT_CLIPPED = "not used there: the ratio is of a token's probability to itself, and always 1"
 SECOND_UPDATE = "the ratio is 1 in each update on the same completions there, clipped here"
@@ -109,6 +113,9 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
         "importance_sampling_clip_max": WIDEST,
     }
     conversion.add_difference("training.loss.epsilon", loss.get("epsilon", 0.1), NOT_CLIPPED)
+    temperature = settings.get("temperature", 1.0)
+    if temperature != 1.0:
+        conversion.add_difference("inference.temperature", temperature, UNTEMPERED)
     if iterations != 1:
         recipe["max_steps"] = steps * iterations
         conversion.add_difference("training.ppo_epochs", iterations, SECOND_UPDATE)

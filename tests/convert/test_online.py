@@ -259,6 +259,7 @@ def test_torchtunes_asynchronous_file_keeps_its_meaning(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in conversion.differences] == [
         "shuffle",
         "training.loss.epsilon",
+        "inference.temperature",
         "training.steps_before_weight_sync",
         "training.batch_size",
         "dataset._component_",
@@ -266,6 +267,12 @@ def test_torchtunes_asynchronous_file_keeps_its_meaning(tmp_path: Path) -> None:
     ]
     assert "(think_tag='think', positive_reward=1.0)" in conversion.to_do[0]
     assert any(NEWEST in line for line in conversion.differences)
+
+
+def test_torchtunes_asynchronous_run_gives_vllm_no_top_k(tmp_path: Path) -> None:
+    conversion = convert(ASYNC.replace("batch_size: 1,", "batch_size: 1, top_k: 50,"), tmp_path)
+    assert "top_k" not in conversion.recipe
+    assert not any("top_k" in line for line in conversion.differences)
 
 
 def test_torchtunes_asynchronous_run_draws_from_as_many_completions_as_its_buffer_holds(
