@@ -365,6 +365,8 @@ UNSCALED = (
     "config, which has effect here"
 )
 UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
+BIASED_HEAD = re.compile(r"lm_head = nn\.Linear\([^)]*(bias=(True|\S*lm_head_bias)|vocab_size)\)")
+UNBIASED = "this loss leaves the output head's bias out there; it has effect here"
 # _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -532,7 +534,9 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
 
 
 def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the scale and the cap of scores that losses by the head's weight do not know."""
+    """Reports the scale, the cap and the bias of scores that losses by the head's weight do not
+    know.
+    """
     loss = read_section(settings, "loss_fn")
     family = conversion.images or guess_family(name_model(settings)) or ""
     source = read_family_source(family)
@@ -541,6 +545,8 @@ def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
     scores = f"{SCALED_SCORES}|{CAPPED_SCORES}"
     if target.endswith(FUSED_LOSS) and not is_capped and re.search(scores, source):
         conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+    elif target.endswith(FUSED_LOSS) and BIASED_HEAD.search(source):
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNBIASED)
     elif target.endswith(CHUNKED_LOSS) and re.search(SCALED_SCORES, source):
         conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, UNSCALED_BUT_IN_06)
 

@@ -81,6 +81,7 @@ from finetune.convert.automodel import (
     SLOW_START,
     STEPS_UNCLAMPED,
     TENTH,
+    UNBIASED,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
@@ -678,6 +679,19 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
     assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [("microsoft/phi-2", True), ("EleutherAI/gpt-j-6b", True), ("Qwen/Qwen2.5-3B", False)],
+)
+def test_a_heads_bias_that_automodels_fused_loss_leaves_out_is_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """Its function takes the hidden states and the head's weight."""
+    model = {"pretrained_model_name_or_path": name}
+    assert (UNBIASED in said(convert(AUTOMODEL, model=model, loss_fn=FUSED))) == is_said
+    assert UNBIASED not in said(convert(AUTOMODEL, model=model))
 
 
 @pytest.mark.parametrize(
