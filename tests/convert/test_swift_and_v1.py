@@ -33,6 +33,7 @@ from finetune.convert.swift import (
     ROWS_UNTRAINED,
     SYSTEM_THERE,
     THOUGHTS_KEPT,
+    TRAINED_THOUGHTS,
 )
 from finetune.data.formats import Conversation, parse_row
 from finetune.errors import UserError
@@ -139,6 +140,17 @@ def test_the_thoughts_of_earlier_turns_are_left_out_there_under_last_round(
 ) -> None:
     text = said(convert(SWIFT, model="Qwen/Qwen3-8B", loss_scale="last_round"))
     assert EMPTY_THOUGHTS.format("in the last turn") in text and THOUGHTS_KEPT not in text
+
+
+def test_what_ms_swift_does_with_thoughts_is_said_by_its_keys(convert: Convert) -> None:
+    """_set_loss_scale of its template_args.py, _get_preserve_thinking of its template/base.py."""
+    keys = {"disable_ignore_empty_think": True, "preserve_thinking": False}
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", **keys))
+    assert TRAINED_THOUGHTS.format("in every turn") in text and THOUGHTS_KEPT not in text
+    assert "preserve_thinking: false" in text
+    last = {"loss_scale": "last_round", "preserve_thinking": True}
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", **last))
+    assert THOUGHTS_KEPT in text and "preserve_thinking: " not in text
 
 
 @pytest.mark.parametrize(
