@@ -177,6 +177,8 @@ def test_the_trainer_of_trl_asks_the_class_too(model: str, convert: Convert) -> 
     ("model", "line"),
     [
         ("LiquidAI/LFM2-350M", APART_IN_21),
+        ("ibm-ai-platform/Bamba-9B-v2", APART_IN_21),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", None),  # which 0.19 cannot load
         ("ai21labs/AI21-Jamba-Mini-1.5", STATE_PASSED_ON),
         ("Qwen/Qwen3-8B", None),
     ],
