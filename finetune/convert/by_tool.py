@@ -288,16 +288,31 @@ HEAD_PASSED_BY = (
 )
 
 
+# lce_forward of Liger's transformers/model/falcon_h1.py; LLaMA-Factory has none for it
+UNMULTIPLIED = (
+    "Liger's fused loss takes scores without lm_head_multiplier of the config, by which they are "
+    "multiplied here"
+)
+UNMULTIPLIED_BY_LIGER = ("falcon_h1",)
+
+
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean, and where it passes an adapter by."""
+    """Reports where the loss of a step is another mean, and where it passes an adapter or a
+    multiplier by.
+    """
     answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
     heads = sorted(HEADS.intersection(targets)) if isinstance(targets, list) else []
-    is_asked = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
+    key = FUSED_LOSSES.get(conversion.tool, "")
+    is_ligers = settings.get(key)
     # which need the scores
     others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
-    if answers and heads and is_asked and not any(others):
+    may_fuse = answers and not any(others)
+    if may_fuse and heads and (is_ligers or cuts_loss(settings)):
         conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
+    is_multiplied = guess_family(name_model(settings)) in UNMULTIPLIED_BY_LIGER
+    if may_fuse and is_ligers and is_multiplied and conversion.tool != "LLaMA-Factory":
+        conversion.add_difference(key, True, UNMULTIPLIED)
     if conversion.tool == "TRL" and answers and has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 

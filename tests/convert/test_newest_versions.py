@@ -10,7 +10,7 @@ import transformers
 from datasets import Dataset
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from finetune.config.facts import has_fused_experts
+from finetune.config.facts import has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
     ANSWERS_FOUND,
@@ -37,6 +37,7 @@ from finetune.convert.by_tool import (
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
     SMALL_MOMENTS,
+    UNMULTIPLIED,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
@@ -762,6 +763,29 @@ def test_other_tools_ask_for_ligers_fused_loss_too(
     file: dict[str, object], key: str, asks: bool, convert: Convert
 ) -> None:
     assert (HEAD_PASSED_BY in said(convert(file | {key: asks}))) == asks
+
+
+FALCON_H1 = "tiiuae/Falcon-H1-0.5B-Base"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"),
+    [
+        (AXOLOTL | LIGER | {"base_model": FALCON_H1}, True),
+        (AXOLOTL | LIGER | {"base_model": "Qwen/Qwen3-8B"}, False),
+        (AXOLOTL | CUT | {"base_model": FALCON_H1}, False),
+        ({"model_name_or_path": FALCON_H1, "dataset_name": "a/rows", "max_length": 1024, "use_liger_kernel": True}, True),
+        (FACTORY | {"model_name_or_path": FALCON_H1, "template": "falcon_h1", "enable_liger_kernel": True}, False),
+    ],
+)  # fmt: skip
+def test_the_multiplier_of_falcon_h1s_scores_is_unknown_to_ligers_loss(
+    file: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """lce_forward of Liger 0.8 gives its loss the head's weight; transformers' forward multiplies."""
+    assert (UNMULTIPLIED in said(convert(file))) == is_said
+    assert "self.lm_head(hidden_states) * self.model.lm_head_multiplier" in read_family_source(
+        "falcon_h1"
+    )
 
 
 def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
