@@ -317,6 +317,22 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
+# LigerRopeFunction of Liger's ops/rope.py, which takes no narrower cos and sin
+LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
+ROTATED_IN_PART = re.compile(r"phi-?4-mini(?!-flash)")
+ROTATED_WHOLE = (
+    "Liger's kernel turns whole heads by position there, and by other angles than the model's "
+    "config says, whose partial_rotary_factor is 0.75; here as it says"
+)
+
+
+def report_rotation(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a model that Liger's kernel rotates otherwise than its config says."""
+    key = LIGERS_ROTATION.get(conversion.tool, "")
+    if settings.get(key) and ROTATED_IN_PART.search(name_model(settings).lower()):
+        conversion.add_difference(key, True, ROTATED_WHOLE)
+
+
 # by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
 MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
 

@@ -9,6 +9,8 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from finetune.config.facts import has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES
@@ -34,6 +36,7 @@ from finetune.convert.by_tool import (
     FEWER_STEPS,
     HEAD_PASSED_BY,
     OF_EPOCHS,
+    ROTATED_WHOLE,
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
     SMALL_MOMENTS,
@@ -786,6 +789,27 @@ def test_the_multiplier_of_falcon_h1s_scores_is_unknown_to_ligers_loss(
     assert "self.lm_head(hidden_states) * self.model.lm_head_multiplier" in read_family_source(
         "falcon_h1"
     )
+
+
+@pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "microsoft/phi-4"])
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (AXOLOTL, "liger_rope"),
+        (FACTORY | {"template": "phi4"}, "enable_liger_kernel"),
+        ({"dataset_name": "a/rows", "max_length": 1024}, "use_liger_kernel"),
+    ],
+)
+def test_ligers_rotation_of_a_model_that_turns_a_part_of_its_heads_is_said(
+    file: dict[str, object], key: str, name: str, convert: Convert
+) -> None:
+    """LigerRopeFunction pairs a head's number with the one half a head after it."""
+    model = "base_model" if file is AXOLOTL else "model_name_or_path"
+    assert (ROTATED_WHOLE in said(convert(file | {model: name, key: True}))) == ("mini" in name)
+    assert ROTATED_WHOLE not in said(convert(file | {model: name}))
+    rope = Phi3Config(partial_rotary_factor=0.75, hidden_size=256, num_attention_heads=2)
+    cos, _ = Phi3RotaryEmbedding(rope)(torch.zeros(1, 1, 256), torch.zeros(1, 1, dtype=torch.int64))
+    assert cos.shape[-1] == 96  # of 128, of which the kernel reads 64
 
 
 def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
