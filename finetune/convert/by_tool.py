@@ -22,7 +22,11 @@ from finetune.convert.shared import (
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     OF_PAIRS,
+    ROTATED_IN_PART,
+    ROTATED_WHOLE,
     SWITCHES_IN_16_BITS,
+    UNMULTIPLIED,
+    UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
 )
 from finetune.convert.swift import adapt_swift
@@ -288,14 +292,6 @@ HEAD_PASSED_BY = (
 )
 
 
-# lce_forward of Liger's transformers/model/falcon_h1.py; LLaMA-Factory has none for it
-UNMULTIPLIED = (
-    "Liger's fused loss takes scores without lm_head_multiplier of the config, by which they are "
-    "multiplied here"
-)
-UNMULTIPLIED_BY_LIGER = ("falcon_h1",)
-
-
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where the loss of a step is another mean, and where it passes an adapter or a
     multiplier by.
@@ -307,7 +303,7 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
     is_ligers = settings.get(key)
     # which need the scores
     others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
-    may_fuse = answers and not any(others)
+    may_fuse = answers and not any(others)  # LLaMA-Factory has no Liger for Falcon-H1
     if may_fuse and heads and (is_ligers or cuts_loss(settings)):
         conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
     is_multiplied = guess_family(name_model(settings)) in UNMULTIPLIED_BY_LIGER
@@ -317,13 +313,8 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
-# LigerRopeFunction of Liger's ops/rope.py, which takes no narrower cos and sin
+# keys of Liger's rotation
 LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
-ROTATED_IN_PART = re.compile(r"phi-?4-mini(?!-flash)")
-ROTATED_WHOLE = (
-    "Liger's kernel turns whole heads by position there, and by other angles than the model's "
-    "config says, whose partial_rotary_factor is 0.75; here as it says"
-)
 
 
 def report_rotation(settings: ToolFile, conversion: Conversion) -> None:

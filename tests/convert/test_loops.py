@@ -160,7 +160,14 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
+from finetune.convert.shared import (
+    IN_ORDER,
+    PACKED_IN_ORDER,
+    ROTATED_WHOLE,
+    SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
+    WHOLE_STEPS,
+)
 from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED
 from finetune.convert.trained_layers import (
     ADAPTERS_FROZEN,
@@ -679,6 +686,28 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
     assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "line"),
+    [
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {}, UNMULTIPLIED),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {"loss_fn": FUSED}, None),  # said of that loss
+        ("tiiuae/Falcon-H1-34B-Instruct", {"distributed": {"tp_size": 4}}, None),
+        ("microsoft/Phi-4-mini-instruct", {}, ROTATED_WHOLE),
+        ("microsoft/phi-4", {}, None),
+    ],
+)
+def test_what_liger_computes_otherwise_is_said_of_automodel_which_takes_it_by_default(
+    name: str, keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    """_apply_preload_overrides of its _transformers/kernel_patches.py: not where tp or cp is on."""
+    model = {"pretrained_model_name_or_path": name}
+    lines = [UNMULTIPLIED, ROTATED_WHOLE]
+    text = said(convert(AUTOMODEL, model=model, **keys))
+    assert [each for each in lines if each in text] == [line] * bool(line)
+    text = said(convert(AUTOMODEL, model=model | {"use_liger_kernel": False}, **keys))
+    assert not any(each in text for each in lines)
 
 
 @pytest.mark.parametrize(

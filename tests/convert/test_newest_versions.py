@@ -36,11 +36,9 @@ from finetune.convert.by_tool import (
     FEWER_STEPS,
     HEAD_PASSED_BY,
     OF_EPOCHS,
-    ROTATED_WHOLE,
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
     SMALL_MOMENTS,
-    UNMULTIPLIED,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
@@ -86,7 +84,9 @@ from finetune.convert.shared import (
     NORMS_IN_FP32,
     PACKED_AT_A_TIME,
     PACKED_IN_ORDER,
+    ROTATED_WHOLE,
     SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED
