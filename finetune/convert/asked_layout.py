@@ -273,7 +273,7 @@ def _read_fsdp(settings: ToolFile) -> AskedSharding:
     if isinstance(fsdp, list):
         options = " ".join(map(str, fsdp))
     else:
-        options = str(fsdp or "")
+        options = str(fsdp or "").rpartition("/")[2]  # ms-swift's is the path of a file
     inner = _drop_prefix(read_section(settings, "fsdp_config"))
     strategy = str(inner.get("sharding_strategy", "")).upper()
     if not options and not inner:

@@ -19,7 +19,6 @@ RENAMED: Mapping[tuple[str, str], str] = {
     ("inference", "group_size"): "num_generations",
     ("inference", "max_generated_tokens"): "max_completion_length",
     ("inference", "temperature"): "temperature",
-    ("inference", "top_k"): "top_k",
     ("training", "ppo_epochs"): "num_iterations",
     ("training", "steps_before_weight_sync"): "max_staleness",
     ("postprocessing", "ref_checkpointer"): "ref_checkpointer",
@@ -51,18 +50,29 @@ READ_HERE: Mapping[str, tuple[str, ...]] = {
         "total_batch_size",
         "steps_before_weight_sync",
         "queue_maxsize",
+        "top_k",  # which its SyncLLMCollector does not give vLLM
     ),
     "training": ("batch_size", "loss"),
     "postprocessing": (),
 }
 FREE_RUNNING = (
-    "completions are sampled without end there, and are as old as it happens: the oldest are "
-    "dropped where the queue is full; here each is sampled once, by weights that are at most "
-    "max_staleness steps older"
+    "completions are sampled without end there, by each inference worker of all prompts, and are "
+    "as old as it happens: the oldest are dropped where the queue is full; here those of a prompt "
+    "are sampled once, by weights that are at most max_staleness steps older"
 )
+# a completion is an element of torchrl's buffer, which keeps as many as it has room for
 DRAWN = (
-    "drawn from the newest completions at random, one maybe several times, on each training worker "
-    "there; here each completion of a step is trained on once"
+    "drawn at random from the newest completions, as many as replay_buffer_size says ({}), one "
+    "maybe several times, on each training worker there; here each completion of a step is trained "
+    "on once"
+)
+NEWEST = (
+    "the newest completion alone, this many times, on each training worker there, for "
+    "replay_buffer_size is 1; here each completion of a step is trained on once"
+)
+# LinearGRPOLoss, beside batched_logits_to_logprobs of its PostProcessingWorker
+UNTEMPERED = (
+    "the loss divides the reference's logits by it there, and not the trained model's; both here"
 )
 NOT_CLIPPED = "not used there: the ratio is of a token's probability to itself, and always 1"
 SECOND_UPDATE = "the ratio is 1 in each update on the same completions there, clipped here"
@@ -103,6 +113,9 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
         "importance_sampling_clip_max": WIDEST,
     }
     conversion.add_difference("training.loss.epsilon", loss.get("epsilon", 0.1), NOT_CLIPPED)
+    temperature = settings.get("temperature", 1.0)
+    if temperature != 1.0:
+        conversion.add_difference("inference.temperature", temperature, UNTEMPERED)
     if iterations != 1:
         recipe["max_steps"] = steps * iterations
         conversion.add_difference("training.ppo_epochs", iterations, SECOND_UPDATE)
@@ -135,7 +148,9 @@ def _set_batch(settings: ToolFile, conversion: Conversion) -> None:
     )
     group = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
     conversion.recipe["global_batch_size"] = max(1, int(completions * workers) // int(group))
-    conversion.add_difference("training.batch_size", completions, DRAWN)
+    size = read_number("replay_buffer_size", orchestration.get("replay_buffer_size", 1), "1", 1)
+    note = NEWEST if size == 1 else DRAWN.format(int(size))
+    conversion.add_difference("training.batch_size", completions, note)
 
 
 def _set_length(settings: ToolFile, conversion: Conversion) -> None:

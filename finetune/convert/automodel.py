@@ -20,7 +20,14 @@ from finetune.convert.model_names import (
     is_mixture,
     name_model,
 )
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER
+from finetune.convert.shared import (
+    IN_ORDER,
+    PACKED_IN_ORDER,
+    ROTATED_IN_PART,
+    ROTATED_WHOLE,
+    UNMULTIPLIED,
+    UNMULTIPLIED_BY_LIGER,
+)
 from finetune.convert.trained_layers import FUSED_LOSS, is_of_transformers
 from finetune.convert.value_conversion import Conversion, read_section
 
@@ -365,6 +372,8 @@ UNSCALED = (
     "config, which has effect here"
 )
 UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
+BIASED_HEAD = re.compile(r"lm_head = nn\.Linear\([^)]*(bias=(True|\S*lm_head_bias)|vocab_size)\)")
+UNBIASED = "this loss leaves the output head's bias out there; it has effect here"
 # _init_model_bnb_streaming of its _transformers/model_init.py, which leaves no layer out
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -532,7 +541,9 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
 
 
 def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the scale and the cap of scores that losses by the head's weight do not know."""
+    """Reports the scale, the cap and the bias of scores that losses by the head's weight do not
+    know.
+    """
     loss = read_section(settings, "loss_fn")
     family = conversion.images or guess_family(name_model(settings)) or ""
     source = read_family_source(family)
@@ -541,8 +552,35 @@ def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
     scores = f"{SCALED_SCORES}|{CAPPED_SCORES}"
     if target.endswith(FUSED_LOSS) and not is_capped and re.search(scores, source):
         conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+    elif target.endswith(FUSED_LOSS) and BIASED_HEAD.search(source):
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNBIASED)
     elif target.endswith(CHUNKED_LOSS) and re.search(SCALED_SCORES, source):
         conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, UNSCALED_BUT_IN_06)
+
+
+# _patch_liger_kernel of its _transformers/kernel_patches.py, for transformers' classes by default
+WITH_LIGER = "where Liger is installed, "
+
+
+def _report_liger(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Liger's kernels compute otherwise than the config of a model says."""
+    name = name_model(settings)
+    layout = read_section(settings, "distributed")
+    is_divided = any(
+        str(layout.get(size, 1)) not in ("none", "1") for size in ("tp_size", "cp_size")
+    )
+    asked = read_section(settings, "model").get("use_liger_kernel")
+    if is_divided or asked is False:
+        return
+    reads_weight = str(read_section(settings, "loss_fn").get("_target_")).endswith(
+        (FUSED_LOSS, CHUNKED_LOSS)
+    )
+    if guess_family(name) in UNMULTIPLIED_BY_LIGER and not reads_weight:
+        note = f"{WITH_LIGER}{UNMULTIPLIED}"
+        conversion.add_difference("model.use_liger_kernel", asked, note)
+    if ROTATED_IN_PART.search(name.lower()):
+        note = f"{WITH_LIGER}{ROTATED_WHOLE}"
+        conversion.add_difference("model.use_liger_kernel", asked, note)
 
 
 def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
@@ -609,6 +647,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _report_own_class(settings, conversion)
     _report_head_bits(settings, conversion)
     _report_fused_loss(settings, conversion)
+    _report_liger(settings, conversion)
 
 
 def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Conversion) -> None:

@@ -519,7 +519,7 @@ HIDDEN_BY_MASK = (
 # monkeypatch/models/recurrent_support.py of 0.21: whose recurrent layers get no bounds of
 # documents, and those that get them since
 PASSING_STATES_ON = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
-APART_SINCE = ("lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
+APART_SINCE = ("bamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
 STATE_PASSED_ON = (
     "documents in a packed row start from the state of those before in recurrent layers and "
     "convolutions in 0.19, and 0.21 refuses to pack this family; each is apart here"

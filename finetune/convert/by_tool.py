@@ -22,7 +22,11 @@ from finetune.convert.shared import (
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     OF_PAIRS,
+    ROTATED_IN_PART,
+    ROTATED_WHOLE,
     SWITCHES_IN_16_BITS,
+    UNMULTIPLIED,
+    UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
 )
 from finetune.convert.swift import adapt_swift
@@ -289,17 +293,35 @@ HEAD_PASSED_BY = (
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean, and where it passes an adapter by."""
+    """Reports where the loss of a step is another mean, and where it passes an adapter or a
+    multiplier by.
+    """
     answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
     heads = sorted(HEADS.intersection(targets)) if isinstance(targets, list) else []
-    is_asked = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
+    key = FUSED_LOSSES.get(conversion.tool, "")
+    is_ligers = settings.get(key)
     # which need the scores
     others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
-    if answers and heads and is_asked and not any(others):
+    may_fuse = answers and not any(others)  # LLaMA-Factory has no Liger for Falcon-H1
+    if may_fuse and heads and (is_ligers or cuts_loss(settings)):
         conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
+    is_multiplied = guess_family(name_model(settings)) in UNMULTIPLIED_BY_LIGER
+    if may_fuse and is_ligers and is_multiplied and conversion.tool != "LLaMA-Factory":
+        conversion.add_difference(key, True, UNMULTIPLIED)
     if conversion.tool == "TRL" and answers and has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
+
+
+# keys of Liger's rotation
+LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
+
+
+def report_rotation(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a model that Liger's kernel rotates otherwise than its config says."""
+    key = LIGERS_ROTATION.get(conversion.tool, "")
+    if settings.get(key) and ROTATED_IN_PART.search(name_model(settings).lower()):
+        conversion.add_difference(key, True, ROTATED_WHOLE)
 
 
 # by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases

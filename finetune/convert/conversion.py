@@ -35,6 +35,7 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
+    report_rotation,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.chat_templates import (
@@ -313,6 +314,7 @@ def _convert(file: LoadedFile) -> Conversion:
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
+    report_rotation(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)

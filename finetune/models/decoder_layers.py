@@ -4,7 +4,7 @@ Parameters keep their names.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Literal
@@ -406,12 +406,21 @@ def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: Tensor) -> T
     return embedded.requires_grad_(torch.is_grad_enabled())
 
 
+def _rotates_parts(config: Any) -> bool:
+    """Whether a config has a partial_rotary_factor, as Phi-4-mini's."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+    return any(kind.get("partial_rotary_factor", 1.0) != 1.0 for kind in kinds)
+
+
 def use_liger_kernels(model: Any) -> None:
     """Puts Liger's norms, rotary embeddings and MLPs into `model`.
 
     The loss stays ours, which is chunked as well.
 
-    A mixture keeps its MLPs: Liger's would replace the grouped products of its experts.
+    A mixture keeps its MLPs: Liger's would replace the grouped products of its experts. A model
+    that rotates a part of each head keeps its own rotation: Liger's pairs the numbers of whole
+    heads.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -419,6 +428,7 @@ def use_liger_kernels(model: Any) -> None:
         "fused_linear_cross_entropy",
         "cross_entropy",
         *(("swiglu", "geglu") if expert_modules(model) else ()),
+        *(("rope",) if _rotates_parts(model.config) else ()),
     ]
     _apply_liger_kernel_to_instance(model, **dict.fromkeys(off, False))
 

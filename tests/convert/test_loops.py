@@ -22,6 +22,8 @@ from transformers import (
     Trainer,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
@@ -79,6 +81,7 @@ from finetune.convert.automodel import (
     SLOW_START,
     STEPS_UNCLAMPED,
     TENTH,
+    UNBIASED,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     UNSCALED,
@@ -157,13 +160,21 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
+from finetune.convert.shared import (
+    IN_ORDER,
+    PACKED_IN_ORDER,
+    ROTATED_WHOLE,
+    SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
+    WHOLE_STEPS,
+)
 from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED
 from finetune.convert.trained_layers import (
     ADAPTERS_FROZEN,
     ALL_WITH_EXPERTS,
     AUXILIARY,
     BY_LAYER,
+    FUSED_OTHERWISE,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -590,6 +601,34 @@ def test_automodels_own_class_of_gemma_4s_mixture_adapts_no_router(
 
 
 @pytest.mark.parametrize(
+    ("name", "peft", "layout", "family"),
+    [
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 1, "dp_size": "none"}, "falcon_h1"),
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 4}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"target_modules": ["*.q_proj"]}, {}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"use_memory_efficient_lora": False}, {}, None),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", {"match_all_linear": True}, {}, "seed_oss"),
+        ("Qwen/Qwen3-8B", {}, {}, None),
+    ],
+)
+def test_what_automodels_fused_mlp_leaves_out_of_a_family_is_said(
+    name: str, peft: dict[str, Any], layout: dict[str, Any], family: str | None, convert: Convert
+) -> None:
+    """It computes down_proj(silu(gate_proj(x)) * up_proj(x)), which these are more than."""
+    model = {"pretrained_model_name_or_path": name}
+    text = said(convert(AUTOMODEL, model=model, peft={"dim": 8} | peft, distributed=layout))
+    assert [each for each, note in FUSED_OTHERWISE.items() if note in text] == [family] * bool(
+        family
+    )
+    config = FalconH1Config(hidden_size=4, intermediate_size=8, mlp_multipliers=[0.5, 0.25])
+    mlp = FalconH1MLP(config)
+    x = torch.randn(3, 4)
+    product = mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x) * 0.5) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), product * 0.25)
+    assert "dropout(down_proj, p=self.residual_dropout" in read_family_source("seed_oss")
+
+
+@pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [
         ({"_target_": "torch.optim.AdamW"}, "bfloat16"),
@@ -647,6 +686,41 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
     assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "line"),
+    [
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {}, UNMULTIPLIED),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {"loss_fn": FUSED}, None),  # said of that loss
+        ("tiiuae/Falcon-H1-34B-Instruct", {"distributed": {"tp_size": 4}}, None),
+        ("microsoft/Phi-4-mini-instruct", {}, ROTATED_WHOLE),
+        ("microsoft/phi-4", {}, None),
+    ],
+)
+def test_what_liger_computes_otherwise_is_said_of_automodel_which_takes_it_by_default(
+    name: str, keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    """_apply_preload_overrides of its _transformers/kernel_patches.py: not where tp or cp is on."""
+    model = {"pretrained_model_name_or_path": name}
+    lines = [UNMULTIPLIED, ROTATED_WHOLE]
+    text = said(convert(AUTOMODEL, model=model, **keys))
+    assert [each for each in lines if each in text] == [line] * bool(line)
+    text = said(convert(AUTOMODEL, model=model | {"use_liger_kernel": False}, **keys))
+    assert not any(each in text for each in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [("microsoft/phi-2", True), ("EleutherAI/gpt-j-6b", True), ("Qwen/Qwen2.5-3B", False)],
+)
+def test_a_heads_bias_that_automodels_fused_loss_leaves_out_is_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """Its function takes the hidden states and the head's weight."""
+    model = {"pretrained_model_name_or_path": name}
+    assert (UNBIASED in said(convert(AUTOMODEL, model=model, loss_fn=FUSED))) == is_said
+    assert UNBIASED not in said(convert(AUTOMODEL, model=model))
 
 
 @pytest.mark.parametrize(
@@ -2073,8 +2147,9 @@ def test_a_layer_that_transformers_has_not_may_be_in_code_beside_the_files(
 
 
 def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> None:
-    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
+    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1, eta_min=7e-7)
     assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
+    assert "eta_min" in made.ignored
     assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
 
 

@@ -9,8 +9,10 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from finetune.config.facts import has_fused_experts
+from finetune.config.facts import has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
     ANSWERS_FOUND,
@@ -83,7 +85,9 @@ from finetune.convert.shared import (
     NORMS_IN_FP32,
     PACKED_AT_A_TIME,
     PACKED_IN_ORDER,
+    ROTATED_WHOLE,
     SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED
@@ -178,6 +182,8 @@ def test_the_trainer_of_trl_asks_the_class_too(model: str, convert: Convert) -> 
     ("model", "line"),
     [
         ("LiquidAI/LFM2-350M", APART_IN_21),
+        ("ibm-ai-platform/Bamba-9B-v2", APART_IN_21),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", None),  # which 0.19 cannot load
         ("ai21labs/AI21-Jamba-Mini-1.5", STATE_PASSED_ON),
         ("Qwen/Qwen3-8B", None),
     ],
@@ -763,6 +769,50 @@ def test_other_tools_ask_for_ligers_fused_loss_too(
     file: dict[str, object], key: str, asks: bool, convert: Convert
 ) -> None:
     assert (HEAD_PASSED_BY in said(convert(file | {key: asks}))) == asks
+
+
+FALCON_H1 = "tiiuae/Falcon-H1-0.5B-Base"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"),
+    [
+        (AXOLOTL | LIGER | {"base_model": FALCON_H1}, True),
+        (AXOLOTL | LIGER | {"base_model": "Qwen/Qwen3-8B"}, False),
+        (AXOLOTL | CUT | {"base_model": FALCON_H1}, False),
+        ({"model_name_or_path": FALCON_H1, "dataset_name": "a/rows", "max_length": 1024, "use_liger_kernel": True}, True),
+        (FACTORY | {"model_name_or_path": FALCON_H1, "template": "falcon_h1", "enable_liger_kernel": True}, False),
+    ],
+)  # fmt: skip
+def test_the_multiplier_of_falcon_h1s_scores_is_unknown_to_ligers_loss(
+    file: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """lce_forward of Liger 0.8 gives its loss the head's weight; transformers' forward multiplies."""
+    assert (UNMULTIPLIED in said(convert(file))) == is_said
+    assert "self.lm_head(hidden_states) * self.model.lm_head_multiplier" in read_family_source(
+        "falcon_h1"
+    )
+
+
+@pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "microsoft/phi-4"])
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (AXOLOTL, "liger_rope"),
+        (FACTORY | {"template": "phi4"}, "enable_liger_kernel"),
+        ({"dataset_name": "a/rows", "max_length": 1024}, "use_liger_kernel"),
+    ],
+)
+def test_ligers_rotation_of_a_model_that_turns_a_part_of_its_heads_is_said(
+    file: dict[str, object], key: str, name: str, convert: Convert
+) -> None:
+    """LigerRopeFunction pairs a head's number with the one half a head after it."""
+    model = "base_model" if file is AXOLOTL else "model_name_or_path"
+    assert (ROTATED_WHOLE in said(convert(file | {model: name, key: True}))) == ("mini" in name)
+    assert ROTATED_WHOLE not in said(convert(file | {model: name}))
+    rope = Phi3Config(partial_rotary_factor=0.75, hidden_size=256, num_attention_heads=2)
+    cos, _ = Phi3RotaryEmbedding(rope)(torch.zeros(1, 1, 256), torch.zeros(1, 1, dtype=torch.int64))
+    assert cos.shape[-1] == 96  # of 128, of which the kernel reads 64
 
 
 def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
