@@ -387,8 +387,8 @@ def _add_columns(
         completion_columns: Name -> a value for each completion of the rollout.
         token_columns: Name -> a value for each trained token of each completion; an empty one is
             left out.
-        samples_ahead: Whether completions may come from older weights, so that the loss needs
-            "versions".
+        samples_ahead: Whether completions may come from older weights; only then "versions" is
+            added.
     """
     places = list(micro_batch.example_ids)
     tensors = {
