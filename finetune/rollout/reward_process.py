@@ -191,7 +191,10 @@ class Functions:
         ]
         self._reads_states = any(map(_takes_environments, user_functions))
         self._processes = EnvironmentProcesses(
-            settings["environments"], self._tools, settings["processes"], counts=self._counts
+            settings["environments"],
+            self._tools,
+            settings["processes"],
+            counts_failures=self._counts,
         )
         self._step: dict[str, Any] = {}
 
