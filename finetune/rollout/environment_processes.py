@@ -136,7 +136,7 @@ class EnvironmentHost:
         living = self._find(item)
         tools = {**self._tools, **list_tools(living.environment)}
         with living.own_random_state():
-            [(text, failed)] = call_tools(tools, [item], seconds, counts=False)
+            [(text, failed)] = call_tools(tools, [item], seconds, counts_failures=False)
         return {"said": text, "failed": failed}
 
     def _finish(self, item: Item, seconds: float) -> Answer:
