@@ -282,8 +282,8 @@ class Sampler:
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            # The main rank's reward process numbers environments over the whole run. Other ranks
-            # have no such process: their episodes have no rows, and are never asked.
+            # Environments live in the main rank's reward process, and are numbered over the whole
+            # run. The episodes of other ranks have no rows, and are never asked.
             first_place = self.rewards.reserve_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
