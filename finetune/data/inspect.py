@@ -461,7 +461,10 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
-    yield from (f"  {line}" for line in (*source.sample(), *source.pictures(), *source.loss()))
+    yield from (
+        f"  {line}"
+        for line in (*source.sample_lines(), *source.image_lines(), *source.lost_lines())
+    )
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})"
