@@ -252,7 +252,7 @@ def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Fi
     places = [held_out.where(int(i)) for i in leaked * held_out.group_size]
     tally = Tally()
     tally.add("held_out_in_training", places)
-    return tally.list_findings(of=held_out.groups)
+    return tally.list_findings(examined=held_out.groups)
 
 
 def _list_hashes(examples: Examples) -> NDArray[np.uint64]:
@@ -270,7 +270,7 @@ def find_same_ratings(examples: Examples) -> list[Finding]:
         for group in range(min(MAX_SHOWN_ROWS, examples.groups))
     ]
     tally.add("same_ratings", first_places, examples.groups)
-    return tally.list_findings(of=examples.groups)
+    return tally.list_findings(examined=examples.groups)
 
 
 @dataclass(frozen=True, slots=True)
