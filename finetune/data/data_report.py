@@ -160,7 +160,7 @@ def select_examples(
     if stats.images:
         image_tokens = int(np.isin(store.input_ids, stats.image_token_ids).sum())
     tally = stats.tally
-    _add_lengths(tally, store, examples, cuts)
+    _add_cuts(tally, store, examples, cuts)
     equal_documents = examples.document[equal_groups * examples.group_size]
     _add_documents(tally, "truncated_equal", store, equal_documents)
     _add_documents(tally, "duplicates", store, duplicates)
@@ -203,7 +203,7 @@ def _find_duplicates(store: TokenStore) -> Int64s:
 def _find_cut_equal(examples: Examples, cuts: Cuts) -> Int64s:
     """Finds the pairs whose chosen and rejected are the same after truncation.
 
-    Pairs with a side without trained tokens are left out: another finding counts them.
+    A pair with a side without trained tokens is left out: it is not used in any case.
 
     Returns:
         The numbers of their groups.
@@ -222,7 +222,7 @@ def _find_cut_equal(examples: Examples, cuts: Cuts) -> Int64s:
     return np.array(equal, np.int64)
 
 
-def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
+def _add_cuts(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
     """Counts the documents that `max_length` truncated, dropped, split or left without a label."""
     for name, documents in (
         ("truncated", cuts.truncated),

@@ -75,9 +75,7 @@ class Examples:
         return replace(self, **columns)
 
     def take_groups(self, groups: Int64s) -> "Examples":
-        """Returns the examples of `groups` in that order, with new ids from 0; a group may be
-        repeated.
-        """
+        """Returns the examples of `groups` in that order; a group may be repeated."""
         return self.take(expand_groups(groups, self.group_size))
 
     @property
@@ -199,7 +197,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     parts_if_split = (lengths + max_length - 1) // max_length  # rounded up
     part_counts = np.where(to_split, parts_if_split, 1)
     part_counts[to_drop] = 0
-    examples = _cut_into(store, part_counts, max_length)
+    examples = _cut_into_parts(store, part_counts, max_length)
     trained_tokens = examples.trained.sum(dtype=np.int64)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
@@ -230,7 +228,7 @@ def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
     )
 
 
-def _cut_into(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
+def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
     """Cuts each document into parts of `max_length` tokens, each of which is an example.
 
     The tokens behind the last part of a document are lost.
@@ -242,7 +240,8 @@ def _cut_into(store: TokenStore, part_counts: Int64s, max_length: int) -> Exampl
     """
     document = np.repeat(np.arange(len(part_counts)), part_counts)  # [examples]
     first_example = np.cumsum(part_counts) - part_counts  # [documents]
-    part = np.arange(len(document)) - np.repeat(first_example, part_counts)  # from 0 per document
+    # [examples]: the number of each among the parts of its document, from 0
+    part = np.arange(len(document)) - np.repeat(first_example, part_counts)
     start = store.starts[:-1][document] + part * max_length
     remaining = store.starts[1:][document] - start  # tokens to the end of the document
     length = np.minimum(remaining, max_length).astype(np.int32)
@@ -395,7 +394,7 @@ def _make_keys(store: Int32s, index: Int64s) -> Int64s:
 class Prompt:
     """A prompt of the held-out data, with the answer that the data has for it."""
 
-    prompt_ids: list[int]  # up to where the last answer (or the completion) begins
+    prompt_ids: list[int]  # up to where the last answer begins
     answer: str  # without special tokens and the white space around it
     images: tuple[EncodedImage, ...] = ()  # of the example
 

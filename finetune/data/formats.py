@@ -82,7 +82,7 @@ class Completion:
 
     prompt: str
     completion: str
-    # whether a tokenizer's chat template renders them, if it has one, as a user's turn and the
+    # True: if the tokenizer has a chat template, that renders the two as a user's turn and the
     # assistant's
     are_turns: bool = field(default=False, repr=False)
 
@@ -192,7 +192,7 @@ class ParsedRow:
 
     @property
     def rendering(self) -> str:
-        """The name of the format in reports, which also says whether a chat template renders it.
+        """The name of the format in reports. It says whether a chat template renders the row.
 
         >>> ParsedRow((Group((Completion("2+2=", " 4"),)),), "preference", ()).rendering
         'preference_text'
@@ -206,7 +206,7 @@ class ParsedRow:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A row, with a record of which columns have been read. The parsers of formats read by it."""
+    """A row, with a record of which columns have been read. The parsers read rows through it."""
 
     row: Row
     used: set[str] = field(default_factory=set)
@@ -265,7 +265,7 @@ def first_given(row: Row, columns: Iterable[str]) -> str | None:
 def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     """Reads a row in the format of the source's `type`, else in the one that its columns show.
 
-    Raises `BadRow` for a row of no known format, and one that is not as its format requires.
+    Raises `BadRow` for a row of no known format, and for one that its format's parser rejects.
 
     >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')

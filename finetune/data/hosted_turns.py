@@ -19,7 +19,7 @@ MEDIA = (
 
 
 def split_turn(turn: Any) -> list[Any]:
-    """Splits a turn whose content has tool calls or results into turns that messages can be.
+    """Splits a turn whose content has tool calls or results into turns in the form of messages.
 
     Returns a tool's turn for each result, then a turn for the rest of the content. The calls are
     moved from the content to `tool_calls`.

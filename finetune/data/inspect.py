@@ -265,19 +265,20 @@ def name_side(examples: Examples, example_id: int) -> str:
         index_in_group = example_id % examples.group_size
         return ("query", "document", "negative")[min(index_in_group, 2)]
     if _label_kind(examples, example_id) == "number":
+        # each example is the query with one of its documents
         return "document"
+    # what is left are pairs, or rated answers with their mismatched ones
+    group, index_in_pair = divmod(example_id, 2)
     if not examples.is_rated:
-        return ("chosen", "rejected")[example_id % 2]
-    if example_id % 2:
+        return ("chosen", "rejected")[index_in_pair]
+    if index_in_pair == 1:
         return "mismatched"
-    (rating,) = examples.take_groups(np.array([example_id // 2])).find_ratings()
+    (rating,) = examples.take_groups(np.array([group])).find_ratings()
     return "good" if rating > 0 else "bad"
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
-    """Makes JSON values of an example: its file and row, and each token with whether it is trained
-    on.
-    """
+    """Makes JSON values of an example: its row, and its tokens with whether each is trained on."""
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
     trained = find_trained_tokens(examples, example_id)
