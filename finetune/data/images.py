@@ -275,6 +275,7 @@ class ImageProcessor:
     def __init__(self, model: Model, tokenizer: Any) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        # images of one size have the same text
         self.expand = lru_cache(maxsize=4096)(self._expand)
 
     @cached_property
