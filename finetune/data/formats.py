@@ -403,7 +403,7 @@ def _refuse_rated(columns: Columns, row_format: str, source: DatasetSource) -> N
 
     Such a row has a label that says false, a rejected answer or a score. A label that says true is
     recorded as used. A rejected answer is accepted if the source names `chosen`, or messages beside
-    the pair; a score is accepted if the source names any column to read.
+    the pair. A score is accepted if the source names a column of messages, prompt or completion.
     """
     row = columns.row
     for column in LABEL_COLUMNS:
