@@ -1,14 +1,14 @@
 """A check before the first step: the training forward computes what transformers' does, document by
 document.
 
-Families differ in ways that no config names: layers that drop `cu_seq_lens` on its way to
-attention, attention of their own, states that run from one document into the next, logits that are
-scaled. So two forwards over a few tokens are compared instead, of the loaded and sharded model
-itself.
+Families differ in ways that no config names: layers drop `cu_seq_lens` on its way to attention,
+have an attention of their own, carry states from one document into the next, or scale the logits.
+So two forwards of the loaded and sharded model over a few tokens are compared: the training forward
+and transformers' own.
 
-How far two forwards may differ depends on the model and the precision, so the bounds are measured
-as well: transformers' forward also runs over the documents as one text, which shows how much a leak
-changes the outputs.
+How far the two may differ depends on the model and the precision, so the bounds are measured as
+well: transformers' forward takes the documents as one text, which shows how much a leak between
+documents changes the outputs.
 """
 
 from collections.abc import Iterator
@@ -31,15 +31,18 @@ from finetune.errors import UserError, on_one_line
 from finetune.models.documents import recurrent_modules
 from finetune.models.fake_quantize import unrounded
 
-# Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
+# A text is three documents. Their lengths in tokens:
 DOCUMENT = 8
 OTHER = 5
-REPEATED = 6
-PART = DOCUMENT + OTHER + 2  # tokens of a rank, where ranks divide the packed row
-# The first id of each text. A fault shows in every text. In 16 bits rounding can also send a token
-# of one text to other experts, where two of them have nearly the same score.
+REPEATED = 6  # the third, which repeats the beginning of the first
+PART = DOCUMENT + OTHER + 2  # tokens of each rank where sequence parallelism divides the packed row
+# The first id of each text that is tried. The check passes if one text passes, since a fault shows
+# in every text. In 16 bits rounding alone can make a text fail: it sends a token to another expert
+# where two experts have nearly the same score.
 FIRST_IDS = (11, 12, 13)
-# The share of a leak's effect on a token's output that rounding may reach.
+# How far rounding may move a token's output, as a share of how far a leak between documents moves
+# it: LEAK_SHARE where the third document is compared with the first, both of the training forward,
+# FORWARD_SHARE where the training forward is compared with transformers'.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 
@@ -47,18 +50,19 @@ FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 class ForwardOutput(NamedTuple):
     """The outputs of one forward, without gradients."""
 
-    hidden: Tensor  # [rows, tokens, hidden], what enters the output head
-    result: Tensor  # logits [rows, tokens, vocabulary], or with labels the summed loss
+    hidden: Tensor  # [rows, tokens, hidden], the input of the output head
+    result: Tensor  # logits [rows, tokens, vocabulary]; with labels the summed loss, 0-dim fp32
 
 
 def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: World) -> None:
-    """Checks that the model's training forward gives each document the outputs that transformers
-    gives it alone.
+    """Checks that the training forward of `model` computes for each document what transformers
+    computes for that document alone.
 
-    Every rank calls it. It costs two forwards over 19 tokens for each text that it needs, and
-    changes no parameter, gradient or random state.
+    Every rank calls it. Each text that is tried costs two forwards over 19 tokens. No parameter,
+    gradient or random state changes.
 
-    Raises `UserError` where the outputs differ, or the forward fails.
+    Raises:
+        UserError: The outputs differ in every text that is tried, or a forward fails.
     """
     plain: Any = unwrap(model)
     name = type(plain).__name__.removeprefix("FSDP")  # FSDP2 changes the class
@@ -69,106 +73,128 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     problems: list[str] = []
     for start in FIRST_IDS[:1] if dtype == torch.float32 else FIRST_IDS:
         ids = (torch.arange(DOCUMENT + OTHER, device=world.device) * 7919 + start) % vocabulary
-        own, trained, labels = _run(model, ids, name, recipe, data, world)
-        problem = _find_difference(own, trained, labels, dtype, data, recipe)
+        reference, trained, labels = _run_both_forwards(model, ids, name, recipe, data, world)
+        problem = _find_difference(reference, trained, labels, dtype, data, recipe)
+        # of all ranks, so that all try the next text, or none does
         problems = [each for each in world.gather(problem) if each]
         if not problems:
             return
     raise UserError(f"{name}: {problems[0]}")
 
 
-def _run(
+def _run_both_forwards(
     model: nn.Module, ids: Tensor, name: str, recipe: Model, data: Data, world: World
 ) -> tuple[ForwardOutput, ForwardOutput, Tensor]:
-    """Returns the outputs of transformers' forward and of the training forward, and the labels of
-    the first document.
+    """Runs transformers' forward over the three documents as one text, and the training forward
+    over the batch that `_lay_out` makes of them.
 
     Args:
-        ids: The first document and the second.
-        name: The model's class.
+        model: As it will be trained, sharded or not.
+        ids: int64[DOCUMENT + OTHER], the first document and the second.
+        name: The model's class, for messages.
+        recipe: The recipe's keys of the model.
+        data: Whether documents are packed.
+        world: The ranks of the run.
+
+    Returns:
+        (transformers' outputs, those of the training forward, the labels of the first document
+        int64[DOCUMENT]).
 
     Raises:
-        UserError: The forward fails, or its outputs are not finite.
+        UserError: A forward fails, its outputs are not finite, or its head reads several vectors of
+            a token.
     """
     rows = _describe_rows(data)
     text = torch.cat([ids, ids[:REPEATED]])[None]
     try:
-        with _evaluated(model, recipe.torch_compile), _unrounded(model, world):
-            # A mask of ones: all three documents are one text to transformers.
-            own = _forward(
+        with _evaluated(model, recipe.torch_compile), _without_rounding(model, world):
+            # With a mask of ones, all three documents are one text to transformers.
+            reference = _run_forward(
                 model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False
             )
-            # where the loss depends most on a scale of the logits
-            labels = own.result[0, :DOCUMENT].float().argmax(-1)
+            # With the likeliest tokens as labels, the loss depends most on a scale of the logits.
+            labels = reference.result[0, :DOCUMENT].float().argmax(-1)
             batch = _lay_out(ids, labels, packed=data.packing)
             group = world.sequence_group
             if group is None:
-                trained = _forward(model, **batch)
+                trained = _run_forward(model, **batch)
             else:
-                trained = _forward_in_parts(model, batch, group)
+                trained = _run_divided_forward(model, batch, group)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         reason = on_one_line(error)
-        if data.packing:
+        if recipe.attn_implementation == "auto":
+            advice = "set packing: false and attn_implementation: eager"
+        elif data.packing:
             advice = "set packing: false"
         else:
             advice = "name another model"
-        if recipe.attn_implementation == "auto":
-            advice = "set packing: false and attn_implementation: eager"
         raise UserError(
             f"{name} cannot be trained on {rows} ({type(error).__name__}: {reason}); {advice}"
         ) from error
-    if own.hidden.dim() != 3:  # [rows, tokens, hidden], but for ProphetNet's n-grams
+    if reference.hidden.dim() != 3:  # ProphetNet's has one more, for its n-grams
         raise UserError(
             f"{name}: its head reads several vectors of a token; this family is not supported: "
             "name another model"
         )
-    outputs = (own.hidden, own.result, trained.hidden, trained.result)
+    outputs = (reference.hidden, reference.result, trained.hidden, trained.result)
     if not all(torch.isfinite(output).all() for output in outputs):
         raise UserError(
             f"{name}: its outputs are not finite before the first step, on {rows}; check its "
             "weights"
         )
-    return own, trained, labels
+    return reference, trained, labels
 
 
 def _find_difference(
-    own: ForwardOutput,
+    reference: ForwardOutput,
     trained: ForwardOutput,
     labels: Tensor,
     dtype: torch.dtype,
     data: Data,
     recipe: Model,
 ) -> str:
-    """Says where the two forwards differ by more than rounding in `dtype` explains; empty if
-    nowhere.
+    """Compares the two forwards, and the third document with the first in the training forward.
+
+    Args:
+        reference: The outputs of transformers' forward over the documents as one text.
+        trained: The outputs of the training forward.
+        labels: int64[DOCUMENT], of the first document.
+        dtype: In which the model computes.
+        data: Whether documents are packed.
+        recipe: The recipe's keys of the model.
+
+    Returns:
+        What is wrong, as the end of a message; "" if rounding in `dtype` explains every difference.
     """
-    document = own.hidden[0, :DOCUMENT]  # causal: what follows does not change it
-    ours = trained.hidden[0, :DOCUMENT]
+    document = reference.hidden[0, :DOCUMENT]  # causal: what follows does not change it
+    trained_document = trained.hidden[0, :DOCUMENT]
     if data.packing:
         repeated = trained.hidden[0, -REPEATED:]
     else:
         repeated = trained.hidden[1, :REPEATED]
-    leak = _difference(own.hidden[0, -REPEATED:], document[:REPEATED])
-    noise = _difference(ours, document)
+    # In transformers' one text, the third document also reads the two before it.
+    leak = _find_largest_difference(reference.hidden[0, -REPEATED:], document[:REPEATED])
+    noise = _find_largest_difference(trained_document, document)
     rounding = 2 * torch.finfo(dtype).eps
-    most = FORWARD_SHARE[dtype] * leak
-    explained = max(LEAK_SHARE[dtype] * leak, min(4 * noise, most), rounding)
-    if _difference(repeated, ours[:REPEATED]) > explained:
+    noise_limit = FORWARD_SHARE[dtype] * leak
+    leak_limit = max(LEAK_SHARE[dtype] * leak, min(4 * noise, noise_limit), rounding)
+    if _find_largest_difference(repeated, trained_document[:REPEATED]) > leak_limit:
         return (
             f"a document's outputs change with the documents around it in {_describe_rows(data)}: "
             f"its layers do not keep documents apart; {_advise(data, recipe)}"
         )
-    logits = own.result[0].float()
+    logits = reference.result[0].float()
     losses = F.cross_entropy(logits[:DOCUMENT], labels, reduction="none")
-    leaked = F.cross_entropy(logits[-REPEATED:], labels[:REPEATED], reduction="none")
-    # The outputs' noise, in units of a leak's, reaches the loss as well; the head rounds each logit
-    # once more.
-    effect = DOCUMENT * (leaked - losses[:REPEATED]).abs().mean() * noise / max(leak, rounding)
-    slack = rounding * logits[:DOCUMENT].abs().amax(-1).sum() + 1e-4 * losses.sum()
-    is_other_loss = (trained.result - losses.sum()).abs() > 4 * effect + slack
-    if is_other_loss or noise > max(most, 16 * rounding):
+    leaked_losses = F.cross_entropy(logits[-REPEATED:], labels[:REPEATED], reduction="none")
+    # Noise in the outputs moves the loss as a leak does, in proportion to their sizes.
+    loss_moved_by_leak = DOCUMENT * (leaked_losses - losses[:REPEATED]).abs().mean()
+    loss_noise = loss_moved_by_leak * noise / max(leak, rounding)
+    # The head rounds each logit once more.
+    loss_rounding = rounding * logits[:DOCUMENT].abs().amax(-1).sum() + 1e-4 * losses.sum()
+    is_other_loss = (trained.result - losses.sum()).abs() > 4 * loss_noise + loss_rounding
+    if is_other_loss or noise > max(noise_limit, 16 * rounding):
         return (
             "the training forward does not compute what the model's own forward does "
             f"(loss {float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); "
@@ -182,39 +208,43 @@ def _describe_rows(data: Data) -> str:
 
 
 def _advise(data: Data, recipe: Model) -> str:
-    """Says what to do where documents are not kept apart."""
+    """Returns what the user can do about layers that do not keep documents apart."""
     if not data.packing:
         return "name another model"
     if recipe.attn_implementation == "auto":
         return "set packing: false"
-    # some classes make a mask that knows nothing of documents
+    # Under other implementations some classes make a mask that knows nothing of documents.
     return "set attn_implementation: auto, or packing: false"
 
 
 def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
-    """The inputs of a training forward over three documents in one packed row, or over the first
-    and the third in a row each, the third filled up with other tokens.
+    """Makes the inputs of a training forward.
+
+    Packed, one row holds the three documents. Padded, one row holds the first, and one the third,
+    filled up with other tokens.
 
     Args:
-        ids: The first document and the second. The third repeats the beginning of the first.
-        labels: Of the first document. Nothing else is trained.
-        packed: Whether they are one row.
+        ids: int64[DOCUMENT + OTHER], the first document and the second.
+        labels: int64[DOCUMENT], of the first document. Nothing else is trained.
+        packed: Whether the documents are packed.
     """
     first = ids[:DOCUMENT]
     third = ids[:REPEATED]
     if packed:
-        rows = torch.cat([ids, third])[None]
+        input_ids = torch.cat([ids, third])[None]
         lengths = [DOCUMENT, OTHER, REPEATED]
     else:
-        rows = torch.stack([first, torch.cat([third, ids[REPEATED - DOCUMENT :]])])
+        filling = ids[-(DOCUMENT - REPEATED) :]
+        input_ids = torch.stack([first, torch.cat([third, filling])])
         lengths = [DOCUMENT, DOCUMENT]
     positions = [torch.arange(length, device=ids.device) for length in lengths]
-    padding = (0, rows.numel() - DOCUMENT)
+    untrained = input_ids.numel() - DOCUMENT  # all tokens after the first document
+    all_labels = F.pad(labels, (0, untrained), value=IGNORE_INDEX)
     batch: dict[str, Any] = {
-        "input_ids": rows,
-        "labels": F.pad(labels, padding, value=IGNORE_INDEX).view_as(rows),
-        "position_ids": torch.cat(positions).view_as(rows),
-        "trained_positions": positions[0],
+        "input_ids": input_ids,
+        "labels": all_labels.view_as(input_ids),
+        "position_ids": torch.cat(positions).view_as(input_ids),
+        "trained_positions": positions[0],  # the first document is first in the flattened rows
     }
     if packed:
         ends = torch.tensor(lengths, device=ids.device).cumsum(0).to(torch.int32)
@@ -222,64 +252,70 @@ def _lay_out(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
     return batch
 
 
-def _forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
+def _run_forward(model: nn.Module, **inputs: Any) -> ForwardOutput:
+    """Runs the forward of `model`, and keeps what enters the output head."""
     plain: Any = unwrap(model)
-    read: list[tuple[Tensor, Any]] = []
+    head_calls: list[tuple[Tensor, Any]] = []  # (the input, the result)
     hook = head_of(plain).register_forward_hook(
-        lambda _, args, result: read.append((args[0].detach(), result))
+        lambda _, args, result: head_calls.append((args[0].detach(), result))
     )
     try:
         result = model(**inputs)
     finally:
         hook.remove()
-    hidden, of_head = read[0]
-    if has_scores(plain):  # of all tokens: the class returns those of the last
-        return ForwardOutput(hidden, of_head)
+    hidden, head_result = head_calls[0]
+    if has_scores(plain):  # the head scores all tokens, but the class returns the last one's scores
+        return ForwardOutput(hidden, head_result)
+    # With labels the result is the loss itself, else an object of transformers.
     return ForwardOutput(hidden, result if isinstance(result, Tensor) else result.logits)
 
 
-def _forward_in_parts(
+def _run_divided_forward(
     model: nn.Module, batch: dict[str, Any], group: ProcessGroup
 ) -> ForwardOutput:
-    """The forward of a batch whose tokens the ranks of `group` share, gathered again on every
-    rank.
+    """Runs the forward of a batch whose tokens are divided among the ranks of `group`.
+
+    Returns on every rank the outputs of all tokens, and the loss summed over the ranks.
     """
     length = batch["input_ids"].shape[1]
-    # The first rank's tokens end inside the document that repeats the first, or the padded row:
-    # attention, and whatever else reads other tokens, has to cross from one rank to the next. The
-    # last ranks may have padding alone.
+    # The first rank's tokens end within the third document, or within each padded row: attention,
+    # and whatever else reads other tokens, has to cross from one rank to the next. The last ranks
+    # may have padding alone.
     if "cu_seq_lens" in batch:
         tokens = PART
     else:
         tokens = ceil_div(length, group.size())
-    mine = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
-    padding = (0, tokens * group.size() - length)
-    labels = F.pad(batch["labels"], padding, value=IGNORE_INDEX)[:, mine]
+    rank_tokens = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
+    padding = tokens * group.size() - length
+    at_end = (0, padding)
+    labels = F.pad(batch["labels"], at_end, value=IGNORE_INDEX)[:, rank_tokens]
     part = {
-        "input_ids": F.pad(batch["input_ids"], padding, value=1)[:, mine],
+        "input_ids": F.pad(batch["input_ids"], at_end, value=1)[:, rank_tokens],
         "labels": labels,
-        "position_ids": F.pad(batch["position_ids"], padding)[:, mine],
+        "position_ids": F.pad(batch["position_ids"], at_end)[:, rank_tokens],
         "trained_positions": (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1),
     }
     if "cu_seq_lens" in batch:  # the padding is a document of its own
         row_end = batch["cu_seq_lens"].new_full((1,), tokens * group.size())
         part["cu_seq_lens"] = torch.cat([batch["cu_seq_lens"], row_end])
-        part["max_document_length"] = max(DOCUMENT, padding[1])
-    hidden, loss = _forward(model, **part)
+        part["max_document_length"] = max(DOCUMENT, padding)
+    hidden, loss = _run_forward(model, **part)
     dist.all_reduce(loss, group=group)
     return ForwardOutput(gather_tokens(hidden, group)[:, :length], loss)
 
 
-def _difference(values: Tensor, truth: Tensor) -> float:
-    """The largest relative difference of a token's vector."""
+def _find_largest_difference(values: Tensor, truth: Tensor) -> float:
+    """Returns the largest relative difference of a token's vector, both [tokens, hidden]."""
     values = values.float()
     truth = truth.float()
     norms = truth.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((values - truth).norm(dim=-1) / norms).max())
 
 
-def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
-    """In this block linear layers that multiply in FP8, or round for quantization, do neither."""
+def _without_rounding(model: nn.Module, world: World) -> AbstractContextManager[None]:
+    """Switches off in this block what rounds in linear layers: FP8 products, else the fake
+    quantization.
+    """
     if world.sharding.fp8 is None:
         return unrounded(model)
     from finetune.models.fp8 import without_fp8  # imports torchao
@@ -289,13 +325,14 @@ def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
 
 @contextmanager
 def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
-    """In this block the model has no dropout and no gradients, and runs eagerly: graphs for these
-    sizes would be of no use.
+    """Makes the model run without dropout, without gradients and eagerly in this block.
+
+    compiled: Whether the model is compiled. Graphs for the sizes of this check would be of no use.
     """
     training = model.training
     model.eval()
     for module in recurrent_modules(unwrap(model)):
-        module.train()  # Mamba has another kernel for it; none of these has dropout
+        module.train()  # Mamba trains with another kernel; no recurrent module has dropout
     try:
         with (
             torch.no_grad(),
@@ -304,4 +341,4 @@ def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-        reshard(model)  # the last unit stays gathered until a backward, which does not follow
+        reshard(model)  # FSDP2 keeps the root's unit gathered for a backward, which does not follow
