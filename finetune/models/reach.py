@@ -1,15 +1,16 @@
-"""Which parameters a run's rows reach.
+"""Finds the parameters that get no gradient, before the weights are read.
 
-CLIP's last norm, or the layers after `vision_feature_layer`, work on nothing that the language
-model reads. No gradient reaches them: the optimizer would keep no state for them, and DDP would
-wait for their gradients in vain. So they are frozen. One forward over a small image finds them,
-before the weights are read: the training forward up to the language model.
+The language model does not read what some parts of a vision tower compute: CLIP's last norm, the
+layers after `vision_feature_layer`. No gradient reaches their parameters: the optimizer would keep
+no state for them, and DDP would wait for their gradients in vain. So they are frozen. The training
+forward of one small image finds them; it runs up to the language model.
 
 In the language model too some parameters get no gradient, but which ones depends on the text. One
 forward over a short text says whether there may be any: DDP then looks for them in every step.
 
-No number in these forwards matters, so parameters are one zero that is read at every place, and
-products are zeros that nobody has multiplied: a model of any size takes neither memory nor time.
+Only the autograd graph of these forwards matters, not their numbers. So a parameter is one zero,
+expanded to its shape, and a matrix product returns zeros without multiplying: a model of any size
+takes neither memory nor time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from finetune.errors import UserError, on_one_line
 from finetune.models.vision import forward_images
 
 aten = torch.ops.aten
+# the operators that would take most of the time
 PRODUCTS = {
     aten.mm.default,
     aten.addmm.default,
@@ -40,54 +42,63 @@ ONLY_IMAGES = (
     "language model"
 )
 BlankDocument = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]
-"""(the tokens of a document with one small image, int64[1, tokens]; the processor's arguments for
-it).
+"""() -> a document with one small image: (its token ids int64[1, tokens], the processor's arguments
+for the image).
 """
 
 
 def freeze_unreached(model: nn.Module, make_document: BlankDocument) -> tuple[str, ...]:
-    """Freezes what is trained beside the language model of `model`, and which no image reaches;
-    returns their names.
+    """Freezes the trained parameters beside the language model that do not change what the language
+    model reads of an image.
 
     Args:
-        model: On the meta device, with real buffers on the host; what is trained is marked.
-        make_document: Called where anything beside the language model is trained.
+        model: On the meta device, with real buffers on the CPU; requires_grad is set on what is
+            trained.
+        make_document: Called only if something beside the language model is trained.
+
+    Returns:
+        The names of the parameters that it has frozen.
 
     Raises:
         UserError: The model cannot take an image.
     """
-    text = text_names(model)
-    beside = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad and not name.startswith(text)
+    text_prefixes = text_names(model)
+    trained_beside_text = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not name.startswith(text_prefixes)
     }
-    if not beside:
+    if not trained_beside_text:
         return ()
-    reached = _find_reached(model, *make_document())
-    unreached = tuple(name for name in beside if name not in reached)
+    ids, images = make_document()
+    reached = _find_reached(model, ids, images)
+    unreached = tuple(name for name in trained_beside_text if name not in reached)
     for name in unreached:
-        beside[name].requires_grad_(False)
+        trained_beside_text[name].requires_grad_(False)
     return unreached
 
 
 def find_unread(model: nn.Module) -> set[str]:
-    """The names of the parameters on which the logits of a short text do not depend, by
-    transformers' own forward; all names where it cannot run.
+    """Finds the parameters on which the logits of a short text do not depend, by transformers' own
+    forward.
 
-    No gradient reaches some in any run: a router's bias that only chooses experts, the indexer of
-    sparse attention. Others wait for longer texts, or for images.
+    Some of them get no gradient in any run: a router's bias that only chooses experts, the indexer
+    of sparse attention. Others get one from longer texts, or from images.
 
-    model: On the meta device, with real buffers on the host, as `build_on_meta` returns it.
+    Args:
+        model: On the meta device, with real buffers on the CPU, as `build_on_meta` returns it.
+
+    Returns:
+        The names of these parameters; of all parameters if the forward fails.
     """
     weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
     tensors = weights | _buffers_of(model)
     inputs = {"input_ids": torch.arange(1, SHORT_TEXT + 1)[None], "use_cache": False}
     model.eval()  # no layer is skipped at random
     try:
-        with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():  # type: ignore[no-untyped-call]
+        with saved_tensors_hooks(lambda _: None, _refuse_backward), _ZeroProducts():  # type: ignore[no-untyped-call]
             logits = torch.func.functional_call(model, tensors, (), inputs).logits
-    except Exception:  # each family has its own
+    except Exception:  # a family's own code may fail in any way
         return set(weights)
     finally:
         model.train()
@@ -95,19 +106,22 @@ def find_unread(model: nn.Module) -> set[str]:
 
 
 def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -> set[str]:
-    """The names of the trained parameters of `model` on which depends what enters its language
-    model.
+    """Finds the names of the trained parameters on which the language model's inputs depend, for
+    one document with an image.
+
+    Raises `UserError` where the model cannot take the image.
     """
     weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
     tensors = weights | _buffers_of(model)
-    with saved_tensors_hooks(lambda _: None, _never), _ZeroProducts():  # type: ignore[no-untyped-call]
+    with saved_tensors_hooks(lambda _: None, _refuse_backward), _ZeroProducts():  # type: ignore[no-untyped-call]
         try:
-            torch.func.functional_call(_UpToTrunk(model), _within("model", tensors), (ids, images))
+            wrapper = _UpToTrunk(model)
+            torch.func.functional_call(wrapper, _add_prefix("model", tensors), (ids, images))
         except _TrunkEntered as entered:
             return _names_reached(entered.inputs, weights)
         except UserError:
             raise
-        except Exception as error:  # each family has its own
+        except Exception as error:  # a family's own code may fail in any way
             reason = on_one_line(error)
             raise UserError(
                 f"{type(model).__name__}: cannot take an image ({type(error).__name__}: {reason}); "
@@ -117,7 +131,7 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
 
 
 class _TrunkEntered(Exception):
-    """The forward has come to the language model, with these `inputs`."""
+    """Ends a forward where it calls the language model; `inputs` are the tensors of that call."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -125,14 +139,16 @@ class _TrunkEntered(Exception):
 
 
 class _UpToTrunk(nn.Module):
-    """The training forward of a document with an image. Ends with `_TrunkEntered`."""
+    """The training forward of a document with an image, which raises `_TrunkEntered` where it
+    reaches the language model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, images: Mapping[str, Tensor]) -> None:
-        hook = trunk_of(self.model).register_forward_pre_hook(_stop, with_kwargs=True)
+        hook = trunk_of(self.model).register_forward_pre_hook(_stop_at_trunk, with_kwargs=True)
         try:
             forward_images(
                 self.model,
@@ -145,60 +161,68 @@ class _UpToTrunk(nn.Module):
             hook.remove()
 
 
-def _stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+def _stop_at_trunk(_trunk: nn.Module, args: Any, kwargs: Any) -> None:
     raise _TrunkEntered([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
 
 
 class _ZeroProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, matrix products and convolutions give zeros of the right shape."""
+    """In this block the operators of PRODUCTS return zeros of the right shape and dtype."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in PRODUCTS:
             return func(*args, **kwargs)
-        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        shapes = func(*on_meta[0], **on_meta[1])
+        meta_args, meta_kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.to("meta"), (args, kwargs)
+        )
+        outputs = func(*meta_args, **meta_kwargs)
         return tree_map_only(
-            Tensor, lambda shape: torch.zeros(shape.shape, dtype=shape.dtype), shapes
+            Tensor, lambda output: torch.zeros(output.shape, dtype=output.dtype), outputs
         )
 
 
 def _stand_in(parameter: nn.Parameter) -> Tensor:
-    """A tensor like `parameter` that takes four bytes."""
+    """Returns fp32 zeros of the shape of `parameter` in four bytes, trained if it is."""
     zeros = torch.zeros(()).expand(parameter.shape)
     return zeros.requires_grad_(parameter.requires_grad)
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `model`, in fp32 as the stand-ins of its parameters are."""
+    """Returns the buffers of `model` by name, those of floating point in fp32, the dtype of the
+    parameters' stand-ins.
+    """
     buffers = dict(model.named_buffers())
-    return {name: b.float() if b.is_floating_point() else b for name, b in buffers.items()}
+    return {
+        name: buffer.float() if buffer.is_floating_point() else buffer
+        for name, buffer in buffers.items()
+    }
 
 
-def _within(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+def _add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _never(_: Any) -> Tensor:
+def _refuse_backward(_: Any) -> Tensor:
+    """Stands in for the hook that gives a backward its saved tensors: none are saved here."""
     raise AssertionError("there is no backward")
 
 
 def _names_reached(outputs: Sequence[Tensor], weights: Mapping[str, Tensor]) -> set[str]:
-    """The names of those of `weights` on which `outputs` depend."""
-    reached = {id(leaf) for leaf in _leaves_of(outputs)}
+    """Returns the names of the `weights` on which `outputs` depend."""
+    reached = {id(leaf) for leaf in _find_leaves(outputs)}
     return {name for name, weight in weights.items() if id(weight) in reached}
 
 
-def _leaves_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors at the ends of the graph of `tensors`: those to which a backward would bring a
-    gradient.
+def _find_leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields the leaves of the autograd graph of `outputs`: the tensors that would get a gradient
+    from a backward.
     """
-    left: list[Node] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(left)
-    while left:
-        node: Any = left.pop()
-        if hasattr(node, "variable"):
+    waiting: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    visited = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if hasattr(node, "variable"):  # the node of a leaf
             yield node.variable
-        following = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= following
-        left += following
+        following = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= following
+        waiting += following
