@@ -1,8 +1,9 @@
-"""A critic: the value of each token's state, by one vector beside the vocabulary's head.
+"""A critic: one vector in the output head, whose product with a token's hidden state is the value
+of that state.
 
-It reads what that head reads, and is a parameter of the head's module: a layout that gathers the
-one has gathered the other. Its products are of fp32, and it starts at zero, so that the first
-values are 0.
+The vector is a parameter of the head's module and reads the same inputs, so that a layout that
+gathers the head's weight gathers the vector with it. The products are in fp32. The vector starts at
+zero, so that the first values are 0.
 """
 
 from typing import Any
@@ -17,7 +18,10 @@ from finetune.models.log_probabilities import head_log_probabilities
 
 
 def add_value_head(model: Any, base: Values) -> Values:
-    """Adds the critic to a model on meta; returns the values of `base` with its own."""
+    """Adds the critic to `model`, which is on meta.
+
+    Returns the values of `base`, extended by those of the critic: zeros.
+    """
     head = head_of(model)
     width = head.weight.shape[1]
     head.register_parameter(
@@ -33,7 +37,7 @@ def add_value_head(model: Any, base: Values) -> Values:
 
 
 def train_value_head(model: Any, dtype: torch.dtype) -> None:
-    """Makes the critic trainable, in `dtype`, whatever else of the model is frozen."""
+    """Makes the critic trainable, with its weight in `dtype`, also where the model is frozen."""
     weight: nn.Parameter = getattr(head_of(model), VALUE_WEIGHT)
     weight.requires_grad_(True)
     weight.data = weight.data.to(dtype)
@@ -46,12 +50,19 @@ def head_log_probabilities_and_values(
     trained_positions: Tensor | None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """A `HeadFunction`: fp32[2, trained positions], the labels' log-probabilities, and the values
-    of the states in which they are predicted.
+    """A `HeadFunction` that returns fp32[2, trained positions]: the labels' log-probabilities, and
+    the values of the states that predict them.
+
+    Args:
+        head: The output head, with the critic.
+        hidden: [tokens, hidden].
+        labels: int64[tokens].
+        trained_positions: int64[trained positions], into the tokens; None for all tokens.
+        temperature: Divides the logits, not the values.
     """
     log_probabilities = head_log_probabilities(head, hidden, labels, trained_positions, temperature)
-    read = hidden if trained_positions is None else hidden[trained_positions]
+    states = hidden if trained_positions is None else hidden[trained_positions]
     weight: Tensor = getattr(head, VALUE_WEIGHT)
     with torch.autocast(hidden.device.type, enabled=False):
-        values = read.float() @ weight.float()
+        values = states.float() @ weight.float()
     return torch.stack((log_probabilities, values))
