@@ -1,7 +1,8 @@
-"""Decoder layers whose outputs are scored by the head too, or replaced by what entered them.
+"""Hooks on decoder layers, for early exits and layer dropout.
 
-Early exits (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710) and layer dropout (LayerDrop: Fan et
-al. 2020, arXiv:1909.11556).
+Early exits (LayerSkip: Elhoushi et al. 2024, arXiv:2404.16710): the output head also scores the
+outputs of layers before the last. Layer dropout (LayerDrop: Fan et al. 2020, arXiv:1909.11556): a
+layer's input replaces its output.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,53 +19,58 @@ from finetune.models.cross_entropy import HeadFunction, LossHead, weigh_losses
 
 
 class WatchedLayers:
-    """The decoder layers of a model in training, whose outputs are kept or replaced on their way.
+    """Hooks on the decoder layers of a model, which keep or replace the layers' outputs.
 
-    Its hooks stay on the layers, because a checkpointed layer may run through them again in the
-    backward.
+    The hooks stay on the layers after a forward, because a checkpointed layer may run through them
+    again in the backward.
     """
 
     def __init__(self, model: Any) -> None:
         self.layers = decoder_layers(model)
         self.norm = find_last_norm(model)
-        self._is_proven = False
-        self._kept: frozenset[int] = frozenset()
-        self._states: dict[int, Tensor] = {}
-        self._given: Mapping[int, Tensor] = {}  # for the next forward
-        self._passed_by: Mapping[int, Tensor] = {}  # of the last one, which its backward may repeat
+        self._is_proven = False  # whether `_prove` has passed
+        self._kept_layers: frozenset[int] = frozenset()  # whose outputs are put into `_states`
+        self._states: dict[int, Tensor] = {}  # layer -> its output [rows, tokens, hidden]
+        # Layer -> bool[rows, tokens], where its input replaces its output: in the next forward, and
+        # in the latest, which the backward may repeat after `watch` has ended.
+        self._next_passed_by: Mapping[int, Tensor] = {}
+        self._passed_by: Mapping[int, Tensor] = {}
         trunk_of(model).register_forward_pre_hook(self._begin)
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(partial(self._watch, index), with_kwargs=True)
 
     @contextmanager
     def watch(self, kept: Iterable[int], passed_by: Mapping[int, Tensor]) -> Iterator[None]:
-        """Keeps the states of one forward within, for `score`.
+        """Keeps the outputs of layers for `score`, and replaces others, in one forward in this
+        block.
 
         Args:
-            kept: The layers, from 0, whose output is kept.
-            passed_by: Layer -> bool[rows, tokens], True where a token's state stays what it was
-                before that layer.
+            kept: The layers, counted from 0, whose outputs are kept.
+            passed_by: Layer -> bool[rows, tokens], True where the layer leaves a token unchanged.
         """
-        # the last one for the proof
-        self._kept = frozenset(kept if self._is_proven else (*kept, len(self.layers) - 1))
-        self._given = passed_by
+        if self._is_proven:
+            self._kept_layers = frozenset(kept)
+        else:
+            last_layer = len(self.layers) - 1  # which `_prove` reads
+            self._kept_layers = frozenset((*kept, last_layer))
+        self._next_passed_by = passed_by
         self._states = {}
         try:
             yield
         finally:
-            self._kept = frozenset()
-            self._given = {}
+            self._kept_layers = frozenset()
+            self._next_passed_by = {}
             self._states = {}
 
     def score(self, exits: Sequence[int], weights: Tensor) -> HeadFunction:
-        """A `HeadFunction`: the weighted sum of the losses after several layers.
+        """Makes a `HeadFunction` that adds up the weighted losses of several layers' outputs.
 
-        `model(..., head_function=...)` within `watch` returns fp32[exits + 2]: that sum with its
-        gradients, and for the log the loss of each exit and of the model's output.
+        Within `watch`, a model called with this function returns fp32[exits + 2]: the weighted sum
+        with its gradients, then for the log the summed loss of each exit and of the model's output.
 
         Args:
-            exits: The layers that are scored beside the model's output.
-            weights: fp32[exits + 1]: of each exit, then of the model's output.
+            exits: The layers, from 0, that are scored in addition to the model's output.
+            weights: fp32[exits + 1]: the weight of each exit, then that of the model's output.
         """
 
         def compute_loss(
@@ -73,23 +79,24 @@ class WatchedLayers:
             if positions is None:
                 positions = torch.arange(len(labels), device=labels.device)
             self._prove(head, hidden)
-            early = [self._read_after(head, layer)[positions] for layer in exits]
-            scored = torch.cat([*early, hidden[positions]])
-            by_token = weights.repeat_interleave(len(positions))
-            compute = weigh_losses(by_token, parts=len(weights))
-            return compute(head, scored, labels[positions].repeat(len(weights)), None)
+            exit_states = [self._read_after(head, layer)[positions] for layer in exits]
+            scored_states = torch.cat([*exit_states, hidden[positions]])
+            scored_labels = labels[positions].repeat(len(weights))
+            token_weights = weights.repeat_interleave(len(positions))
+            compute = weigh_losses(token_weights, parts=len(weights))
+            return compute(head, scored_states, scored_labels, None)
 
         return compute_loss
 
     def _read_after(self, head: LossHead, layer: int) -> Tensor:
-        """What the head would read after a layer, [tokens, hidden]."""
+        """Returns what the head would read if `layer` were the last one: [tokens, hidden]."""
         return head.scale(self.norm(self._states[layer])).flatten(0, -2)
 
     @torch.no_grad()
     def _prove(self, head: LossHead, hidden: Tensor) -> None:
-        """Compares what the head reads with the norm of the last layer's state, once.
+        """Checks once that `_read_after` of the last layer returns `hidden`, what the head reads.
 
-        Raises `UserError` where the model computes something else between them.
+        Raises `UserError` where the model computes something else between that layer and the head.
         """
         if self._is_proven:
             return
@@ -102,7 +109,8 @@ class WatchedLayers:
         self._is_proven = True
 
     def _begin(self, _trunk: nn.Module, _arguments: object) -> None:
-        self._passed_by = self._given
+        """Takes over what `watch` was given, before the trunk's forward."""
+        self._passed_by = self._next_passed_by
 
     def _watch(
         self,
@@ -112,19 +120,23 @@ class WatchedLayers:
         keys: dict[str, Any],
         output: Any,
     ) -> Any:
+        """Replaces the layer's output where it is passed by, and keeps it if it is to be scored.
+
+        output: The states [rows, tokens, hidden], alone or first in a tuple.
+        """
         hidden = output[0] if isinstance(output, tuple) else output
         if index in self._passed_by:
             before = arguments[0] if arguments else keys["hidden_states"]
             hidden = torch.where(self._passed_by[index].unsqueeze(-1), before, hidden)
-        if index in self._kept:
+        if index in self._kept_layers:
             self._states[index] = hidden
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def watch_layers(model: nn.Module) -> WatchedLayers:
-    """The watched layers of a model, sharded or not; the first call hooks them.
+    """Returns the `WatchedLayers` of a model, sharded or not. The first call makes them.
 
-    Raises `UserError` as `find_last_norm`.
+    Raises `UserError` as `find_last_norm` does.
     """
     inner = unwrap(model)
     if not hasattr(inner, "watched_layers"):
@@ -134,19 +146,20 @@ def watch_layers(model: nn.Module) -> WatchedLayers:
 
 
 def find_last_norm(model: Any) -> nn.Module:
-    """The norm between the last decoder layer and the output head.
+    """Returns the norm between the last decoder layer and the output head.
 
-    Raises `UserError` where the trunk has no such part, or several.
+    Raises `UserError` where the trunk has no norm after its layers, or several.
     """
     trunk = trunk_of(model)
     layers = set(decoder_layers(model))
-    after = False
+    is_after_layers = False
     norms: list[nn.Module] = []
     for part in trunk.children():
         is_norm = "norm" in type(part).__name__.lower()
-        if after and is_norm:
+        if is_after_layers and is_norm:
             norms.append(part)
-        after = after or not layers.isdisjoint(part.modules())
+        holds_layers = not layers.isdisjoint(part.modules())
+        is_after_layers = is_after_layers or holds_layers
     if len(norms) == 1:
         return norms[0]
     raise UserError(
