@@ -1,10 +1,11 @@
 """Layers with frozen weights in 4 or 8 bits: put into a model on meta, sharded with it, filled with
 each rank's bytes.
 
-A weight is two flat parameters, its codes and its scales. Their bytes are seen as numbers of the
-compute dtype, because FSDP2 gathers parameters of that dtype without converting them. FSDP2 may cut
-them anywhere, also within a block or a number: no rank computes with its shard. It gathers all
-shards of a layer's unit, and dequantizes as one rank would.
+A quantized weight is two flat parameters: the codes of its numbers, and the scales of its blocks.
+Their bytes are viewed as numbers of the compute dtype, because FSDP2 gathers parameters of that
+dtype without converting them. FSDP2 may cut these parameters anywhere, also within a block or a
+number of the weight, so no rank computes with its shard. It gathers all shards of a layer's unit,
+and dequantizes as one rank would.
 """
 
 from collections.abc import Collection, Mapping
@@ -54,24 +55,23 @@ SAME_PRODUCT = ("FalconLinear",)
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
-    """Lists the weights that are quantized if frozen, by their names in the base model: of linear
-    layers and experts.
+    """Lists the weights of linear layers and of experts that are quantized if they are frozen.
 
-    `model` may be on meta, and may have adapters.
+    `model` may be on meta, and may have adapters. The names are those of the base model.
     """
-    linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
-    experts = [
+    of_linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
+    of_experts = [
         f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)
     ]
-    return linears + [base_name(name) for name in experts]
+    return of_linears + [base_name(name) for name in of_experts]
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized if frozen, by name.
+    """Lists the linear layers whose weights are quantized if they are frozen, as (name, layer).
 
-    Embeddings, norms and head are not, as in QLoRA.
+    Embeddings, norms and the output head are not quantized, as in QLoRA.
 
-    Raises `UserError` where the model has none.
+    Raises `UserError` where the model has no such layer.
     """
     head = head_modules(model)
     layers = []
@@ -92,21 +92,19 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer is no subclass with a forward that computes something else with its
-    weight.
-    """
+    """Whether a layer multiplies as nn.Linear does; a subclass may compute something else."""
     return type(linear).forward is nn.Linear.forward or type(linear).__name__ in SAME_PRODUCT
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of experts in the language model, by name: modules whose parameters hold all
-    experts of a layer.
+    """Lists the modules of the language model whose parameters hold all experts of a layer, as
+    (name, module).
     """
     return [(name, module) for name, module in text_modules(model) if is_experts(module)]
 
 
 def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights [experts, rows, columns] of a layer of experts, not its biases."""
+    """Returns the weights [experts, rows, columns] in a layer of experts by name; no biases."""
     return {
         name: weight
         for name, weight in experts.named_parameters(recurse=False)
@@ -116,24 +114,26 @@ def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 CODES = "codes"
 SCALES = "scales"
-# rows, columns, bits, quant_type, double quantization, block
+# How a weight is quantized, as arguments of `_dequantize`: (rows, columns, bits, quant_type, double
+# quantization, block).
 Form = tuple[int, int, int, str, bool, int]
 
 
 class QuantizedWeight(nn.Module):
-    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the
-    parameter.
+    """A quantized, frozen weight [..., columns].
+
+    In a layer of experts it replaces the parameter of the same name.
 
     Attributes:
-        full_shape, full_quantization: Of the weight as all ranks have it.
-        part: The experts this rank keeps, as a slice of the first dimension; their codes and scales
-            are those of the full weight.
+        full_shape, full_quantization: Of the weight with the experts of all ranks.
+        part: The experts that this rank keeps, as a slice of the first dimension. Their codes and
+            scales are taken from those of the full weight.
         shape, quantization: Of that part.
-        sizes: The bytes of its codes and of its scales, without padding.
+        sizes: The bytes of the part's codes and scales, without padding.
         keeps_dequantized: Whether autograd may keep the dequantized weight for the backward.
     """
 
-    leaf = ""  # ends the name of the weight after the module's
+    leaf = ""  # what follows the module's name in the name of the weight
 
     def __init__(
         self,
@@ -143,14 +143,14 @@ class QuantizedWeight(nn.Module):
         block: int = BLOCK,
         part: slice | None = None,
     ) -> None:
-        """Makes the parameters, on meta.
+        """Makes the parameters of the codes and scales, on meta.
 
         Args:
             full_shape: [..., columns].
-            quantization: Of the full weight.
-            dtype: Of computation, as whose numbers the bytes are seen.
-            block: Numbers under one scale, in 4 bits.
-            part: None: all of the first dimension.
+            quantization: How the full weight is quantized.
+            dtype: The compute dtype, as which the bytes are viewed.
+            block: Numbers under one scale, in 4 bits; not read in 8 bits.
+            part: The experts to keep, as a slice of the first dimension; None for all.
         """
         nn.Module.__init__(self)
         self.full_shape = full_shape
@@ -171,42 +171,43 @@ class QuantizedWeight(nn.Module):
             self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
 
     def take_part(self, part: slice) -> "QuantizedWeight":
-        """The weight of these experts alone, on meta."""
-        taken = QuantizedWeight(
+        """Returns a quantized weight of these experts alone, on meta."""
+        weight_part = QuantizedWeight(
             self.full_shape, self.full_quantization, self.dtype, self.block, part
         )
-        taken.keeps_dequantized = self.keeps_dequantized
-        return taken
+        weight_part.keeps_dequantized = self.keeps_dequantized
+        return weight_part
 
-    def own_scales(self, scales: Tensor) -> Tensor:
-        """Takes this part's scales from those of the full weight.
+    def select_scales(self, scales: Tensor) -> Tensor:
+        """Selects the scales of this part from those of the full weight.
 
         Args:
-            scales: uint8[bytes], as `pack_scales` lays them out.
+            scales: uint8[bytes], of the full weight, as `pack_scales` lays them out.
 
         Returns:
-            uint8[bytes]. Scales that were quantized again are fp32 where the part cuts one of their
-            blocks.
+            uint8[bytes], of the part, in the same layout. If the part cuts a block of
+            double-quantized scales, they become fp32.
         """
         if self.shape == self.full_shape:
             return scales
-        first = self.count_blocks(self.part.start)
-        last = self.count_blocks(self.part.stop)
+        first_block = self.count_blocks(self.part.start)
+        end_block = self.count_blocks(self.part.stop)
         if not self.full_quantization.bnb_4bit_use_double_quant:
-            return scales.view(torch.float32)[first:last].view(torch.uint8)
+            return scales.view(torch.float32)[first_block:end_block].view(torch.uint8)
         no_codes = scales[:0]
-        of_full_weight = QuantizedTensor(
+        full_weight = QuantizedTensor(
             no_codes, scales, self.full_shape, self.full_quantization, self.block
         )
         if not self.quantization.bnb_4bit_use_double_quant:
-            return unpack_scales(of_full_weight)[first:last].view(torch.uint8)
-        scale_codes, nested_scales, mean = split_nested_scales(of_full_weight)
-        own_nested = nested_scales[first // NESTED_BLOCK : last // NESTED_BLOCK]
-        return join_nested_scales(scale_codes[first:last], own_nested, mean)
+            return unpack_scales(full_weight)[first_block:end_block].view(torch.uint8)
+        scale_codes, nested_scales, mean = split_nested_scales(full_weight)
+        part_nested = nested_scales[first_block // NESTED_BLOCK : end_block // NESTED_BLOCK]
+        return join_nested_scales(scale_codes[first_block:end_block], part_nested, mean)
 
     def count_blocks(self, experts: int) -> int:
-        """Counts the blocks of the first `experts` of the full weight, each of which has a scale: a
-        block is a row in 8 bits, `block` numbers in 4.
+        """Counts the blocks, and so the scales, of the first `experts` experts of the full weight.
+
+        In 8 bits a block is a row, in 4 bits `self.block` numbers.
         """
         if self.full_quantization.bits == 8:
             return experts * prod(self.full_shape[1:-1])
@@ -214,13 +215,13 @@ class QuantizedWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype, which peft asks of a parameter that it adapts."""
+        """The compute dtype. peft reads it from a parameter that it adapts."""
         return self.get_parameter(CODES).dtype
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [..., columns] in `dtype`.
+        """Returns the weight [..., columns] of this rank's part in `dtype`.
 
-        Its unit must be gathered: this rank needs all bytes of the part.
+        FSDP must have gathered the unit, since this needs all bytes of the part.
         """
         weight: Tensor = _dequantize(
             self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype
@@ -229,27 +230,23 @@ class QuantizedWeight(nn.Module):
 
     @property
     def _form(self) -> Form:
+        """The arguments of `_dequantize` for this rank's part."""
         keys = self.quantization
         assert keys.bits is not None
+        rows = prod(self.shape[:-1])
+        columns = self.shape[-1]
         double = keys.bnb_4bit_use_double_quant
-        return (
-            prod(self.shape[:-1]),
-            self.shape[-1],
-            keys.bits,
-            keys.bnb_4bit_quant_type,
-            double,
-            self.block,
-        )
+        return rows, columns, keys.bits, keys.bnb_4bit_quant_type, double, self.block
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):
     """A linear layer with a quantized, frozen weight.
 
-    The product is in the dtype of the input, or of autocast.
+    The product is in the dtype of the input, or of autocast if that is on.
 
-    Each forward dequantizes the weight, and each backward does so again. Where activations are
-    recomputed (`keeps_dequantized`), the recomputed forward keeps the weight for the backward that
-    follows it at once.
+    Each forward dequantizes the weight, and each backward does so again. With `keeps_dequantized`,
+    autograd keeps the dequantized weight instead: under activation checkpointing the backward
+    follows the recomputed forward at once.
     """
 
     leaf = ".weight"
@@ -263,21 +260,24 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight in the compute dtype, dequantized at every access: DoRA asks for it."""
+        """The weight [out, in] in the compute dtype, for DoRA. Each access dequantizes it."""
         return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """Returns what a backward needs: (form, codes, scales), or (None, weight in `dtype`, None)
-        if autograd may keep it.
+        """Returns what a backward needs of the weight: (form, codes, scales), to dequantize it.
+
+        With `keeps_dequantized` it returns (None, the weight in `dtype`, None).
         """
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """inputs [..., in] -> [..., out]."""
         inputs = inputs.to(product_dtype(inputs))
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
-        if self.keeps_dequantized or not (inputs.requires_grad and torch.is_grad_enabled()):
+        needs_gradient = inputs.requires_grad and torch.is_grad_enabled()
+        if self.keeps_dequantized or not needs_gradient:
             return F.linear(inputs, self.dequantize(inputs.dtype), bias)
         codes = self.get_parameter(CODES)
         scales = self.get_parameter(SCALES)
@@ -289,8 +289,8 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
-# torch.compile cannot follow bytes that are seen as other numbers, and does not look into an
-# operator.
+# An operator, because torch.compile cannot trace through views of bytes as other numbers, and does
+# not look into an operator.
 @library.custom_op("finetune::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor,
@@ -304,16 +304,15 @@ def _dequantize(
     dtype: torch.dtype,
     after: Tensor | None = None,
 ) -> Tensor:
-    """Dequantizes a weight [rows, columns] from its parameters.
+    """Dequantizes a weight, [rows, columns] in `dtype`, from its parameters.
 
     Args:
-        codes: [numbers], with padding.
-        scales: [numbers], with padding.
+        codes: The parameter of the codes: flat, in the compute dtype, with padding at the end.
+        scales: The parameter of the scales, likewise.
         rows, columns, bits, quant_type, double, block: See `Form`.
-        dtype: Of the result.
-        after: The gradient that a backward has, which nothing is computed from. Without it
-            torch.compile would merge the backward's call with the forward's, and keep the weight
-            between them.
+        dtype: The dtype of the result.
+        after: In a backward, the gradient. It is not read. Without it torch.compile would merge the
+            backward's call with the forward's, and keep the weight between them.
     """
     quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
@@ -343,13 +342,16 @@ def _(
 def dequantize_parameters(
     codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
-    """Dequantizes a layer's codes and scales to its weight [rows, columns] in `dtype`."""
+    """Dequantizes a layer's weight, [rows, columns] in `dtype`, from its codes and scales.
+
+    after: In a backward, the gradient; else None. See `_dequantize`.
+    """
     weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
     return weight
 
 
 class _DequantizedTwice(torch.autograd.Function):
-    """F.linear with a frozen weight, which the backward dequantizes again."""
+    """F.linear with a quantized weight, which the backward dequantizes a second time."""
 
     @staticmethod
     def forward(
@@ -362,15 +364,16 @@ class _DequantizedTwice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         codes, scales = ctx.saved_tensors
+        _, _, _, trains_bias, _ = ctx.needs_input_grad  # `modules_to_save` may train the bias
         bias_gradient = None
-        if ctx.needs_input_grad[3]:  # trained by `modules_to_save`
+        if trains_bias:
             bias_gradient = gradient.flatten(0, -2).sum(0)
         weight = _dequantize(codes, scales, *ctx.form, gradient.dtype, gradient)
         return gradient @ weight, None, None, bias_gradient, None
 
 
 def recomputed_modules(model: nn.Module) -> set[nn.Module]:
-    """The modules whose activations are recomputed in the backward anyway."""
+    """Returns the modules under activation checkpointing: the backward runs their forward again."""
     checkpointed = [
         module
         for module in model.modules()
@@ -385,26 +388,26 @@ def quantize_layers(
     dtype: torch.dtype,
     stored: Mapping[str, StoredQuantized],
 ) -> frozenset[str]:
-    """Puts quantized linear layers into `model`.
+    """Replaces the linear layers of `model` that have frozen weights by quantized ones.
 
     Call it after adapters and activation checkpointing are in place.
 
     Args:
         model: On meta.
-        quantization: How frozen weights are quantized; trained ones (modules_to_save) stay as they
+        quantization: How frozen weights are quantized. Trained ones (modules_to_save) stay as they
             are.
-        dtype: Of computation, as which the quantized bytes are kept.
-        stored: The weights that the files hold quantized already; where there are any, no others
-            are quantized.
+        dtype: The compute dtype, as which the quantized bytes are viewed.
+        stored: The weights that the files hold quantized, by name in the base model. If there are
+            any, no other weight is quantized.
 
     Returns:
         The names of the parameters that hold codes and scales.
 
     Raises:
-        UserError: The model has no linear layers, or a weight is stored quantized that cannot be
-            kept so.
+        UserError: The model has no linear layers, or the files hold a weight quantized whose layer
+            cannot be.
     """
-    checkpointed = recomputed_modules(model)
+    recomputed = recomputed_modules(model)
     added = set()
     not_kept = set(stored)
     for name, linear in linear_layers(model):
@@ -412,10 +415,9 @@ def quantize_layers(
         if linear.weight.requires_grad or (stored and weight not in stored):
             continue
         not_kept.discard(weight)
-        layer = QuantizedLinear(
-            linear, quantization, dtype, stored[weight].block if stored else BLOCK
-        )
-        layer.keeps_dequantized = linear in checkpointed
+        block = stored[weight].block if stored else BLOCK
+        layer = QuantizedLinear(linear, quantization, dtype, block)
+        layer.keeps_dequantized = linear in recomputed
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
         added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
@@ -428,7 +430,10 @@ def quantize_layers(
 
 
 def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedWeight]]:
-    """The quantized linear layers and experts' weights of `model`, sharded or not, by name."""
+    """Lists the quantized linear layers and experts' weights of `model`, as (name, module).
+
+    `model` may be sharded.
+    """
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -443,32 +448,36 @@ def fill_quantized_layers(
     world: World,
     shared: Collection[str] = (),
 ) -> None:
-    """Fills the quantized layers of the sharded `model`.
+    """Fills this rank's codes and scales of the quantized layers.
 
     All ranks with these layers call it together.
 
     Args:
+        model: Sharded or not, with memory for its parameters.
         values: The plain weights. Each rank reads and quantizes the blocks that its shard of the
-            codes touches; a double-quantized scale depends on all blocks of its weight, so ranks
-            exchange their magnitudes.
-        stored: The weights that the files hold quantized already; where there are any, those are
-            read instead.
-        shared: Names in the base of parameters that have their values.
+            codes touches. A double-quantized scale depends on all blocks of its weight, so ranks
+            exchange the largest magnitudes of their blocks.
+        stored: The weights that the files hold quantized, by name in the base model. If there are
+            any, they are read instead.
+        world: The ranks of the run.
+        shared: The parameters that have their values already, by name in the base model.
     """
     for name, layer in quantized_layers(model):
         if base_name(f"{name}.{CODES}") in shared:
             continue
         weight = f"{name}{layer.leaf}"
         if stored:
-            _fill_stored(layer, stored[base_name(weight)])
+            _fill_from_stored(layer, stored[base_name(weight)])
         else:
-            _fill(weight, layer, values, world)
+            _fill_from_plain(weight, layer, values, world)
 
 
 @torch.no_grad()
-def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
-    """Quantizes the blocks of `weight` that this rank's shard of the codes touches, and shares
-    their magnitudes.
+def _fill_from_plain(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
+    """Quantizes the blocks of a plain weight that this rank's shard of the codes touches, and
+    exchanges the blocks' largest magnitudes with the other ranks.
+
+    `weight`: its name for `values`.
     """
     shape = layer.full_shape
     columns = shape[-1]
@@ -480,43 +489,50 @@ def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> 
         block_bytes = block // 2
     # Of all blocks of the full weight; 0 for those that this rank does not quantize.
     magnitudes = torch.zeros(ceil_div(prod(shape), block), device=world.device)
-    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
+    codes, begin, end = _clear_own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     if begin < end:
-        # The same bytes, counted from the beginning of the full weight's codes.
+        # From here on, bytes are counted from the beginning of the full weight's codes.
         part_begin = layer.count_blocks(layer.part.start) * block_bytes
         begin += part_begin
         end += part_begin
         first_block = begin // block_bytes
-        last_block = ceil_div(end, block_bytes)
-        last_number = min(last_block * block, prod(shape))
-        numbers = _read_numbers(weight, shape, values, first_block * block, last_number)
+        end_block = ceil_div(end, block_bytes)
+        end_number = min(end_block * block, prod(shape))
+        numbers = _read_numbers(weight, shape, values, first_block * block, end_number)
         numbers = numbers.to(world.device)
         blocks = numbers.view(-1, columns) if layer.quantization.bits == 8 else numbers
-        block_codes, magnitudes[first_block:last_block] = quantize_blocks(
-            blocks, layer.quantization
-        )
+        block_codes, magnitudes[first_block:end_block] = quantize_blocks(blocks, layer.quantization)
         blocks_begin = first_block * block_bytes
         codes.copy_(block_codes[begin - blocks_begin : end - blocks_begin])
-    if isinstance(layer.get_parameter(CODES), DTensor):  # so are experts that ranks divide
-        # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on
-        # each.
+    # The codes are a DTensor where ranks divide the experts, too.
+    if isinstance(layer.get_parameter(CODES), DTensor):
+        # MAX, since several ranks may quantize one block, with the same magnitude: the block lies
+        # across their shards, or the ranks are replicas of hybrid sharding.
         dist.all_reduce(magnitudes, dist.ReduceOp.MAX, world.stage_group)
-    scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
-    scales.copy_(layer.own_scales(pack_scales(magnitudes, layer.full_quantization))[begin:end])
+    scales, begin, end = _clear_own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
+    full_scales = pack_scales(magnitudes, layer.full_quantization)
+    scales.copy_(layer.select_scales(full_scales)[begin:end])
 
 
 @torch.no_grad()
-def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
-    """Reads this rank's bytes of a weight that the files hold quantized."""
-    codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
+def _fill_from_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
+    """Reads this rank's codes and scales of a weight that the files hold quantized."""
+    codes, begin, end = _clear_own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     codes.copy_(stored.read_codes(begin, end))
-    scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
+    scales, begin, end = _clear_own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
     scales.copy_(stored.read_scales()[begin:end])
 
 
-def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """Returns (this rank's bytes of a parameter, where they begin, where they end), without the
-    padding behind its `size` bytes. Zeroes them and the padding.
+def _clear_own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
+    """Sets this rank's shard of a parameter to zeros, and returns the bytes to fill.
+
+    Args:
+        parameter: Codes or scales, flat, sharded or not.
+        size: The parameter's bytes without the padding at the end.
+
+    Returns:
+        (a uint8 view of this rank's bytes without padding, where they begin in the whole parameter,
+        where they end); the view is empty if the rank has padding alone.
     """
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
@@ -530,9 +546,12 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
 
 
 def _read_numbers(weight: str, shape: Shape, values: Values, begin: int, end: int) -> Tensor:
-    """Reads the numbers `begin` to `end` of a weight of `shape`, in row-major order."""
-    row_size = prod(shape[1:])  # of an expert, where the weight is one of experts
-    first = begin // row_size
-    last = ceil_div(end, row_size)
-    rows = values(weight, (slice(first, last), *(slice(0, size) for size in shape[1:])))
-    return rows.reshape(-1)[begin - first * row_size : end - first * row_size]
+    """Reads the numbers from `begin` to `end` of a weight of `shape`, flat, in row-major order.
+
+    `weight`: its name for `values`.
+    """
+    row_size = prod(shape[1:])  # numbers; of experts' weights, a row is one expert
+    first_row = begin // row_size
+    end_row = ceil_div(end, row_size)
+    rows = values(weight, (slice(first_row, end_row), *(slice(0, size) for size in shape[1:])))
+    return rows.reshape(-1)[begin - first_row * row_size : end - first_row * row_size]
