@@ -1,10 +1,12 @@
-"""Quantized weights: their numbers in 4 or 8 bits, and how files hold them.
+"""Quantized weights: how their numbers are kept in 4 or 8 bits, and how files hold them.
 
-Files of bitsandbytes hold the bytes that training keeps. DeepSeek, Qwen3, GLM and MiniMax publish a
-float8 `NAME` with `NAME_scale_inv`, a scale for each block of 128 x 128 numbers, or one for all.
-gpt-oss publishes `NAME_blocks` (MXFP4), two numbers a byte, and `NAME_scales`, a power of two for
-each 32 of them, transposed. In place of both stands a tensor `NAME` in float32, whose every slice
-is computed from the slices of the files that it needs, by transformers' own conversions.
+Files of bitsandbytes hold the same bytes that training keeps.
+
+Weights published in FP8 or MXFP4 become plain float32 weights. DeepSeek, Qwen3, GLM and MiniMax
+publish a float8 `NAME` with `NAME_scale_inv`: a scale for each block of 128 x 128 numbers, or one
+for all. gpt-oss publishes `NAME_blocks` (MXFP4, two numbers in a byte, transposed) with
+`NAME_scales`: a power of two for each 32 numbers. Either becomes one tensor `NAME`, any slice of
+which is computed by transformers' own conversions from the slices of the files that it needs.
 """
 
 import math
@@ -33,18 +35,19 @@ from finetune.files.json_files import load_json
 from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
 from finetune.models.packed_weights import unpack_packed
 
-# bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+# Numbers that are quantized at once, since bitsandbytes takes some 16 bytes a number while it
+# quantizes on a CPU. A multiple of every block.
 NUMBERS_AT_ONCE = 1 << 22
-# numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
+# Numbers that are dequantized at once, since bitsandbytes counts them in 32 bits on a GPU.
 LARGEST_KERNEL = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """A quantized weight. Returned by `quantize_tensor`."""
+    """A whole quantized weight. Returned by `quantize_tensor`."""
 
-    # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8
-    # numbers
+    # uint8[bytes]. At 4 bits a byte holds two numbers, the first in its upper half; at 8 bits the
+    # bytes are int8 numbers.
     codes: Tensor
     scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
     shape: Shape  # [..., columns]
@@ -53,7 +56,7 @@ class QuantizedTensor:
 
 
 def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTensor:
-    """`values` [..., columns], whole, in their own dtype and on their own device."""
+    """Quantizes a whole weight, `values` [..., columns], on the device that it is on."""
     codes, magnitudes = quantize_blocks(values.flatten(0, -2), quantization)
     return QuantizedTensor(
         codes, pack_scales(magnitudes, quantization), tuple(values.shape), quantization
@@ -61,52 +64,61 @@ def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTens
 
 
 def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the
-    compute dtype.
+    """Returns the numbers of a weight, [..., columns] in `dtype`.
+
+    In the compute dtype they are the numbers that the layer multiplies with.
     """
     rows = prod(quantized.shape[:-1])
     columns = quantized.shape[-1]
     if quantized.quantization.bits == 8:
-        scales = quantized.scales.view(torch.float32)
-        # In the order of bitsandbytes' own forward and backward on a CPU.
+        magnitudes = quantized.scales.view(torch.float32)  # of each row
+        # The conversion and the products have the order of bitsandbytes' own on a CPU.
         numbers = quantized.codes.view(torch.int8).view(rows, columns).to(dtype)
-        return numbers.mul_(scales.unsqueeze(1).mul(1.0 / 127.0)).view(quantized.shape)
+        return numbers.mul_(magnitudes.unsqueeze(1).mul(1.0 / 127.0)).view(quantized.shape)
     ops = _bitsandbytes_ops()
-    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks'
-    # scales on CPUs with AVX-512 where the length of a row is a multiple of 16 and not of 64; and
-    # it has no kernel for an odd length.
+    # The kernel gets the weight as one row of an even length. With several rows, bitsandbytes
+    # 0.50.2 takes other blocks' scales on CPUs with AVX-512 if the length of a row is a multiple of
+    # 16 and not of 64. For an odd length it has no kernel.
     block = quantized.block
     quant_type = quantized.quantization.bnb_4bit_quant_type
-    codes = torch.split(quantized.codes, LARGEST_KERNEL // 2)
-    magnitudes = torch.split(unpack_scales(quantized), LARGEST_KERNEL // block)
-    parts = [
-        ops.dequantize_4bit(some, scales, block, quant_type, (1, 2 * some.numel()), dtype).view(-1)
-        for some, scales in zip(codes, magnitudes, strict=True)
-    ]
+    parts = []
+    for codes, magnitudes in zip(
+        torch.split(quantized.codes, LARGEST_KERNEL // 2),
+        torch.split(unpack_scales(quantized), LARGEST_KERNEL // block),
+        strict=True,
+    ):
+        one_row = (1, 2 * codes.numel())
+        part = ops.dequantize_4bit(codes, magnitudes, block, quant_type, one_row, dtype)
+        parts.append(part.view(-1))
     flat: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     return flat[: rows * columns].view(quantized.shape)
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """Returns (codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4
-    bits of any shape, in row-major order and with a shorter block at the end of the weight only; at
-    8 bits of whole rows.
+    """Quantizes consecutive blocks of a weight.
+
+    Args:
+        values: At 8 bits whole rows [rows, columns], each of which is a block. At 4 bits of any
+            shape, cut into blocks of BLOCK numbers in row-major order; only the last block of the
+            weight may be shorter.
+        quantization: The bits, and at 4 bits the type of the codes.
+
+    Returns:
+        (codes uint8[bytes], the largest magnitude of each block fp32[blocks]).
     """
     from bitsandbytes import functional
 
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         values = values.float()
-    if quantization.bits == 8:
-        # Rounded to fp16 first, as transformers and bitsandbytes do it.
-        parts = [
-            functional.int8_vectorwise_quant(part.to(torch.float16))[:2]
-            for part in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1]))
-        ]
-        return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat(
-            [m for _, m in parts]
-        )
     codes = []
     magnitudes = []
+    if quantization.bits == 8:
+        for rows in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1])):
+            # Rounded to fp16 first, as transformers and bitsandbytes do.
+            numbers, row_magnitudes, _ = functional.int8_vectorwise_quant(rows.to(torch.float16))
+            codes.append(numbers.view(-1).view(torch.uint8))
+            magnitudes.append(row_magnitudes)
+        return torch.cat(codes), torch.cat(magnitudes)
     for part in torch.split(values.reshape(-1), NUMBERS_AT_ONCE):
         packed, state = functional.quantize_4bit(
             part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type
@@ -117,11 +129,18 @@ def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor,
 
 
 def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
-    """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks,
-    fp32[blocks].
+    """Packs the scales of a whole weight into bytes.
 
-    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the
-    largest magnitudes of those, and the mean, both fp32.
+    Without double quantization, the bytes are those of the magnitudes in fp32. With it, they are in
+    this order: a code uint8 for each magnitude less their mean, zeros up to a multiple of 4 bytes,
+    the largest magnitude of each block of NESTED_BLOCK of these in fp32, and the mean in fp32.
+
+    Args:
+        magnitudes: fp32[blocks], the largest magnitude of each block of the weight.
+        quantization: How the weight is quantized.
+
+    Returns:
+        uint8[bytes].
     """
     from bitsandbytes import functional
 
@@ -134,38 +153,43 @@ def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
 
 
 def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
-    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32), as
-    `pack_scales` packs them.
+    """Joins the parts of double-quantized scales to bytes, as `pack_scales` lays them out.
+
+    Args:
+        codes: uint8[blocks].
+        magnitudes: fp32[nested blocks].
+        mean: fp32, one number.
     """
-    filling = codes.new_zeros(-codes.numel() % FP32)
+    filling = codes.new_zeros(-codes.numel() % FP32)  # for fp32 numbers at a multiple of 4 bytes
     return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
 
 
 def split_nested_scales(quantized: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of double-quantized scales: codes uint8[blocks], fp32[nested blocks], and the mean,
-    fp32[].
+    """Splits double-quantized scales into what `join_nested_scales` takes: (codes uint8[blocks],
+    magnitudes fp32[nested blocks], the mean, 0-dim fp32).
     """
     blocks = ceil_div(prod(quantized.shape), quantized.block)
-    nested = quantized.scales[round_up(blocks, FP32) :].view(torch.float32)
-    return quantized.scales[:blocks], nested[:-1], nested[-1]
+    codes = quantized.scales[:blocks]
+    magnitudes_and_mean = quantized.scales[round_up(blocks, FP32) :].view(torch.float32)
+    return codes, magnitudes_and_mean[:-1], magnitudes_and_mean[-1]
 
 
 def unpack_scales(quantized: QuantizedTensor) -> Tensor:
-    """The largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
+    """Returns the largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
     if not quantized.quantization.bnb_4bit_use_double_quant:
         return quantized.scales.view(torch.float32)
-    codes, nested, mean = split_nested_scales(quantized)
-    values = nested_values(nested.device)
-    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(
-        codes, nested, values, NESTED_BLOCK, torch.float32
+    codes, nested_magnitudes, mean = split_nested_scales(quantized)
+    values = nested_values(codes.device)
+    magnitudes_less_mean: Tensor = _bitsandbytes_ops().dequantize_blockwise(
+        codes, nested_magnitudes, values, NESTED_BLOCK, torch.float32
     )
-    return magnitudes + mean
+    return magnitudes_less_mean + mean
 
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """Returns the values of the 8-bit codes of double-quantized scales, fp32[256] (Dettmers 2016,
-    dynamic tree).
+    """Returns the value of each 8-bit code of double-quantized scales, fp32[256] (the dynamic tree
+    of Dettmers 2016).
     """
     from bitsandbytes import functional
 
@@ -174,7 +198,7 @@ def nested_values(device: torch.device) -> Tensor:
 
 
 def four_bit_values(quant_type: str) -> Tensor:
-    """Returns the values of the 16 codes of `nf4` or `fp4`, fp32[16]."""
+    """Returns the value of each code of `nf4` or `fp4`, fp32[16]."""
     from bitsandbytes import functional
 
     values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
@@ -189,26 +213,27 @@ def _bitsandbytes_ops() -> Any:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """In this block torch computes on a CPU in the calling thread alone: the order of a sum, and so
-    the scales of a run, must not depend on the machine.
+    """Makes torch compute on the CPU with one thread in this block.
+
+    The order of a sum, and so the scales of a run, must not depend on the machine's cores.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for this thread, and for those that it starts
+    torch.set_num_threads(1)  # of this thread, and of those that it starts
     try:
         yield
     finally:
         torch.set_num_threads(threads)
 
 
-# What the files hold beside a quantized weight, by the end of its name.
-STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
-# after NAME.weight
+# The ends of the names of the tensors that bitsandbytes' files hold beside a weight NAME.weight.
+# After NAME.weight, if it has 4 bits; a tensor of STATE describes the weight, as bytes of JSON.
+STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 PARTS = (*STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-INT8_PARTS = (".SCB", ".weight_format")  # after NAME
+INT8_PARTS = (".SCB", ".weight_format")  # after NAME, if it has 8 bits
 
 
 class _State(TypedDict):
-    """The entries of a STATE that are used."""
+    """What is read of the JSON that describes a 4-bit weight."""
 
     quant_type: Literal["nf4", "fp4"]
     blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
@@ -222,21 +247,21 @@ _STATE = TypeAdapter(_State)
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantized:
-    """A quantized weight in files."""
+    """A quantized weight in bitsandbytes' files."""
 
     codes: StoredTensor  # uint8[bytes], whatever dtype the file gives them
-    scales: Mapping[str, StoredTensor]  # by the end of their names
+    scales: Mapping[str, StoredTensor]  # the tensors beside the weight, by the ends of their names
     shape: tuple[int, int]
     quantization: Quantization
-    block: int
-    mean: float  # of the scales, where they are quantized too
+    block: int  # numbers under one scale, at 4 bits
+    mean: float  # of double-quantized scales; else 0
 
     def read_codes(self, begin: int, end: int) -> Tensor:
-        """The bytes `begin` to `end` of the codes."""
+        """Reads the bytes `begin` to `end` of the codes."""
         return read_slice(self.codes, (slice(begin, end),))
 
     def read_scales(self) -> Tensor:
-        """The scales as `linear.pack_scales` lays them out."""
+        """Reads the scales, uint8[bytes], as `pack_scales` lays them out."""
         if self.quantization.bits == 8:
             return read(self.scales[".SCB"]).float().view(-1).view(torch.uint8)
         magnitudes = read(self.scales[".absmax"]).view(-1)
@@ -247,14 +272,14 @@ class StoredQuantized:
         )
 
     def read_whole(self) -> QuantizedTensor:
-        """The weight with all of its blocks."""
+        """Reads the weight with all of its blocks."""
         codes = self.read_codes(0, self.codes.shape[0])
         return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
 
 
 def quantize_whole(weight: Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
-    """A whole weight in the bytes that training keeps: read where the files hold it so, else
-    quantized.
+    """Returns a whole weight as training keeps it: read if the files hold it quantized, else
+    quantized here.
     """
     if isinstance(weight, StoredQuantized):
         return weight.read_whole()
@@ -264,13 +289,22 @@ def quantize_whole(weight: Tensor | StoredQuantized, quantization: Quantization)
 def split_quantized(
     stored: Mapping[str, StoredTensor], where: str
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
-    """Returns (every weight under its name and with its own shape, the quantized ones of them) of
-    the tensors in a folder.
+    """Splits the tensors of a folder into weights and what bitsandbytes stores beside them.
 
-    Those in FP8 or MXFP4 are plain weights, dequantized as they are read.
+    Weights in other formats (FP8, MXFP4, packed) become plain ones, which are dequantized as they
+    are read; so do quantized weights of single experts.
 
-    Raises `UserError` where a weight is quantized with values or block sizes that bitsandbytes does
-    not have.
+    Args:
+        stored: The tensors of the folder, by name.
+        where: The folder.
+
+    Returns:
+        (every weight by name, with the shape that it has in the model; the weights among them that
+        are kept quantized).
+
+    Raises:
+        UserError: A weight is quantized with values or block sizes that bitsandbytes does not have,
+            or a part of a weight is missing or does not fit.
     """
     quantized: dict[str, StoredQuantized] = {}
     stored = dequantize_published(stored, Path(where))
@@ -278,10 +312,10 @@ def split_quantized(
         for end in STATE:
             if name.endswith(end):
                 weight = name.removesuffix(end)
-                quantized[weight] = _four_bit(weight, end, stored, where)
+                quantized[weight] = _collect_four_bit(weight, end, stored, where)
         if name.endswith(".SCB"):
             weight = f"{name.removesuffix('.SCB')}.weight"
-            quantized[weight] = _eight_bit(weight, stored, where)
+            quantized[weight] = _collect_eight_bit(weight, stored, where)
     beside = {f"{weight}{end}" for weight in quantized for end in PARTS}
     beside |= {
         f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS
@@ -289,34 +323,40 @@ def split_quantized(
     weights = {name: tensor for name, tensor in stored.items() if name not in beside}
     for name in weights.keys() & quantized.keys():
         weights[name] = replace(weights[name], shape=quantized[name].shape)
-        if OF_EXPERT.search(name):
-            weights[name] = _dequantized(weights[name], quantized.pop(name))
+        if SINGLE_EXPERT.search(name):
+            weights[name] = _dequantize_expert(weights[name], quantized.pop(name))
     return fuse_linear_experts(weights, where), quantized
 
 
-OF_EXPERT = re.compile(r"\.experts\.(\w+\.)?\d+\.")
+SINGLE_EXPERT = re.compile(r"\.experts\.(\w+\.)?\d+\.")
 
 
-def _dequantized(tensor: StoredTensor, quantized: StoredQuantized) -> StoredTensor:
-    """The numbers of one expert, which is a part of a parameter: no layer keeps its bytes."""
+def _dequantize_expert(tensor: StoredTensor, quantized: StoredQuantized) -> StoredTensor:
+    """Returns the weight of a single expert as a plain tensor, dequantized when it is read.
+
+    In the model it is a part of a parameter with all experts, so no layer can keep its bytes.
+    """
 
     def read_values(slices: Slices) -> Tensor:
         return dequantize_tensor(quantized.read_whole(), torch.float32)[slices]
 
-    return _computed(tensor.name, quantized.shape, tensor, read_values)
+    return _make_computed(tensor.name, quantized.shape, tensor, read_values)
 
 
-# The experts of Llama 4 as Axolotl saves them, as linear layers.
+# The experts of Llama 4 as Axolotl saves them: as linear layers.
 LINEAR_EXPERT = re.compile(r"(.*\.experts)\.(gate|up|down)_projs\.(\d+)\.weight")
 
 
 def fuse_linear_experts(stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
-    """The tensors with the experts' linear layers as transformers has them: gate_up_proj [experts,
-    inputs, 2 x width] and down_proj [experts, width, outputs].
+    """Joins the linear layers of experts (`LINEAR_EXPERT`) to the tensors that transformers has:
+    gate_up_proj [experts, inputs, 2 x width] and down_proj [experts, width, outputs].
 
-    Raises `UserError` where an expert is missing.
+    Other tensors stay as they are.
+
+    Raises `UserError` where an expert's layer is missing.
     """
     tensors: dict[str, StoredTensor] = {}
+    # layer -> gate, up or down -> expert -> its linear layer
     layers: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     for name, tensor in stored.items():
         match = LINEAR_EXPERT.fullmatch(name)
@@ -330,54 +370,71 @@ def fuse_linear_experts(stored: Mapping[str, StoredTensor], where: str) -> dict[
         if any(sorted(kinds.get(kind, {})) != [*experts] for kind in ("gate", "up", "down")):
             raise UserError(f"{where}: {layer}: an expert's layer is missing; copy the files again")
         for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            columns = [[kinds[kind][expert] for kind in parts] for expert in experts]
-            fused = _transposed(f"{layer}.{name}", columns)
+            linears_by_expert = [[kinds[kind][expert] for kind in parts] for expert in experts]
+            fused = _fuse_transposed(f"{layer}.{name}", linears_by_expert)
             tensors[fused.name] = fused
     return tensors
 
 
-def _transposed(name: str, columns: list[list[StoredTensor]]) -> StoredTensor:
-    """The linear layers of each expert, transposed and side by side: [experts, inputs, outputs]."""
-    first = columns[0]
-    inputs = first[0].shape[1]
-    shape = (len(columns), inputs, sum(tensor.shape[0] for tensor in first))
+def _fuse_transposed(name: str, linears_by_expert: list[list[StoredTensor]]) -> StoredTensor:
+    """Makes one tensor [experts, inputs, outputs] of the linear layers of experts, each [outputs,
+    inputs]: transposed, and those of one expert side by side.
+    """
+    first_linears = linears_by_expert[0]
+    inputs = first_linears[0].shape[1]
+    outputs = sum(linear.shape[0] for linear in first_linears)
+    shape = (len(linears_by_expert), inputs, outputs)
 
     def read_values(slices: Slices) -> Tensor:
-        own, rows, outputs = slices
-        joined = [torch.cat([read(each) for each in layers]) for layers in columns[own]]
-        return torch.stack([matrix.t()[rows, outputs].float() for matrix in joined])
+        read_experts, read_inputs, read_outputs = slices
+        matrices = [
+            torch.cat([read(linear) for linear in linears])
+            for linears in linears_by_expert[read_experts]
+        ]
+        return torch.stack([matrix.t()[read_inputs, read_outputs].float() for matrix in matrices])
 
-    return _computed(name, shape, first[0], read_values)
+    return _make_computed(name, shape, first_linears[0], read_values)
 
 
-def _four_bit(
+def _collect_four_bit(
     weight: str, state: str, stored: Mapping[str, StoredTensor], where: str
 ) -> StoredQuantized:
+    """Collects and checks the tensors of a 4-bit weight.
+
+    Args:
+        weight: The name of the weight.
+        state: The end of STATE that the files have for it.
+        stored: The tensors of the folder.
+        where: The folder, for messages.
+
+    Raises:
+        UserError: A tensor is missing, has another size, or holds other values of codes.
+    """
     settings = _read_state(weight, state, stored, where)
     is_nested = "nested_offset" in settings
-    scales = {end: stored[f"{weight}{end}"] for end in PARTS if f"{weight}{end}" in stored}
-    known = {".quant_map": four_bit_values(settings["quant_type"])}
+    parts = {end: stored[f"{weight}{end}"] for end in PARTS if f"{weight}{end}" in stored}
+    code_values = {".quant_map": four_bit_values(settings["quant_type"])}
     rows, columns = settings["shape"]
     blocks = math.ceil(rows * columns / settings["blocksize"])
-    sizes = {".absmax": blocks}
+    scale_counts = {".absmax": blocks}
     if is_nested:
-        known[".nested_quant_map"] = nested_values(torch.device("cpu"))
-        sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
-    for end, values in known.items():
-        if end in scales:
-            packed_scales = read(scales[end]).view(-1).float()
+        code_values[".nested_quant_map"] = nested_values(torch.device("cpu"))
+        scale_counts[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
+    for end, values in code_values.items():
+        if end in parts:
+            stored_values = read(parts[end]).view(-1).float()
         else:
-            packed_scales = values[:0]
-        if packed_scales.shape != values.shape or not torch.allclose(
-            packed_scales, values, atol=1e-6
+            stored_values = values[:0]  # too few: refused below
+        if stored_values.shape != values.shape or not torch.allclose(
+            stored_values, values, atol=1e-6
         ):
             raise _unreadable(where, f"{weight}{end}", "not the values that bitsandbytes uses")
-    for end, size in sizes.items():
-        if end not in scales or math.prod(scales[end].shape) != size:
-            raise _unreadable(where, f"{weight}{end}", f"{size:,} scales are expected")
+    for end, count in scale_counts.items():
+        if end not in parts or math.prod(parts[end].shape) != count:
+            raise _unreadable(where, f"{weight}{end}", f"{count:,} scales are expected")
     return StoredQuantized(
-        codes=_as_bytes(stored, weight, math.ceil(rows * columns / 2), where),
-        scales=scales,
+        codes=_view_as_bytes(stored, weight, math.ceil(rows * columns / 2), where),
+        scales=parts,
         shape=(rows, columns),
         quantization=quantize_to(4, settings["quant_type"], is_nested),
         block=settings["blocksize"],
@@ -385,7 +442,19 @@ def _four_bit(
     )
 
 
-def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> StoredQuantized:
+def _collect_eight_bit(
+    weight: str, stored: Mapping[str, StoredTensor], where: str
+) -> StoredQuantized:
+    """Collects and checks the tensors of an 8-bit weight, which has a scale for each row.
+
+    Args:
+        weight: The name of the weight.
+        stored: The tensors of the folder.
+        where: The folder, for messages.
+
+    Raises:
+        UserError: The weight is missing or no int8 matrix, or the number of scales is wrong.
+    """
     scales = {".SCB": stored[f"{weight.removesuffix('.weight')}.SCB"]}
     shape = stored[weight].shape if weight in stored else ()
     if (
@@ -394,12 +463,22 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
         or math.prod(scales[".SCB"].shape) != shape[0]
     ):
         raise _unreadable(where, weight, "8-bit rows with a scale each are expected")
-    codes = _as_bytes(stored, weight, math.prod(shape), where)
-    return StoredQuantized(codes, scales, (shape[0], shape[1]), quantize_to(8), BLOCK, 0.0)
+    return StoredQuantized(
+        codes=_view_as_bytes(stored, weight, math.prod(shape), where),
+        scales=scales,
+        shape=(shape[0], shape[1]),
+        quantization=quantize_to(8),
+        block=BLOCK,
+        mean=0.0,
+    )
 
 
 def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
-    """Reads and checks bitsandbytes' description of a 4-bit weight."""
+    """Reads and checks bitsandbytes' description of a 4-bit weight.
+
+    Raises `UserError` where it is no such description, or one of another type than `state`, the end
+    of its name, says.
+    """
     try:
         settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
     except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
@@ -411,10 +490,14 @@ def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], whe
     return settings
 
 
-def _as_bytes(stored: Mapping[str, StoredTensor], name: str, size: int, where: str) -> StoredTensor:
-    """The tensor as `size` single bytes.
+def _view_as_bytes(
+    stored: Mapping[str, StoredTensor], name: str, size: int, where: str
+) -> StoredTensor:
+    """Returns the first `size` bytes of the tensor `name` as a tensor uint8[size].
 
-    Its file may call them numbers of any dtype (`bnb_4bit_quant_storage`).
+    The file may hold the bytes as numbers of any dtype (`bnb_4bit_quant_storage`).
+
+    Raises `UserError` where the tensor is missing, too short, or spread over several parts.
     """
     tensor = stored.get(name)
     if tensor is None or len(tensor.parts) != 1 or tensor.byte_count < size:
@@ -428,10 +511,11 @@ def _as_bytes(stored: Mapping[str, StoredTensor], name: str, size: int, where: s
     )
 
 
-def _unreadable(where: str, name: str, what: str) -> UserError:
+def _unreadable(where: str, name: str, problem: str) -> UserError:
+    """Makes the error of a bitsandbytes tensor `name` in the folder `where`."""
     return UserError(
-        f"{where}: {name}: {what}; save the model again with bitsandbytes, or name the unquantized "
-        "model"
+        f"{where}: {name}: {problem}; save the model again with bitsandbytes, or name the "
+        "unquantized model"
     )
 
 
@@ -441,78 +525,99 @@ def dequantized_values(
     stored: Mapping[str, StoredQuantized],
     dtype: torch.dtype,
 ) -> Values:
-    """The weights that a model quantized from `values`, or `stored` so, multiplies with,
-    dequantized.
+    """Makes the values that a quantized model multiplies with: those of its weights after
+    quantization, dequantized to `dtype`.
+
+    Args:
+        values: The plain weights.
+        quantization: How the model quantizes them.
+        stored: The weights that the files hold quantized. If there are any, no other weight is
+            quantized, and `values` has the others.
+        dtype: The dtype of the result.
+
+    Returns:
+        Values of matrices [rows, columns], by their names in the model or in its base.
     """
 
-    def dequantized(name: str, slices: Slices) -> Tensor:
-        if stored and base_name(name) not in stored:
+    def read_dequantized(name: str, slices: Slices) -> Tensor:
+        stored_weight = stored.get(base_name(name))
+        if stored and stored_weight is None:
             return values(name, slices)
-        quantized = quantize_whole(
-            stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization
-        )
-        return dequantize_tensor(quantized, dtype)[slices]
+        weight = stored_weight or values(name, (slice(None), slice(None)))
+        return dequantize_tensor(quantize_whole(weight, quantization), dtype)[slices]
 
-    return dequantized
+    return read_dequantized
 
 
-FP8_SCALES = "_scale_inv"
-BLOCKS = "_blocks"
+# ends of the names of published tensors
+FP8_SCALES = "_scale_inv"  # after the weight's name
+BLOCKS = "_blocks"  # of MXFP4
 SCALES = "_scales"
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-MXFP4_BLOCK = 32  # numbers under a scale, in 16 bytes
+MXFP4_BLOCK = 32  # numbers under one scale, two in a byte
 
 
 def dequantize_published(
     stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of `folder` with plain ones in place of those in FP8, MXFP4 or packed, and of
-    their scales.
+    """Replaces weights in FP8, in MXFP4 or packed, and their scales, by plain tensors.
 
-    Reads no value.
+    It reads no value of these: a plain tensor is computed when it is read. Other tensors stay.
 
     Raises `UserError` where scales do not fit their weight.
     """
     tensors = unpack_packed(stored, folder)
-    sizes = None
+    config_block = None
     for name, tensor in stored.items():
-        scales = stored.get(name + FP8_SCALES)
-        blocks = stored.get(f"{name.removesuffix(BLOCKS)}{SCALES}")
-        if scales is not None and tensor.dtype in FP8_DTYPES:
-            sizes = sizes or _block_sizes(folder)
-            tensors[name] = _from_fp8(tensor, scales, sizes, str(folder))
+        fp8_scales = stored.get(name + FP8_SCALES)
+        mxfp4_scales = stored.get(f"{name.removesuffix(BLOCKS)}{SCALES}")
+        if fp8_scales is not None and tensor.dtype in FP8_DTYPES:
+            config_block = config_block or _read_block_size(folder)
+            tensors[name] = _dequantize_fp8(tensor, fp8_scales, config_block, str(folder))
             tensors.pop(name + FP8_SCALES)
+            # a plain weight has none
             tensors.pop(f"{name.removesuffix('weight')}activation_scale", None)
-        elif name.endswith(BLOCKS) and blocks is not None and tensor.dtype == torch.uint8:
-            dequantized = _from_mxfp4(name.removesuffix(BLOCKS), tensor, blocks, str(folder))
-            tensors |= {dequantized.name: dequantized}
-            del tensors[name], tensors[blocks.name]
+        elif name.endswith(BLOCKS) and mxfp4_scales is not None and tensor.dtype == torch.uint8:
+            plain_name = name.removesuffix(BLOCKS)
+            tensors[plain_name] = _dequantize_mxfp4(plain_name, tensor, mxfp4_scales, str(folder))
+            del tensors[name], tensors[mxfp4_scales.name]
     return tensors
 
 
-def _from_fp8(
-    weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
+def _dequantize_fp8(
+    weight: StoredTensor, scales: StoredTensor, config_block: tuple[int, int], where: str
 ) -> StoredTensor:
-    height, width = _fit_blocks(weight, scales, sizes, where)
+    """Returns a weight in FP8 as a plain tensor, dequantized when it is read.
+
+    Args:
+        weight: [..., rows, columns].
+        scales: One number, or [..., blocks down, blocks across].
+        config_block: (rows, columns) of a block by config.json.
+        where: The folder, for messages.
+    """
+    height, width = _find_block_size(weight, scales, config_block, where)
     blocks = Fp8Blocks(weight, scales, height, width)
-    return _computed(weight.name, weight.shape, weight, blocks.read)
+    return _make_computed(weight.name, weight.shape, weight, blocks.read)
 
 
-def _fit_blocks(
-    weight: StoredTensor, scales: StoredTensor, sizes: tuple[int, int], where: str
+def _find_block_size(
+    weight: StoredTensor, scales: StoredTensor, config_block: tuple[int, int], where: str
 ) -> tuple[int, int]:
-    """Returns (rows, columns) of a block: `sizes`, or what the number of scales says.
+    """Finds the (rows, columns) of a block: the whole matrix under a single scale, else
+    `config_block` if the scales fit it, else the weight's shape divided by that of the scales.
 
-    Raises `UserError` where the scales fit the weight in neither way.
+    Raises `UserError` where the scales fit the weight in none of these ways.
     """
     if len(weight.shape) < 2 or math.prod(weight.shape) == 0:
         raise _misfit(where, scales, weight)
     rows, columns = weight.shape[-2:]
     if math.prod(scales.shape) == 1:
         return rows, columns
-    grid = scales.shape[-2:]
-    for height, width in (sizes, (rows // max(1, grid[0]), columns // max(1, grid[-1]))):
-        # The last block of a row or column may be short; transformers misreads its size.
+    grid = scales.shape[-2:]  # (blocks down, blocks across)
+    divided = (rows // max(1, grid[0]), columns // max(1, grid[-1]))
+    # The config's first: if the last block of a row or column is short, dividing the shapes gives a
+    # wrong size. transformers only divides.
+    for height, width in (config_block, divided):
         if height and width and grid == (ceil_div(rows, height), ceil_div(columns, width)):
             return height, width
     raise _misfit(where, scales, weight)
@@ -528,88 +633,129 @@ class Fp8Blocks:
     width: int
 
     def read(self, slices: Slices) -> Tensor:
-        """These slices of the weight, dequantized."""
-        *lead, rows, columns = slices
+        """Reads these slices of the weight, dequantized to fp32."""
+        *leading, rows, columns = slices
+        # the blocks that the slices touch
         down = slice(rows.start // self.height, ceil_div(rows.stop, self.height))
         across = slice(columns.start // self.width, ceil_div(columns.stop, self.width))
-        numbers = self._read_numbers(lead, down, across)
-        values = _multiply_by_scales(numbers, self._read_scales(lead, down, across))
+        numbers = self._read_numbers(leading, down, across)
+        values = _multiply_by_scales(numbers, self._read_scales(leading, down, across))
         top = rows.start - down.start * self.height
         left = columns.start - across.start * self.width
-        own_rows = slice(top, top + rows.stop - rows.start)
-        own_columns = slice(left, left + columns.stop - columns.start)
-        return values[..., own_rows, own_columns]
+        rows_in_blocks = slice(top, top + rows.stop - rows.start)
+        columns_in_blocks = slice(left, left + columns.stop - columns.start)
+        return values[..., rows_in_blocks, columns_in_blocks]
 
-    def _read_numbers(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """Reads these blocks of numbers, the short ones filled with zeros."""
+    def _read_numbers(self, leading: Sequence[slice], down: slice, across: slice) -> Tensor:
+        """Reads whole blocks of numbers, [..., rows, columns] in FP8, short ones filled with zeros.
+
+        Args:
+            leading: The slices of the dimensions before rows and columns.
+            down: The blocks along the rows.
+            across: The blocks along the columns.
+        """
         rows, columns = self.weight.shape[-2:]
         height = (down.stop - down.start) * self.height
         width = (across.stop - across.start) * self.width
         top = down.start * self.height
         left = across.start * self.width
         stored = (slice(top, min(top + height, rows)), slice(left, min(left + width, columns)))
-        numbers = read_slice(self.weight, (*lead, *stored))
+        numbers = read_slice(self.weight, (*leading, *stored))
         filled = numbers.new_zeros((*numbers.shape[:-2], height, width))
         filled[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
         return filled
 
-    def _read_scales(self, lead: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """fp32[..., blocks down, blocks across]."""
+    def _read_scales(self, leading: Sequence[slice], down: slice, across: slice) -> Tensor:
+        """Reads the scales of the same blocks, fp32[..., blocks down, blocks across]."""
         if math.prod(self.scales.shape) == 1:
             scales = read_slice(self.scales, ()).reshape(1, 1)
         else:
-            scales = read_slice(self.scales, (*lead, down, across))
-        if scales.dtype == torch.uint8:  # exponents
+            scales = read_slice(self.scales, (*leading, down, across))
+        if scales.dtype == torch.uint8:  # exponents of 2, to which 127 is added
             return torch.exp2(scales.float() - 127)
         return scales.float()
 
 
 def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
-    # Not above: while a source is opened, another thread imports transformers.
+    """Multiplies each block of `numbers` [..., rows, columns] by its scale, by transformers' own
+    conversion.
+
+    `scales`: fp32[..., blocks down, blocks across].
+    """
+    # Not imported at the top: while a source is opened, another thread imports transformers.
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     stored = {"weight": numbers, "weight_scale_inv": scales}
     converted = Fp8Dequantize(None).convert(stored)["weight"]
-    # transformers 5.17 gives a list
+    # transformers 5.17 returns a list
     values: Tensor = converted[0] if isinstance(converted, list) else converted
     return values
 
 
-def _from_mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor, where: str) -> StoredTensor:
+def _dequantize_mxfp4(
+    name: str, blocks: StoredTensor, scales: StoredTensor, where: str
+) -> StoredTensor:
+    """Returns experts' weights in MXFP4 as a plain tensor [experts, inputs, outputs], dequantized
+    when it is read.
+
+    Args:
+        name: The name of the plain tensor.
+        blocks: uint8[experts, outputs, blocks, bytes of a block].
+        scales: [experts, outputs, blocks].
+        where: The folder, for messages.
+
+    Raises:
+        UserError: The shapes do not fit together.
+    """
     if (
         len(blocks.shape) != 4
         or blocks.shape[:-1] != scales.shape
         or 2 * blocks.shape[-1] != MXFP4_BLOCK
     ):
         raise _misfit(where, scales, blocks)
-    experts, outputs, groups, _ = blocks.shape
+    experts, outputs, blocks_per_output, _ = blocks.shape
 
     def read_values(slices: Slices) -> Tensor:
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # as for FP8
+        # imported here as for FP8
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-        own, inputs, columns = slices
-        first = inputs.start // MXFP4_BLOCK
-        last = ceil_div(inputs.stop, MXFP4_BLOCK)
-        part = (own, columns, slice(first, last))
-        values: Tensor = convert_moe_packed_tensors(
+        read_experts, read_inputs, read_outputs = slices
+        first_block = read_inputs.start // MXFP4_BLOCK
+        end_block = ceil_div(read_inputs.stop, MXFP4_BLOCK)
+        part = (read_experts, read_outputs, slice(first_block, end_block))
+        values: Tensor = convert_moe_packed_tensors(  # which transposes
             read_slice(blocks, part), read_slice(scales, part), dtype=torch.float32
         )
-        return values[:, inputs.start - first * MXFP4_BLOCK : inputs.stop - first * MXFP4_BLOCK]
+        first_input = first_block * MXFP4_BLOCK
+        return values[:, read_inputs.start - first_input : read_inputs.stop - first_input]
 
-    return _computed(name, (experts, groups * MXFP4_BLOCK, outputs), blocks, read_values)
+    shape = (experts, blocks_per_output * MXFP4_BLOCK, outputs)
+    return _make_computed(name, shape, blocks, read_values)
 
 
-def _computed(
+def _make_computed(
     name: str, shape: Shape, source: StoredTensor, read_values: ReadSlice
 ) -> StoredTensor:
+    """Makes a float32 tensor `name` whose slices `read_values` computes.
+
+    `source`: a tensor from which it is computed; its file stands for that of the new tensor.
+    """
     zeros = (0,) * len(shape)
     path = source.parts[0].path
-    part = ComputedPart(path, 0, zeros, shape, read_values, zeros, tuple(range(len(shape))))
+    part = ComputedPart(
+        path,
+        position=0,
+        offsets=zeros,
+        shape=shape,
+        read=read_values,
+        begin=zeros,
+        axes=tuple(range(len(shape))),
+    )
     return StoredTensor(name, shape, torch.float32, (part,))
 
 
-def _block_sizes(folder: Path) -> tuple[int, int]:
-    """The rows and columns of an FP8 block, by config.json; (1, 1) where it does not say."""
+def _read_block_size(folder: Path) -> tuple[int, int]:
+    """Reads the (rows, columns) of an FP8 block from config.json; (1, 1) if it does not say."""
     settings = None
     if (folder / CONFIG_FILE).exists():
         settings = load_json(folder / CONFIG_FILE).get("quantization_config")
@@ -627,6 +773,7 @@ def _block_sizes(folder: Path) -> tuple[int, int]:
 
 
 def _misfit(where: str, scales: StoredTensor, weight: StoredTensor) -> UserError:
+    """Makes the error of scales whose shape does not fit that of their weight."""
     return UserError(
         f"{where}: {scales.name} has the shape {list(scales.shape)}, which does not fit "
         f"{list(weight.shape)} of {weight.name}; copy the files again, or name the unquantized "
