@@ -1,14 +1,14 @@
-"""What the routers of a mixture choose, counted while it trains, and the auxiliary loss that keeps
-them balanced.
+"""Counts which experts the routers of a mixture choose while it trains, and computes the auxiliary
+loss that keeps them balanced.
 
-The loss is that of Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over
-all layers together.
+The loss is that of Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, over all layers together, as
+transformers computes it:
 
     auxiliary = experts * sum over experts of share_e * probability_e
 
-share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities,
-both over the tokens of all ranks, micro-batches and layers of the step, divided by their number.
-Padding is no token.
+share_e is the number of tokens that chose expert e, and probability_e the sum of the tokens'
+probabilities of e, each divided by the number of tokens. The tokens are those of all ranks,
+micro-batches and layers of the step: one token counts once in each layer. Padding does not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,43 +24,44 @@ from finetune.distributed.model_parts import trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
-ATTRIBUTE = "expert_routing"  # of a transformers model
-
-
-SEEN = "seen_output"  # of a router, between its forward and the end of the model's
+ATTRIBUTE = "expert_routing"  # of a transformers model: its `Routing`
+OUTPUT = "seen_output"  # of a router: its output, until the model's forward ends
 
 
 def install_routing(model: Any, coefficient: float | None) -> None:
-    """Counts what the routers of `model` choose while it trains; before sharding.
+    """Adds a `Routing` to `model`; a dense model gets none. Call it before sharding.
 
-    No effect on a dense model.
+    Args:
+        model: A transformers model.
+        coefficient: The recipe's coefficient of the auxiliary loss. None takes that of the model's
+            config if its `output_router_logits` is on, else 0. Rules have checked that the family
+            has an auxiliary loss.
 
-    `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with
-    `output_router_logits`. That the family has such a loss, the rules have asked. Raises
-    `UserError` where a coefficient is asked for and no router is found.
+    Raises:
+        UserError: The recipe has a coefficient, and no router is found.
     """
     config = model.config.get_text_config()
-    routers = _routers(model)
-    own = None
-    if getattr(config, "output_router_logits", False):
-        own = getattr(config, "router_aux_loss_coef", None)
-    chosen = own if coefficient is None else coefficient
-    if coefficient and not routers:  # of a model's own code, which the rules cannot ask
+    routers = _find_routers(model)
+    if coefficient is None and getattr(config, "output_router_logits", False):
+        coefficient_used = getattr(config, "router_aux_loss_coef", None)
+    else:
+        coefficient_used = coefficient
+    if coefficient and not routers:  # a model with code of its own, which the rules cannot check
         raise UserError(
             f"router_aux_loss_coef: the routers of {type(model).__name__} are not found; remove "
             "the key"
         )
     if routers:
-        setattr(model, ATTRIBUTE, Routing(model, routers, config, chosen or 0.0))
+        setattr(model, ATTRIBUTE, Routing(model, routers, config, coefficient_used or 0.0))
 
 
 def find_routing(model: Any) -> "Routing | None":
-    """The routing of an unwrapped transformers model; None for a dense one."""
+    """Returns the `Routing` of an unwrapped transformers model; None for a dense one."""
     return getattr(model, ATTRIBUTE, None)
 
 
 class Routing:
-    """The choices of one model's routers, and their auxiliary loss."""
+    """Hooks that count the choices of one model's routers, and its auxiliary loss."""
 
     def __init__(
         self,
@@ -69,31 +70,43 @@ class Routing:
         config: Any,
         coefficient: float,
     ) -> None:
+        """Registers the hooks.
+
+        Args:
+            model: The mixture.
+            routers: What `_find_routers` returns.
+            config: The config of the language model.
+            coefficient: Of the auxiliary loss; 0 without one.
+        """
         self.coefficient = coefficient
         self._routers = routers
         self.layers = len(routers)
         self.experts = count_experts(config.to_dict())
         self._chosen_per_token = count_chosen(config.to_dict()) or 1
-        # [layers, experts], tokens since the last line of metrics
+        # Since the last line of metrics: fp32[layers, experts], the tokens of each expert on this
+        # rank; this rank's part of the auxiliary losses; the optimizer steps.
         self._counts: Tensor | None = None
-        self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
+        self._auxiliary: Tensor | None = None
         self._steps = 0
-        # between the beginning and the end of a training forward: recomputed layers do not count
+        # Whether a training forward is running. In a backward it is not, so that recomputed layers
+        # do not count twice.
         self._is_open = False
-        self._is_counted = True
+        self._is_counted = True  # whether forwards add to `_counts`
+        # Of the latest forward:
         self._device = torch.device("cpu")
-        self._mask: Tensor | None = None
-        self._logits: dict[int, Tensor] = {}  # of the last forward, by layer
-        # Of `replay`: int16[tokens, layers, chosen], what the last forward was given to choose; and
-        # what is chosen until `take_choices`, by layer, where it is recorded.
+        self._mask: Tensor | None = None  # [tokens], 0 at padding; None: no padding
+        self._logits: dict[int, Tensor] = {}  # layer -> [tokens, experts], for the auxiliary loss
+        # Of `replay`: the experts that the latest forward has to choose, int16[tokens, layers,
+        # chosen]; and by layer, the choices recorded until `take_choices`, None if not recording.
         self._replayed: Tensor | None = None
         self._choices: list[list[Tensor]] | None = None
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._count_forward)
+        model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        model.register_forward_hook(self._end_forward)
         for router, _ in routers:
             router.register_forward_hook(self._keep_output)
 
-    def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _begin_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Takes the arguments that concern routers, and forgets the forward before."""
         self._is_open = model.training and "labels" in kwargs
         mask = kwargs.get("token_mask")
         self._mask = None if mask is None else mask.flatten()
@@ -101,38 +114,43 @@ class Routing:
         self._replayed = None if replayed is None else replayed.flatten(0, 1)
         self._logits.clear()
         for router, _ in self._routers:
-            vars(router).pop(SEEN, None)
+            vars(router).pop(OUTPUT, None)
 
     def replay(self) -> None:
-        """Makes the routers take the experts that a forward is given as `replayed_experts` (R3,
-        arXiv:2510.11370), also where it is recomputed, and makes them able to record theirs.
+        """Makes the routers choose the experts that a forward gets as its argument
+        `replayed_experts` (R3, arXiv:2510.11370), and lets `recording` record their choices.
 
-        Their weights are those of the logits of this forward at these experts, and have gradients.
+        Layers that the backward recomputes choose the same. The weights of the experts come from
+        the logits of this forward, and have gradients.
         """
         for layer, (router, _) in enumerate(self._routers):
-            router.forward = self._wrap(layer, router)
+            router.forward = self._wrap_forward(layer, router)
 
-    def _wrap(self, layer: int, router: nn.Module) -> Callable[..., Any]:
-        plain = router.forward
+    def _wrap_forward(self, layer: int, router: nn.Module) -> Callable[..., Any]:
+        """Makes a forward of `router` that replays and records the choices of `layer`.
+
+        It raises `UserError` unless the router calls topk once, on [tokens, experts].
+        """
+        plain_forward = router.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = None if self._replayed is None else self._replayed[:, layer]
-            with GivenChoices([given]) as choice:
-                output = plain(*args, **kwargs)
-            if len(choice.chosen) != 1 or choice.chosen[0].dim() != 2:
+            replayed = None if self._replayed is None else self._replayed[:, layer]
+            with GivenChoices([replayed]) as choices:
+                output = plain_forward(*args, **kwargs)
+            if len(choices.chosen) != 1 or choices.chosen[0].dim() != 2:
                 raise UserError(
                     f"routing_replay: {type(router).__name__} does not choose a token's experts as "
                     "the highest of one row of scores; remove the key"
                 )
             if self._choices is not None:
-                self._choices[layer].append(choice.chosen[0].to(torch.int16))
+                self._choices[layer].append(choices.chosen[0].to(torch.int16))
             return output
 
         return forward
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The block in which what the routers choose is recorded."""
+        """Records in this block what the routers choose. It needs `replay` before."""
         self._choices = [[] for _ in self._routers]
         try:
             yield
@@ -140,95 +158,111 @@ class Routing:
             self._choices = None
 
     def take_choices(self) -> Tensor:
-        """int16[tokens, layers, chosen]: of all forwards recorded since the last call."""
+        """Returns the choices recorded since the last call, int16[tokens, layers, chosen]."""
         assert self._choices is not None
-        taken = torch.stack([torch.cat(of_layer) for of_layer in self._choices], 1)
+        choices = torch.stack([torch.cat(of_layer) for of_layer in self._choices], 1)
         self._choices = [[] for _ in self._routers]
-        return taken
+        return choices
 
     def _keep_output(self, router: nn.Module, _inputs: Any, output: Any) -> None:
-        # A compiled layer is one graph, in the forward and where it is recomputed; that one ends
-        # before it leaves this.
+        """Keeps the output of a router in a training forward, until `_end_forward`."""
+        # A compiled layer is one graph for the forward and for its recomputation. So it always
+        # keeps the output, and the recomputation ends before it would.
         if self._is_open or torch.compiler.is_compiling():
-            setattr(router, SEEN, output)
+            setattr(router, OUTPUT, output)
 
-    def _count_forward(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
+    def _end_forward(self, _model: nn.Module, _args: Any, result: Tensor) -> None:
+        """Adds the choices of a training forward to the counts, and keeps its logits for the
+        auxiliary loss.
+        """
         if not self._is_open:
             return
         self._is_open = False
         self._device = result.device
         if self._is_counted and self._counts is None:
             self._counts = torch.zeros(self.layers, self.experts, device=self._device)
-        for layer, (router, index) in enumerate(self._routers):
-            output = vars(router).pop(SEEN, None)
-            if output is None:  # a layer of another stage
+        for layer, (router, logits_index) in enumerate(self._routers):
+            output = vars(router).pop(OUTPUT, None)
+            if output is None:  # a layer of another pipeline stage
                 continue
-            logits = (output if isinstance(output, tuple) else (output,))[index].flatten(0, -2)
+            outputs = output if isinstance(output, tuple) else (output,)
+            logits = outputs[logits_index].flatten(0, -2)
             if self.coefficient:
                 self._logits[layer] = logits
             if self._is_counted:
                 assert self._counts is not None
-                self._counts[layer] += self._count(_chosen(output, logits, self._chosen_per_token))
+                chosen = _find_chosen(output, logits, self._chosen_per_token)
+                self._counts[layer] += self._count(chosen)
 
     def _count(self, chosen: Tensor) -> Tensor:
-        """Tokens for each expert, of `chosen` [tokens, experts of a token]: float32[experts]."""
+        """Counts the tokens of each expert, without padding: fp32[experts].
+
+        chosen: int64[tokens, chosen], the experts of each token.
+        """
         ones = torch.ones(chosen.shape, device=chosen.device)
         if self._mask is not None:
             ones = ones * self._mask[:, None]
-        # the last: none of them (Zaya), or one that passes its input on (LongCat Flash)
+        # The last place is for indices beyond the experts, which are dropped: a choice of no expert
+        # (Zaya), or of one that only passes its input on (LongCat Flash).
         counts = torch.zeros(self.experts + 1, device=chosen.device)
         indices = chosen.flatten().clamp(max=self.experts)
         return counts.scatter_add_(0, indices, ones.flatten())[:-1]
 
-    def selected(self) -> Tensor:
-        """Tokens for each expert in the last forward, over all layers, by their probabilities
-        alone: float32[experts].
+    def count_selected(self) -> Tensor:
+        """Counts the tokens of each expert in the latest forward, over all layers: fp32[experts].
+
+        A token's experts are those of the highest probabilities, also where a router chooses by
+        other scores.
         """
-        chosen = (
+        chosen_of_layers = (
             logits.detach().softmax(-1).topk(self._chosen_per_token).indices
             for logits in self._logits.values()
         )
-        # where a rank of a pipeline has dense layers alone
-        none = torch.zeros(self.experts, device=self._device)
-        return sum((self._count(each) for each in chosen), none)
+        # the result on a rank of a pipeline that has only dense layers
+        zeros = torch.zeros(self.experts, device=self._device)
+        return sum((self._count(chosen) for chosen in chosen_of_layers), zeros)
 
-    def count_selected(
+    def run_and_count_selected(
         self, model: nn.Module, inputs: Iterable[dict[str, Any]], device: torch.device
     ) -> Tensor:
-        """`selected` over the forwards of `inputs`, without gradients; no random state is
-        changed.
+        """Runs a forward for each of `inputs` without gradients, and adds up their
+        `count_selected`: fp32[experts].
+
+        Neither the metrics' counts nor the random state change.
         """
         self._is_counted = False
         total = torch.zeros(self.experts, device=device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        no_positions = torch.zeros(0, dtype=torch.int64, device=device)  # the loss is not needed
         try:
             with (
                 torch.no_grad(),
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             ):
-                for each in inputs:
-                    model(**each | {"trained_positions": nothing})
-                    total += self.selected()
+                for arguments in inputs:
+                    model(**arguments | {"trained_positions": no_positions})
+                    total += self.count_selected()
         finally:
             self._is_counted = True
         return total
 
     def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
-        """Computes the last forward's part of the step's auxiliary loss, 0-dim; the caller
-        multiplies it by the coefficient.
+        """Computes what the latest forward adds to the step's auxiliary loss, 0-dim fp32, before it
+        is multiplied by the coefficient.
+
+        Adds it to the metrics, too.
 
         Args:
-            selected: float32[experts], tokens for each expert over the whole step and all layers.
-            tokens: Of the whole step.
+            selected: fp32[experts], the tokens of each expert in the whole step, over all layers.
+            tokens: The tokens of the whole step, over all ranks.
         """
-        total = torch.zeros(self.experts, device=selected.device)
+        probability_sums = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
             probabilities = logits.float().softmax(-1)
             if self._mask is not None:
                 probabilities = probabilities * self._mask[:, None]
-            total = total + probabilities.sum(0)
-        routed = max(1, tokens * self.layers)  # tokens, once for each layer
-        loss = self.experts * (selected / routed * total / routed).sum()
+            probability_sums = probability_sums + probabilities.sum(0)
+        routed = max(1, tokens * self.layers)  # a token counts once in each layer
+        loss = self.experts * (selected / routed * probability_sums / routed).sum()
         if self._auxiliary is None:
             self._auxiliary = loss.detach()
         else:
@@ -236,16 +270,17 @@ class Routing:
         return loss
 
     def end_step(self) -> None:
-        """Counts an optimizer step, for the mean of the auxiliary loss."""
+        """Counts an optimizer step, for the mean of the auxiliary loss; frees the kept logits."""
         self._logits.clear()
         self._steps += 1
 
     def take_metrics(self, world: World) -> dict[str, Any]:
         """Returns the metrics of the steps since the last call, over all ranks. All ranks call it.
 
-        The largest share of a layer's tokens that one expert received (1 / experts where all are
-        alike), and the share of its experts that received none; then the worst layer's share of
-        either.
+        They are for each layer the largest share of the layer's tokens that one expert received
+        (1 / experts if all received equally many), and the share of its experts that received none;
+        the largest of both over the layers; with an auxiliary loss, its mean over the steps. {} if
+        no training forward has run since.
         """
         if self._counts is None:
             return {}
@@ -268,44 +303,44 @@ class Routing:
 
 
 class GivenChoices(TorchFunctionMode):
-    """In this block the highest of some scores are where they are said to be.
+    """Replaces the choices of `topk` in this block by given ones, and records all choices.
 
-    A router takes a token's experts by `topk`, sparse attention its keys.
+    A router chooses a token's experts by `topk`, and sparse attention chooses keys by it.
     """
 
     def __init__(self, given: Sequence[Tensor | None] = ()) -> None:
         """
         Args:
-            given: For each call of `topk`, int[..., chosen] along the last dimension; where one is
-                negative, None or missing, the scores decide.
+            given: For each call of `topk`, the indices to choose, int[..., chosen]. The scores
+                decide where an index is negative, and in calls for which there is None or nothing.
         """
         super().__init__()
         self._given = iter(given)
-        self.chosen: list[Tensor] = []  # of each choice, int64[..., chosen]
+        self.chosen: list[Tensor] = []  # the indices chosen by each call, int64[..., chosen]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        highest = func(*args, **kwargs or {})
+        result = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk):
-            return highest
-        chosen = highest.indices
+            return result
         given = next(self._given, None)
         if given is None:
-            self.chosen.append(chosen)
-            return highest
-        chosen = torch.where(given < 0, chosen, given.long())
-        self.chosen.append(chosen)
-        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+            self.chosen.append(result.indices)
+            return result
+        indices = torch.where(given < 0, result.indices, given.long())
+        self.chosen.append(indices)
+        scores = args[0]
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
 
 
-def _routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """The routers of `model`, layer by layer, each with the place of its logits in its output, as
-    transformers records them for `output_router_logits`.
+def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
+    """Finds the routers of `model` in the order of its layers, as (router, the index of the logits
+    in its output); [] for a dense model.
+
+    Routers are what transformers records for `output_router_logits`.
     """
-    recorded = getattr(model, "_can_record_outputs", None) or {}
-    trunk = trunk_of(model)
-    recorder = recorded.get("router_logits") or (
-        getattr(trunk, "_can_record_outputs", None) or {}
-    ).get("router_logits")
+    recorders = getattr(model, "_can_record_outputs", None) or {}
+    trunk_recorders = getattr(trunk_of(model), "_can_record_outputs", None) or {}
+    recorder = recorders.get("router_logits") or trunk_recorders.get("router_logits")
     target: Any = getattr(recorder, "target_class", recorder)
     if not isinstance(target, type):
         return []
@@ -313,17 +348,17 @@ def _routers(model: Any) -> list[tuple[nn.Module, int]]:
     return [(module, getattr(recorder, "index", 0)) for module in modules]
 
 
-def _chosen(output: Any, logits: Tensor, count: int) -> Tensor:
-    """The experts of each token, int64[tokens, count]: the router's own choice where it returns
-    one.
+def _find_chosen(output: Any, logits: Tensor, count: int) -> Tensor:
+    """Finds the experts of each token, int64[tokens, count]: the router's own choice if its output
+    has one, else those of the highest logits.
     """
     outputs = output if isinstance(output, tuple) else ()
-    own = [
+    indices = [
         each
         for each in outputs
         if isinstance(each, Tensor) and each.dtype == torch.int64 and each.dim() == 2
     ]
-    return own[-1] if own else logits.detach().topk(count).indices
+    return indices[-1] if indices else logits.detach().topk(count).indices
 
 
 def auxiliary_loss_of_step(
@@ -335,35 +370,36 @@ def auxiliary_loss_of_step(
     *,
     is_one_forward: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """Returns a function that adds a mixture's auxiliary loss to the loss of the latest forward.
+    """Makes a function that adds the latest forward's part of the auxiliary loss to its loss.
 
-    Without an auxiliary loss, the function returns the loss unchanged.
+    The function returns the loss unchanged if there is no auxiliary loss.
 
-    The auxiliary loss multiplies what the whole step selects with the probabilities of each token.
-    With several micro-batches the first backward needs the selection of the last, hence a forward
-    of each without gradients.
+    The auxiliary loss multiplies each token's probabilities by the counts of the whole step. With
+    several micro-batches the first backward needs the counts of the last, so this runs a forward of
+    each without gradients first. All ranks call this and the function.
 
     Args:
         model: The mixture.
-        routing: Its own.
+        routing: The model's routing; None for a dense model.
         inputs: The model's keyword arguments for each micro-batch of this rank.
-        tokens: Of the step, over all ranks.
+        tokens: The tokens of the step, over all ranks.
         world: The ranks of the run.
-        is_one_forward: Whether this rank's tokens of the step are selected in one forward.
+        is_one_forward: Whether each rank runs all of its tokens of the step in one forward.
     """
     if routing is None or not routing.coefficient:
         return lambda loss: loss
-    used: Routing = routing
     if is_one_forward:
-        of_step = None
+        step_selected = None
     else:
-        of_step = world.sum(used.count_selected(model, inputs, world.device))
+        step_selected = world.sum(routing.run_and_count_selected(model, inputs, world.device))
 
-    def add(loss: Tensor) -> Tensor:
-        if of_step is None:
-            selected = world.sum(used.selected())
+    def add_auxiliary(loss: Tensor) -> Tensor:
+        if step_selected is None:
+            selected = world.sum(routing.count_selected())
         else:
-            selected = of_step
-        return loss + world.stage_size * used.coefficient * used.auxiliary_loss(selected, tokens)
+            selected = step_selected
+        auxiliary = routing.auxiliary_loss(selected, tokens)
+        # Gradients are averaged over the ranks of a stage, but the ranks' parts add up.
+        return loss + world.stage_size * routing.coefficient * auxiliary
 
-    return add
+    return add_auxiliary
