@@ -28,7 +28,7 @@ from finetune.models.loss_chunks import (
     TokenWeights,
     compute_in_chunks,
 )
-from finetune.models.vision import forward_images
+from finetune.models.vision import forward_with_images
 
 HeadFunction = Callable[["LossHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model
@@ -247,7 +247,7 @@ def install_loss(
         if images is None:
             hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
         else:
-            hidden = forward_images(self, images, image_counts, **kwargs)
+            hidden = forward_with_images(self, images, image_counts, **kwargs)
         head = head_of(self)
         return head(head.scale(hidden), labels, trained_positions, head_function)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from finetune.distributed.model_parts import text_names, trunk_of
 from finetune.errors import UserError, on_one_line
-from finetune.models.vision import forward_images
+from finetune.models.vision import forward_with_images
 
 aten = torch.ops.aten
 # the operators that would take most of the time
@@ -150,7 +150,7 @@ class _UpToTrunk(nn.Module):
     def forward(self, ids: Tensor, images: Mapping[str, Tensor]) -> None:
         hook = trunk_of(self.model).register_forward_pre_hook(_stop_at_trunk, with_kwargs=True)
         try:
-            forward_images(
+            forward_with_images(
                 self.model,
                 images,
                 [1],

@@ -13,7 +13,7 @@ from finetune.models.documents import install_attention
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
-from finetune.models.vision import forward_images
+from finetune.models.vision import forward_with_images
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture, split_config
 from tests.plan.test_activations import CONFIG, DOCUMENTS, TOLERANCE, packed_inputs
@@ -87,7 +87,7 @@ def test_activations_of_rows_with_images_are_planned_within_a_tenth(
     with saved_for_backward(
         iter([*model.parameters(), *model.buffers(), *images.values()])
     ) as kept:
-        forward_images(model, images, (1, 1, 0), **inputs)
+        forward_with_images(model, images, (1, 1, 0), **inputs)
     tokens = sum(DOCUMENTS)
     run = Computation(
         itemsize=dtype.itemsize,
