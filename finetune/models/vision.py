@@ -159,7 +159,7 @@ def _forward_with_cross_attention(
     attended, is_owned = _find_attended(
         ids.flatten(), lengths, counts, images, base.config.image_token_id
     )
-    is_after_image = attended.any(-1).any(-1)  # of the token's document: bool[tokens]
+    is_after_image = attended.any(-1).any(-1)  # bool[tokens]; an image of its own document
     attends_to_tile = torch.where(is_after_image[:, None, None], attended, is_owned[:, :, None])
     # The keys are the patches of all tiles, then the zeros.
     attends_to_zeros = ~is_owned.any(1, keepdim=True)

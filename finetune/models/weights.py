@@ -1,11 +1,11 @@
 """The values of a model's parameters: slices of safetensors files, or random numbers from a seed.
 
-Both are pure functions of (name, slices): every layout starts from the same weights.
+Both are pure functions of (name, slices), so that every layout starts from the same weights.
 
-transformers may convert tensors between its files and its modules: it renames, joins and splits
-them. Here its own conversions run on `BoxedTensor`s, which have no values. A box is a rectangular
-part of a tensor. The result says which boxes of which tensors make a parameter, so that each rank
-reads its slices alone.
+Between its files and its modules, transformers may rename, join and split tensors. Here its own
+conversions run on `BoxedTensor`s, which have no values. A box is a rectangular part of a tensor.
+The result says which boxes of which tensors in the files make a parameter, so that each rank reads
+only its own slices.
 """
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -29,23 +29,24 @@ from finetune.models.embedding import find_grown, grown_reader
 from finetune.models.head_scores import draw_head, find_new_head, is_left_out
 from finetune.models.lora import seed_of
 
-COMPARED_ROWS = 4096  # at once
+COMPARED_ROWS = 4096  # rows that `are_equal` reads at once
 Slices = tuple[slice, ...]
 
 
 class UnsupportedConversion(Exception):
-    """A conversion whose result is not composed of boxes."""
+    """Raised for a conversion whose result boxes cannot describe; its message is the operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxPart:
-    """A box of a named tensor, and its place in a `BoxedTensor`."""
+    """A box of the tensor `name`, and its place in a `BoxedTensor`."""
 
     name: str
-    begin: Shape  # the place of its first element in the named tensor
-    offsets: Shape  # the place of its first element in the `BoxedTensor`
-    shape: Shape  # in the `BoxedTensor`
-    # for each dimension of the `BoxedTensor` that of the named tensor; None: an added one of size 1
+    begin: Shape  # the index of the box's first element in the named tensor
+    offsets: Shape  # the index of that element in the `BoxedTensor`
+    shape: Shape  # the box's shape in the `BoxedTensor`
+    # for each dimension of the `BoxedTensor`, the same dimension of the named tensor; None for an
+    # added dimension of size 1
     axes: tuple[int | None, ...]
 
 
@@ -53,7 +54,8 @@ class BoxPart:
 class BoxedTensor:
     """A tensor without values: its shape, and the boxes that fill it.
 
-    It stands in for a tensor in those of torch's functions that transformers' conversions use.
+    It stands in for a tensor in the functions and methods of torch that transformers' conversions
+    use. Any other raises `UnsupportedConversion`.
     """
 
     shape: Shape
@@ -61,9 +63,11 @@ class BoxedTensor:
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> "BoxedTensor":
-        """The whole tensor `name`, as one box."""
+        """Makes a `BoxedTensor` of one box: the whole tensor `name`."""
         zeros = (0,) * len(shape)
-        part = BoxPart(name, zeros, zeros, tuple(shape), tuple(range(len(shape))))
+        part = BoxPart(
+            name, begin=zeros, offsets=zeros, shape=tuple(shape), axes=tuple(range(len(shape)))
+        )
         return cls(tuple(shape), (part,))
 
     @classmethod
@@ -99,7 +103,8 @@ class BoxedTensor:
         return self
 
     def squeeze(self, dim: int | None = None) -> "BoxedTensor":
-        if dim is None:  # all dimensions of size 1; transformers 5.17 calls it so
+        # Without `dim`, as transformers 5.17 calls it, all dimensions of size 1 are removed.
+        if dim is None:
             if 1 in self.shape:
                 return self.squeeze(self.shape.index(1)).squeeze()
             return self
@@ -107,31 +112,31 @@ class BoxedTensor:
             return self
         parts = []
         for part in self.parts:
-            offsets = _without(part.offsets, dim)
-            shape = _without(part.shape, dim)
-            axes = _without(part.axes, dim)
+            offsets = _remove_at(part.offsets, dim)
+            shape = _remove_at(part.shape, dim)
+            axes = _remove_at(part.axes, dim)
             parts.append(replace(part, offsets=offsets, shape=shape, axes=axes))
-        return BoxedTensor(_without(self.shape, dim), tuple(parts))
+        return BoxedTensor(_remove_at(self.shape, dim), tuple(parts))
 
     def read(self, slices: Slices, read: Callable[[str, Slices], Tensor]) -> Tensor:
         """Reads the elements `slices`.
 
         Args:
-            slices: Of step 1; dimensions without one are read whole.
+            slices: Slices of step 1. Further dimensions are read whole.
             read: Reads slices of a named tensor.
         """
-        box = self
-        for dim, (wanted, size) in enumerate(zip(slices, self.shape, strict=False)):
-            start, stop, _ = wanted.indices(size)
-            box = _narrow(box, dim, start, max(start, stop))
+        wanted = self
+        for dim, (dim_slice, size) in enumerate(zip(slices, self.shape, strict=False)):
+            start, stop, _ = dim_slice.indices(size)
+            wanted = _narrow(wanted, dim, start, max(start, stop))
         result: Tensor | None = None
-        for part in box.parts:
-            value = read(part.name, _source_slices(part)).reshape(part.shape)
-            if len(box.parts) == 1:
+        for part in wanted.parts:
+            value = read(part.name, _find_source_slices(part)).reshape(part.shape)
+            if len(wanted.parts) == 1:  # no copy is needed
                 return value
             if result is None:
-                result = value.new_empty(box.shape)
-            ends = [at + size for at, size in zip(part.offsets, part.shape, strict=True)]
+                result = value.new_empty(wanted.shape)
+            ends = [start + size for start, size in zip(part.offsets, part.shape, strict=True)]
             result[tuple(map(slice, part.offsets, ends))] = value
         assert result is not None, f"an empty box of {self.shape}"
         return result
@@ -140,14 +145,17 @@ class BoxedTensor:
 def convert_to_parameters(
     model: Any, stored: Mapping[str, StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """Converts the tensors of files to those of `model`'s parameters and saved buffers.
+    """Converts the tensors of files to those of the parameters and saved buffers of `model`.
 
     It reads no values. A tensor that has no place in the model keeps its name.
 
     Args:
         model: On the meta device.
         stored: The tensors of the files, by name.
-        where: Names the files in errors.
+        where: The files, for messages.
+
+    Returns:
+        The tensors by their names in the model.
 
     Raises:
         UserError: Tensors do not fit together, or boxes cannot describe a conversion.
@@ -158,7 +166,7 @@ def convert_to_parameters(
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     boxes = boxes_of_parameters(model, shapes, where)
     try:
-        return {name: _as_stored(name, box, stored) for name, box in boxes.items()}
+        return {name: _make_stored(name, box, stored) for name, box in boxes.items()}
     except UnsupportedConversion as error:
         raise _unsupported(model, where, str(error)) from None
 
@@ -168,12 +176,16 @@ def boxes_of_parameters(
 ) -> dict[str, BoxedTensor]:
     """Finds for each parameter of `model` the boxes of the files' tensors that fill it.
 
-    The steps are those of transformers' `convert_and_load_state_dict_in_model`.
+    The steps are those of transformers' `convert_and_load_state_dict_in_model`. A tensor that has
+    no place in the model keeps its name.
 
     Args:
         model: On the meta device.
         shapes: The shapes of the files' tensors, by name.
-        where: Names the files in errors.
+        where: The files, for messages.
+
+    Raises:
+        UserError: Tensors do not fit together, or boxes cannot describe a conversion.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -190,10 +202,12 @@ def boxes_of_parameters(
     state = model.state_dict()
     prefix = model.base_model_prefix
     boxes: dict[str, BoxedTensor] = {}
+    # name in the model -> a converter of transformers, which collects the tensors to convert
     collected: dict[str, Any] = {}
     for name in sorted(shapes, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
+            # The renamings are not meant for this name; the prefix may be.
             target, pattern = rename_source_key(name, [], [], prefix, state)
         box = BoxedTensor.whole(name, shapes[name])
         if target not in state or target in boxes:
@@ -217,13 +231,14 @@ def boxes_of_parameters(
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, BoxedTensor]:
-    """Finds for each tensor of `model`'s files the boxes of parameters that fill it.
-
-    They are in the order of the parameters.
+    """Finds for each tensor that the files of `model` hold the boxes of parameters that fill it.
 
     Args:
         model: Any model of transformers.
         shapes: The shapes of the parameters, by name.
+
+    Returns:
+        The tensors of the files by name, in the order of the parameters.
 
     Raises:
         UserError: Boxes cannot describe a conversion.
@@ -240,6 +255,7 @@ def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, BoxedTe
 
 
 def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
+    """Makes the error of a conversion by an `operation` that boxes cannot describe."""
     return UserError(
         f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its "
         f"modules do, and transformers converts them by {operation}, which is not supported here; "
@@ -247,8 +263,12 @@ def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
     )
 
 
-def _as_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    """The parameter `name` as one tensor on disk, with the files' tensors as its parts."""
+def _make_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+    """Describes the parameter `name` as one tensor on disk, whose parts are boxes of the files'
+    tensors.
+
+    Raises `UserError` where those tensors differ in dtype.
+    """
     dtypes = {stored[part.name].dtype for part in box.parts}
     if len(dtypes) > 1:
         raise UserError(
@@ -257,48 +277,63 @@ def _as_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) 
         )
     parts: list[StoredPart] = []
     for part in box.parts:
-        parts += _stored_parts(part, stored[part.name])
+        parts += _find_stored_parts(part, stored[part.name])
     return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
 
-def _stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
-    """The places on disk of the elements of `part`.
+def _find_stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
+    """Finds where on disk the elements of `part` are.
 
-    tensor: The one that `part` names.
+    tensor: The tensor that `part` names.
     """
-    wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
+    wanted = [(cut.start, cut.stop) for cut in _find_source_slices(part)]
     parts: list[StoredPart] = []
-    for held in tensor.parts:
-        cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
-        if any(start >= stop for start, stop in cuts):
+    for stored in tensor.parts:
+        # (start, stop) in each dimension of `tensor` of what is wanted and in this stored part
+        overlap = [
+            (max(start, stored_start), min(stop, stored_stop))
+            for (start, stop), (stored_start, stored_stop) in zip(wanted, stored.box, strict=True)
+        ]
+        if any(start >= stop for start, stop in overlap):
             continue
-        if isinstance(held, ComputedPart):  # can be read by any slices
-            of_part = replace(held, offsets=part.offsets, shape=part.shape)
-            parts.append(replace(of_part, begin=part.begin, axes=part.axes))
+        if isinstance(stored, ComputedPart):  # it is all of `tensor`, and any slices can be read
+            parts.append(
+                replace(
+                    stored, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes
+                )
+            )
             continue
-        if cuts[1:] != list(held.box[1:]):
+        # A StoredPart is contiguous in its file, so only whole rows can be cut out of it.
+        if overlap[1:] != list(stored.box[1:]):
             raise UnsupportedConversion("a cut through the rows of a tensor")
-        row_bytes = prod(held.shape[1:]) * tensor.dtype.itemsize
-        skipped_rows = cuts[0][0] - held.offsets[0] if cuts else 0
+        row_bytes = prod(stored.shape[1:]) * tensor.dtype.itemsize
+        skipped_rows = 0
+        if overlap:  # a tensor without dimensions has no rows
+            first_row, _ = overlap[0]
+            skipped_rows = first_row - stored.offsets[0]
         offsets = tuple(
-            at if axis is None else at + cuts[axis][0] - part.begin[axis]
-            for at, axis in zip(part.offsets, part.axes, strict=True)
+            offset if axis is None else offset + overlap[axis][0] - part.begin[axis]
+            for offset, axis in zip(part.offsets, part.axes, strict=True)
         )
-        shape = tuple(1 if axis is None else cuts[axis][1] - cuts[axis][0] for axis in part.axes)
-        position = held.position + skipped_rows * row_bytes
-        parts.append(StoredPart(held.path, position, offsets, shape))
+        sizes = [stop - start for start, stop in overlap]
+        shape = tuple(1 if axis is None else sizes[axis] for axis in part.axes)
+        position = stored.position + skipped_rows * row_bytes
+        parts.append(StoredPart(stored.path, position, offsets, shape))
     return parts
 
 
-def _source_slices(part: BoxPart) -> Slices:
-    """The slices of the named tensor; they have size 1 where the box has lost a dimension."""
+def _find_source_slices(part: BoxPart) -> Slices:
+    """Finds the slices of the named tensor that `part` is.
+
+    They have size 1 in a dimension that the `BoxedTensor` has no longer.
+    """
     sizes = {
         axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None
     }
     return tuple(slice(start, start + sizes.get(axis, 1)) for axis, start in enumerate(part.begin))
 
 
-# torch's functions for boxes.
+# What torch's functions do to boxes.
 
 
 def _cat(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
@@ -306,26 +341,32 @@ def _cat(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
     length = 0
     first = boxes[0].shape
     for box in boxes:
-        if _without(box.shape, dim) != _without(first, dim):
+        if _remove_at(box.shape, dim) != _remove_at(first, dim):
             raise ValueError(f"shapes {list(first)} and {list(box.shape)}")
         for part in box.parts:
-            offsets = _changed(part.offsets, dim, part.offsets[dim] + length)
+            offsets = _replace_at(part.offsets, dim, part.offsets[dim] + length)
             parts.append(replace(part, offsets=offsets))
         length += box.shape[dim]
-    return BoxedTensor(_changed(first, dim, length), tuple(parts))
+    return BoxedTensor(_replace_at(first, dim, length), tuple(parts))
 
 
 def _stack(boxes: Sequence[BoxedTensor], dim: int = 0) -> BoxedTensor:
-    def add(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    def insert(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:dim], value, *values[dim:])
 
-    def add_dimension(part: BoxPart) -> BoxPart:
-        return replace(
-            part, offsets=add(part.offsets, 0), shape=add(part.shape, 1), axes=add(part.axes, None)
-        )
+    def unsqueeze(box: BoxedTensor) -> BoxedTensor:
+        parts = [
+            replace(
+                part,
+                offsets=insert(part.offsets, 0),
+                shape=insert(part.shape, 1),
+                axes=insert(part.axes, None),
+            )
+            for part in box.parts
+        ]
+        return BoxedTensor(insert(box.shape, 1), tuple(parts))
 
-    layers = [BoxedTensor(add(box.shape, 1), tuple(map(add_dimension, box.parts))) for box in boxes]
-    return _cat(layers, dim)
+    return _cat([unsqueeze(box) for box in boxes], dim)
 
 
 def _chunk(box: BoxedTensor, chunks: int, dim: int = 0) -> tuple[BoxedTensor, ...]:
@@ -335,18 +376,18 @@ def _chunk(box: BoxedTensor, chunks: int, dim: int = 0) -> tuple[BoxedTensor, ..
 def _split(box: BoxedTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[BoxedTensor, ...]:
     length = box.shape[dim]
     if isinstance(sizes, int):
-        each = [sizes] * ceil_div(length, sizes)
+        part_sizes = [sizes] * ceil_div(length, sizes)
     else:
-        each = list(sizes)
-    starts = [sum(each[:index]) for index in range(len(each))]
+        part_sizes = list(sizes)
+    starts = [sum(part_sizes[:index]) for index in range(len(part_sizes))]
     return tuple(
         _narrow(box, dim, start, min(start + size, length))
-        for start, size in zip(starts, each, strict=True)
+        for start, size in zip(starts, part_sizes, strict=True)
     )
 
 
 def _narrow(box: BoxedTensor, dim: int, start: int, stop: int) -> BoxedTensor:
-    """The elements from `start` to `stop` of dimension `dim`."""
+    """Returns the elements from `start` to `stop` of dimension `dim`."""
     if (start, stop) == (0, box.shape[dim]):
         return box
     parts = []
@@ -358,19 +399,19 @@ def _narrow(box: BoxedTensor, dim: int, start: int, stop: int) -> BoxedTensor:
         axis = part.axes[dim]
         begin = part.begin
         if axis is not None:
-            begin = _changed(begin, axis, begin[axis] + low - part.offsets[dim])
-        shape = _changed(part.shape, dim, high - low)
-        offsets = _changed(part.offsets, dim, low - start)
+            begin = _replace_at(begin, axis, begin[axis] + low - part.offsets[dim])
+        shape = _replace_at(part.shape, dim, high - low)
+        offsets = _replace_at(part.offsets, dim, low - start)
         parts.append(replace(part, begin=begin, offsets=offsets, shape=shape))
-    return BoxedTensor(_changed(box.shape, dim, stop - start), tuple(parts))
+    return BoxedTensor(_replace_at(box.shape, dim, stop - start), tuple(parts))
 
 
-def _changed(values: Shape, index: int, value: int) -> Shape:
-    index %= len(values)
+def _replace_at(values: Shape, index: int, value: int) -> Shape:
+    index %= len(values)  # torch's dimensions may be negative
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _without(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+def _remove_at(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
     index %= len(values)
     return (*values[:index], *values[index + 1 :])
 
@@ -383,62 +424,61 @@ def stored_values(
     vocabulary: Vocabulary | None = None,
     seed: int = 0,
 ) -> Values:
-    """The values of files, of which each rank reads its slices.
+    """Makes the `Values` that read slices of files.
 
     Args:
         model: On the meta device.
         stored: The files' tensors under the names of the model's parameters.
-        where: Names the files in errors.
+        where: The files, for messages.
         quantized: The names of quantized tensors.
-        vocabulary: The size to which embedding and head have grown, where they have.
-        seed: Draws a head of scores that the files do not have.
+        vocabulary: The vocabulary with the recipe's tokens, to which embedding and head grow; None
+            without such tokens.
+        seed: The seed of a head of scores, which is drawn if the files do not have it.
 
     Raises:
-        UserError: Tensors are missing, have no place in the model, or have another shape; it names
-            all of them.
+        UserError: Tensors are missing, have no place in the model, or have another shape or an
+            unsupported dtype; the error names all of them.
     """
     grown = find_grown(model, stored, vocabulary)
-    new = find_new_head(model, stored)
+    new_head = find_new_head(model, stored)
+    # of the parameters that are not read from a file as they are
     readers: dict[str, Callable[[Slices], Tensor]] = {}
-    for name in new:
+    for name in new_head:
         readers[name] = partial(draw_head, model, name, seed)
-    fitting = dict(stored)
+    as_in_model = dict(stored)  # with the shapes that grown tensors have in the model
     if vocabulary:
         for name, tensor in grown.items():
-            fitting[name] = replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
+            as_in_model[name] = replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
             readers[name] = grown_reader(tensor, vocabulary)
-    refuse_mismatch(model, fitting, where, quantized, new)
+    refuse_mismatch(model, as_in_model, where, quantized, new_head)
 
-    def values(name: str, slices: Slices) -> Tensor:
+    def read_values(name: str, slices: Slices) -> Tensor:
         name = base_name(name)
         if name in readers:
             return readers[name](slices)
         return read_slice(stored[name], slices)
 
-    return values
+    return read_values
 
 
 def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
-    """Unties weights of `model` whose values in the files differ.
+    """Unties the tied weights of `model` whose values in the files differ.
 
-    transformers does so, too, whatever config.json says: that of Mistral Small 3 does not say it,
-    and the default is tied.
+    transformers does this too, whatever config.json says. The config.json of Mistral Small 3 does
+    not say whether weights are tied; its weights are not, but the default is tied.
     """
     for second, first in tied_names(model).items():
         if second in stored and first in stored and not are_equal(stored[second], stored[first]):
-            parent, _, leaf = second.rpartition(".")
-            setattr(
-                model.get_submodule(parent),
-                leaf,
-                nn.Parameter(torch.empty_like(model.get_parameter(first))),
-            )
+            module_name, _, parameter_name = second.rpartition(".")
+            own_parameter = nn.Parameter(torch.empty_like(model.get_parameter(first)))
+            setattr(model.get_submodule(module_name), parameter_name, own_parameter)
             model.all_tied_weights_keys.pop(second, None)
             for config in (model.config, text_config_of(model.config)):
                 config.tie_word_embeddings = False
 
 
 def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors on disk are the same."""
+    """Whether two tensors on disk have the same shape, dtype and values."""
     if one is other:
         return True
     if (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -462,21 +502,22 @@ def refuse_mismatch(
     Args:
         model: On the meta device.
         stored: The files' tensors under the names of the model's parameters.
-        where: Names the files in errors.
-        quantized: The names of quantized tensors, whose dtypes are not compared.
+        where: The files, for messages.
+        quantized: The names of quantized tensors, whose dtypes are not checked.
         new: The names of parameters that the files need not hold.
     """
-    needed = saved_buffers(model) | dict(model.named_parameters())
-    needed = {name: tensor for name, tensor in needed.items() if name not in new}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
-    untied = {name: tensor for name, tensor in stored.items() if name not in tied}
+    in_model = saved_buffers(model) | dict(model.named_parameters())
+    needed = {name: tensor for name, tensor in in_model.items() if name not in new}
+    # Names that the files may hold and need not: second names of tied parameters, and `new`.
+    optional = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
+    compared = {name: tensor for name, tensor in stored.items() if name not in optional}
     shapes = {name: tuple(tensor.shape) for name, tensor in needed.items()}
-    problems = find_mismatches(model, untied, shapes, where)
+    problems = find_mismatches(model, compared, shapes, where)
     for name, parameter in needed.items():
         if name not in stored or name in quantized or not parameter.is_floating_point():
             continue
         dtype = stored[name].dtype
-        # int8 and float8 mean nothing without scales.
+        # Numbers in int8 or float8 have no meaning without scales.
         if not dtype.is_floating_point or dtype.itemsize < 2:
             problems.append(
                 f"{where}: {name} is stored as {str(dtype).removeprefix('torch.')}, which is "
@@ -489,11 +530,17 @@ def refuse_mismatch(
 def find_mismatches(
     model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, Shape], where: str
 ) -> list[str]:
-    """Compares the tensors `stored` with those that `model` needs, given by their shapes.
+    """Compares the tensors `stored` with those that `model` needs.
+
+    Args:
+        model: On the meta device.
+        stored: Tensors under the names of the model's parameters.
+        needed: The shapes of the tensors that the model needs, by name.
+        where: The files, for messages.
 
     Returns:
-        A sentence about missing ones, one about those without a place in the model, and one for
-        each of another shape.
+        A sentence about the missing tensors, one about those without a place in the model, and one
+        for each tensor of another shape; [] if all fit.
     """
     may_carry = carries(model)
     extra = {
@@ -506,83 +553,94 @@ def find_mismatches(
     problems = []
     if missing:
         problems.append(
-            f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}"
+            f"{where}: {_list_names(missing)} missing: these are not the weights of {class_name}"
         )
     if extra:
         problems.append(
-            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit "
-            "the weights"
+            f"{where}: {_list_names(extra)} without a place in {class_name}: the config does not "
+            "fit the weights"
         )
     for name, shape in needed.items():
         if name in stored and stored[name].shape != shape:
-            given = list(stored[name].shape)
+            stored_shape = list(stored[name].shape)
             problems.append(
-                f"{where}: {name} has the shape {given}, but the config says {list(shape)}"
+                f"{where}: {name} has the shape {stored_shape}, but the config says {list(shape)}"
             )
     return problems
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a checkpoint holds, by name, such as Gemma 4's `layer_scalar`."""
+    """Returns the buffers that files hold beside parameters, such as Gemma 4's `layer_scalar`, by
+    name.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
-    """Fills the saved buffers of `model`, which are in memory while its parameters are on meta."""
+    """Reads the saved buffers of `model`, which are in memory though its parameters are on meta."""
     for name, buffer in saved_buffers(model).items():
         buffer.copy_(read_slice(stored[name], tuple(slice(0, size) for size in buffer.shape)))
 
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
-    """Random values for training from scratch, by the family's own initialization.
+    """Makes the `Values` for training from scratch: random numbers by the family's own
+    initialization.
 
-    Each module's are drawn from (seed, module name).
+    The numbers of each module are drawn from (seed, module name).
 
     Args:
         make_twin: Builds the same model on the meta device, unsharded.
         seed: The run's seed.
 
-    Raises:
-        UserError: When called, the values find that the family does not initialize a parameter.
+    Returns:
+        A function that raises `UserError` for a parameter that the family does not initialize.
     """
     twin: Any = make_twin()
 
-    def values(name: str, slices: Slices) -> Tensor:
-        module_name, _, leaf = base_name(name).rpartition(".")
+    def draw_values(name: str, slices: Slices) -> Tensor:
+        module_name, _, parameter_name = base_name(name).rpartition(".")
         module = twin.get_submodule(module_name)
         if next(module.parameters(recurse=False)).is_meta:
             module.to_empty(device="cpu", recurse=False)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed_of(seed, module_name))
-                getattr(module, leaf).fill_(torch.nan)
+                # What the family does not initialize stays NaN.
+                getattr(module, parameter_name).fill_(torch.nan)
                 _initialize(twin, module_name)
-        value: Tensor = getattr(module, leaf).detach()[slices].clone()
-        module.to_empty(device="meta", recurse=False)
+        value: Tensor = getattr(module, parameter_name).detach()[slices].clone()
+        module.to_empty(device="meta", recurse=False)  # frees the memory
         if value.isnan().any():
             raise UserError(
                 f"model_config: transformers gives {base_name(name)} no value; train a checkpoint"
             )
         return value
 
-    return values
+    return draw_values
 
 
 def _initialize(model: Any, name: str) -> None:
-    """Initializes the module `name` as transformers does.
+    """Initializes the module `name` of `model` as transformers does.
 
-    Then it initializes each module around it, which may set its children's weights, too. A vision
-    tower has its own rules.
+    Then it initializes each module around that module, from the inside out, since these may set
+    their children's weights too. The rules are those of the nearest model around a module: a vision
+    tower has its own.
     """
-    path = [model]
+    path = [model]  # from the model to the named module
     for part in name.split(".") if name else ():
         path.append(getattr(path[-1], part))
     for depth in range(len(path), 0, -1):
+        module = path[depth - 1]
         owner = next(each for each in reversed(path[:depth]) if hasattr(each, "_init_weights"))
-        owner._init_weights(path[depth - 1])
+        owner._init_weights(module)
 
 
-def _listed(names: Iterable[str], most: int = 4) -> str:
+def _list_names(names: Iterable[str], most: int = 4) -> str:
+    """Joins names in alphabetical order, `most` of them, with the verb of their number.
+
+    >>> _list_names(["b", "a"]), _list_names("abcdef"), _list_names("a")
+    ('a, b are', 'a, b, c, d and 2 more are', 'a is')
+    """
     ordered = sorted(names)
     rest = ""
     if len(ordered) > most:
