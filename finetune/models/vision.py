@@ -92,8 +92,8 @@ def _number_images(is_image: Tensor) -> Tensor:
 
     is_image: bool[rows, tokens]. The result is int64[rows, tokens].
     """
-    is_after_image = F.pad(is_image, (1, 0))[:, :-1]  # by one token to the right
-    starts = is_image & ~is_after_image
+    follows_image_token = F.pad(is_image, (1, 0))[:, :-1]  # moved by a token to the right
+    starts = is_image & ~follows_image_token
     return torch.where(is_image, starts.cumsum(1), -1)
 
 
@@ -159,7 +159,8 @@ def _forward_with_cross_attention(
     attended, is_owned = _find_attended(
         ids.flatten(), lengths, counts, images, base.config.image_token_id
     )
-    is_after_image = attended.any(-1).any(-1)  # bool[tokens]; an image of its own document
+    # bool[tokens]: whether an image of the token's document is before it
+    is_after_image = attended.any(-1).any(-1)
     attends_to_tile = torch.where(is_after_image[:, None, None], attended, is_owned[:, :, None])
     # The keys are the patches of all tiles, then the zeros.
     attends_to_zeros = ~is_owned.any(1, keepdim=True)
