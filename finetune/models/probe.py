@@ -41,8 +41,8 @@ PART = DOCUMENT + OTHER + 2  # tokens of each rank where sequence parallelism di
 # where two experts have nearly the same score.
 FIRST_IDS = (11, 12, 13)
 # How far rounding may move a token's output, as a share of how far a leak between documents moves
-# it: LEAK_SHARE where the third document is compared with the first, both of the training forward,
-# FORWARD_SHARE where the training forward is compared with transformers'.
+# it. LEAK_SHARE is for the third document against the first, both in the training forward;
+# FORWARD_SHARE is for the training forward against transformers'.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 
@@ -161,7 +161,7 @@ def _find_difference(
         reference: The outputs of transformers' forward over the documents as one text.
         trained: The outputs of the training forward.
         labels: int64[DOCUMENT], of the first document.
-        dtype: In which the model computes.
+        dtype: The dtype in which the model computes.
         data: Whether documents are packed.
         recipe: The recipe's keys of the model.
 

@@ -131,9 +131,10 @@ def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor,
 def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
     """Packs the scales of a whole weight into bytes.
 
-    Without double quantization, the bytes are those of the magnitudes in fp32. With it, they are in
-    this order: a code uint8 for each magnitude less their mean, zeros up to a multiple of 4 bytes,
-    the largest magnitude of each block of NESTED_BLOCK of these in fp32, and the mean in fp32.
+    Without double quantization, the bytes are those of the magnitudes in fp32. With it, the
+    magnitudes less their mean are quantized, in blocks of NESTED_BLOCK. The bytes are, in this
+    order: their codes uint8, zeros up to a multiple of 4 bytes, the largest magnitude of each such
+    block in fp32, and the mean in fp32.
 
     Args:
         magnitudes: fp32[blocks], the largest magnitude of each block of the weight.
