@@ -276,9 +276,9 @@ def _attend_as_a_kernel(
 def _find_unit(trunk: Any) -> int:
     """Finds the number of tokens in a unit of LENGTHS.
 
-    A unit has at least one chunk of the layers that compute in chunks. No matrix of the model has
-    as many rows as a traced row has tokens, or as its experts compute tokens: `_Live` would take
-    the activations for parameters.
+    A unit has at least one chunk of the layers that compute in chunks. No matrix of the model may
+    have as many rows as the activations of a traced row, because `_Live` would take such
+    activations for parameters.
     """
     keys = trunk.config.to_dict()
     recurrence = find_family(trunk.config.model_type).recurrence
