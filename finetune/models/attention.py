@@ -216,8 +216,8 @@ def _attend_across_ranks(
     """Does `attend_documents` where the tokens of a row are sharded over the ranks of `group`.
 
     The ranks trade tokens for heads: each computes some of the heads, over the whole row. If the
-    heads cannot be divided evenly, each rank gathers the row's keys and values instead, and computes
-    attention from its own tokens.
+    heads cannot be divided evenly, each rank gathers the row's keys and values instead, and attends
+    from its own tokens.
 
     Returns:
         [rows, tokens of this rank, heads, head size], in `dtype`.
