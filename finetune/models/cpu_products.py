@@ -204,7 +204,7 @@ def _convert_in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tenso
 
 
 def _split(count: int, width: int) -> Iterator[slice]:
-    """Splits `count` rows of `width` fp32 numbers into slices of CHUNK_BYTES, at least a row each."""
+    """Splits `count` rows of `width` fp32 numbers into slices of CHUNK_BYTES, or of one row."""
     rows = max(CHUNK_BYTES // (4 * max(width, 1)), 1)
     return (slice(start, start + rows) for start in range(0, count, rows))
 
