@@ -62,7 +62,11 @@ KEYS = Method(method="early_exit", exit_layers="::2", exit_scale=0.5, layer_drop
 def passed_by(example_id: int, step: int, keys: Method = KEYS, layers: int = LAYERS) -> set[int]:
     """The layers that a document passes by."""
     random = make_generator(SEED, f"layer_dropout {step}", example_id).random(layers)
-    return {layer for layer, chance in find_skip_probabilities(keys, layers).items() if random[layer] < chance}
+    return {
+        layer
+        for layer, chance in find_skip_probabilities(keys, layers).items()
+        if random[layer] < chance
+    }
 
 
 def cut_losses(model: Any, example: Any, number: int, step: int, keys: Method = KEYS) -> torch.Tensor:  # fmt: skip
