@@ -90,12 +90,12 @@ def train_step(
 
     Args:
         model: The model that is trained.
-        optimizer: Of its parameters.
+        optimizer: Of the model's parameters.
         batch: The rows of the step.
         objective: The loss.
         recipe: Of the run.
         world: The ranks of the run.
-        guard: Checks loss and gradient, as `make_guard` makes it.
+        guard: Checks loss and gradient; `make_guard` makes it.
         learning_rate: Of this step.
         before_update: Is called before parameters change: an async save may still be copying them.
         in_backward: Updates each parameter within the backward, and checks its gradient there;
@@ -300,7 +300,7 @@ def clip_and_update(
 
     Args:
         model: The model, with gradients.
-        optimizer: Of its parameters.
+        optimizer: Of the model's parameters.
         batch: The rows that the gradients were computed from.
         measured: The sums that `forward_backward` returned for them.
         recipe: Of the run.

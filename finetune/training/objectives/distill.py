@@ -67,10 +67,10 @@ class Distillation(Objective):
             # not `inputs`, which may add noise to the embeddings
             head_function = self.teacher.compare(micro_batch.inputs)
         loss, divergence, cross_entropy = model(**inputs, head_function=head_function).unbind()
-        trained = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
+        trained_tokens = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
         metrics = {
-            "kl": torch.stack([divergence.detach(), trained]),
-            "cross_entropy": torch.stack([cross_entropy.detach(), trained]),
+            "kl": torch.stack([divergence.detach(), trained_tokens]),
+            "cross_entropy": torch.stack([cross_entropy.detach(), trained_tokens]),
         }
         return Measured(loss, metrics)
 
@@ -102,10 +102,10 @@ class StoredTeacher:
         # entry 0 stands for positions without a label
         ids = [np.zeros((1, k), np.int32)]
         scores = [np.zeros((1, k + 1), np.float32)]
-        for piece, first, tokens in self.places[list(micro_batch.example_ids)].tolist():
+        for piece, first, token_count in self.places[list(micro_batch.example_ids)].tolist():
             piece_ids, piece_scores = self.pieces[piece]
-            ids.append(piece_ids[first : first + tokens])
-            scores.append(piece_scores[first : first + tokens])
+            ids.append(piece_ids[first : first + token_count])
+            scores.append(piece_scores[first : first + token_count])
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
         # labeled positions have the same order as the trained tokens of the examples
         entry_of_position = torch.where(has_label, has_label.cumsum(0), 0)

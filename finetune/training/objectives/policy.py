@@ -97,10 +97,10 @@ class PolicyObjective(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "PolicyObjective":
-        """Under pipeline parallelism, runs the other model on all micro-batches; else does nothing.
+        """Runs the other model on all micro-batches if there is a pipeline; else does nothing.
 
-        There `measure` runs within the schedule of the stages, where a rank cannot run a whole
-        forward. The schedule measures the micro-batches once each, in their order.
+        In a pipeline `measure` runs within the schedule of the stages, where a rank cannot run a
+        whole forward. It then takes the result of each micro-batch once, in their order.
         """
         if self.other_model is None or world.stages == 1:
             return self
@@ -168,7 +168,7 @@ class PolicyObjective(Objective):
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the sampling ratio weighs the loss: that of old to sampled probabilities."""
+        """Whether the loss is weighted by the sampling ratio that `policy_losses.py` defines."""
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -308,10 +308,9 @@ class PolicyObjective(Objective):
         rollout: Mapping[str, Tensor],
         step: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Makes the metrics and the maxima that do not need the losses.
+        """Makes the metrics and maxima that need no losses; metrics of losses get empty sums.
 
-        Every micro-batch has all names in the same order, so those of the losses are among them
-        with empty sums; a filler keeps these.
+        So every micro-batch has the same names in the same order. A filler keeps the empty sums.
         """
         sampled = rollout["sampled"].double()
         log_drifts = log_probabilities - sampled
