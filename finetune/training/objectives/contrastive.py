@@ -104,8 +104,8 @@ class ContrastiveObjective(GroupObjective):
     ) -> Measured:
         """Sums the losses of the micro-batch's queries.
 
-        The backward of the sum brings another gradient: that of the whole step's loss to the
-        micro-batch's documents.
+        The gradient of the sum is not that of these losses alone. It is the gradient of all losses
+        of the step to the vectors of the micro-batch's documents.
         """
         assert self.step is not None, "a step is prepared before it is measured"
         compared = self.step.contrast
