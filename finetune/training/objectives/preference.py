@@ -292,7 +292,7 @@ class RatingObjective(GroupObjective):
         It is no mean over pairs, since answers have no partners.
         """
         if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
-            return means  # all answers of the step have the same rating
+            return means  # all answers have the same rating
         return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
