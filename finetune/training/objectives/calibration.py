@@ -1,5 +1,5 @@
 """Metrics of a classifier's probabilities: the area under the ROC curve, the calibration error, and
-the temperature with the least cross entropy.
+the best temperature.
 """
 
 import torch
