@@ -1,5 +1,6 @@
-"""Chooses the objective of the methods that learn the data's answers without a second model:
-supervised fine-tuning, masked diffusion and early exits.
+"""Chooses the objective of the methods that learn the data's answers without a second model.
+
+They are supervised fine-tuning, masked diffusion and early exits.
 """
 
 from typing import Any

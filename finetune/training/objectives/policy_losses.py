@@ -1,5 +1,5 @@
-"""The losses of sampled completions, stage by stage: ratios, the bounded loss, the correction of
-sampling, the KL divergence, the critic's loss, the sum.
+"""The losses of sampled completions, stage by stage: ratios, the bounded loss, the correction, the
+KL divergence, the critic's loss, the sum.
 
 Ratios, advantages and losses have one value for each position or one for each completion: `Shape`
 says which.
