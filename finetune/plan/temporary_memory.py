@@ -139,7 +139,7 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         per_input = 0 if scheme.input_bits is None else itemsize * ROUNDING_TENSORS
     sizes = []
     for linear in _list_linears(spec.architecture):
-        _, width_in = linear.shape
+        width_in = linear.shape[1]
         of_weight = per_weight * linear.numel
         of_input = per_input * tokens * width_in
         if scheme.block:  # weight and input are rounded one after the other
@@ -284,7 +284,7 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
-    """Lists the trained tensors of units whose names begin with `unit`; "layer" means all layers."""
+    """Lists the trained tensors of units whose name begins with `unit`; "layer" is all layers."""
     return [
         tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)
     ]
