@@ -184,15 +184,12 @@ def _teacher_units(spec: RunSpec) -> tuple[int, int]:
     itemsize = spec.computation.itemsize
     layer = itemsize * units.layer.numel
     tail = itemsize * units.tail.numel
-    if spec.shards > 1:
-        # copies: the unit, the buffer of its all-gather, and for a layer that of the next layer
-        layer_copies, tail_copies = 3, 2
-    else:  # on one rank FSDP only casts the unit
-        layer_copies, tail_copies = 1, 1
-    during_layer = layer * layer_copies
+    has_buffers = spec.shards > 1  # on one rank FSDP only casts the unit
+    # copies: the unit, the buffer of its all-gather, and for a layer that of the next layer
+    during_layer = layer * (3 if has_buffers else 1)
     if architecture.tied:
         during_layer += tail
-    return during_layer, tail * tail_copies
+    return during_layer, tail * (2 if has_buffers else 1)
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
