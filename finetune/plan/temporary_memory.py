@@ -1,5 +1,5 @@
-"""Memory that a step takes for a moment: gathered units, gradients until they are reduced, and the
-temporaries of the optimizer, of quantization and of FP8.
+"""Memory that a step takes for a moment: gathered units, gradients that are not yet reduced, and
+temporaries of optimizer and quantization.
 
 FSDP's units are the embedding, every decoder layer, and the tail (final norm and head). The order
 of events is torch's own (torch/distributed/fsdp/_fully_shard). The backward of a unit begins with
