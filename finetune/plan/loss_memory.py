@@ -1,7 +1,7 @@
 """The memory of a loss and of its backward: a chunk of logits, gradients, and vectors compared.
 
-A head never computes all logits at once. It goes through the tokens in chunks, and only one chunk
-of logits exists at a time.
+In training the head never computes all logits at once. It computes them in chunks of tokens, and
+only one chunk of logits exists at a time.
 """
 
 from finetune.constants import (
@@ -124,15 +124,16 @@ def _pooled_bytes(spec: RunSpec) -> int:
 def head_adapter_bytes(spec: RunSpec) -> int:
     """Bytes that a LoRA adapter on the output head adds to the loss; 0 without one.
 
-    The hidden states are joined with the products of A, and the head with a scaled copy of B.
+    They are the hidden states joined with the outputs of A, and a scaled copy of B with its
+    gradient.
     """
     lora_rank = _head_adapter_rank(spec)
     if not lora_rank:
         return 0
     computation = spec.computation
-    # A's products exist four times: alone, joined to the hidden states, in the copy of the trained
-    # positions, and in that copy's gradient. The hidden states exist once more, in the joined
-    # tensor; `loss_bytes` counts those of the copy and its gradient.
+    # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
+    # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
+    # count here: `loss_bytes` counts those of the copy and its gradient.
     features = 4 * lora_rank + spec.computed.hidden
     joined = computation.itemsize * spec.tokens * features
     # B's scaled copy, which autocast makes in fp32 and then casts, and B's fp32 gradient
