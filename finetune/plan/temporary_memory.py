@@ -292,7 +292,7 @@ def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """Bytes of one unit on one rank, each for as long as that state of the unit exists."""
+    """Bytes of one unit on one rank, in each form in which its weights or gradients exist."""
 
     # copies of the weights in the compute dtype: FSDP's gathered ones (FP8 takes a byte per
     # element), or those that autocast makes where nothing is sharded
