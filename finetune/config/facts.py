@@ -206,7 +206,7 @@ def refuse_wrong_values(config: Any, name: str) -> None:
 
 
 def names_vision_language(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json names the class of a vision-language model, and has a vision tower.
+    """Whether a config.json names the class of a vision-language model, and has a vision_config.
 
     >>> names_vision_language(
     ...     {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
@@ -415,7 +415,7 @@ def find_biased_layers(model_type: str) -> frozenset[str]:
     language = "".join(
         text
         for text in _read_classes(model_type)
-        if not re.match(r"class \w*(Vision|For[A-Z])", text)  # a head is in a class ...For...
+        if not re.match(r"class \w*(Vision|For[A-Z])", text)  # ...For... classes hold the heads
     )
     config_source = read_family_source(model_type, "configuration")
     biased = set()
