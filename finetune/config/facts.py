@@ -481,8 +481,12 @@ def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
     (True, False, False)
     """
     family = find_family(model_type)
-    is_own = has_own_attention(model_type) and family.recurrence is None
-    return family.document_mask is not None or is_own or has_unknown_layers(model_type, layer_types)
+    uses_own_code = has_own_attention(model_type) and family.recurrence is None
+    return (
+        family.document_mask is not None
+        or uses_own_code
+        or has_unknown_layers(model_type, layer_types)
+    )
 
 
 def has_fused_experts(model_type: str) -> bool:
