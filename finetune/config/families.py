@@ -51,10 +51,10 @@ class LlamaCpp:
     adds_one_to_norms: bool = False
     activation: str = "silu"
     biases: Names = ()  # the linear layers whose biases it adds
-    # every so many layers one has full attention, the others a window; None: all have full
-    # attention
+    # 6: every 6th layer has full attention, and the others have a window; None: all layers have
+    # full attention
     window_every: int | None = None
-    # every so many layers one is without RoPE; None: all have RoPE
+    # 4: every 4th layer has no RoPE; None: all layers have it
     rope_skipped_every: int | None = None
     has_own_head: bool = True  # False: the embedding is the head
     # the number of layers of the model whose queries it scales by hidden_size / heads; it scales
