@@ -572,7 +572,7 @@ def _interpret(settings: Settings) -> Sharding:
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
         tensor_parallel_size=sizes["tp_size"] or 1,
         wrapping=cast(Wrapping, wrapping),
-        wrap_classes=_list_wrap_classes(settings),
+        wrap_classes=reader.read_names("transformer_layer_cls_to_wrap"),
         min_num_params=(
             reader.read_integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS
         ),
@@ -608,18 +608,6 @@ def _find_layout(reader: "_SettingsReader") -> Layout:
     if version not in ("1", "2"):
         reader.add_problem("version", f"fsdp_version: {version} is not a version; 1 or 2")
     return "fsdp1" if version == "1" else "fsdp2"
-
-
-def _list_wrap_classes(settings: Settings) -> Names:
-    """Lists the layer classes that FSDP wraps: the key holds a list, or names separated by commas.
-
-    Empty if the key is not set.
-    """
-    classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
-    if isinstance(classes, str):
-        classes = classes.split(",")
-    names = (str(name).strip() for name in classes)
-    return tuple(filter(None, names))
 
 
 def _check_mesh(reader: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]) -> None:
@@ -731,6 +719,17 @@ class _SettingsReader:
             text = f"fsdp_{key}: {value} is not known; use one of {', '.join(known)}"
             self.add_problem(key, text)
         return value
+
+    def read_names(self, key: str) -> Names:
+        """Reads a list of names, or names separated by commas; empty if it is not set or wrong."""
+        value = self.settings.fsdp.get(key) or ""
+        if isinstance(value, str):
+            value = value.split(",")
+        if not isinstance(value, list):
+            self.add_problem(key, f"fsdp_{key}: {value} does not fit; names are expected")
+            return ()
+        names = (str(name).strip() for name in value)
+        return tuple(filter(None, names))
 
     def read_fp8(self) -> Fp8:
         """Reads fp8_config; the default `Fp8` if the backend is not torchao."""
