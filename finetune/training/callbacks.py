@@ -273,9 +273,7 @@ class Tracker:
         Call it before Accelerate's state is reset, because Accelerate's trackers read that state.
         """
         with _quiet():
-            if (
-                self.name == "trackio"
-            ):  # after Accelerate's `finish`, it would end twice, at exit too
+            if self.name == "trackio":  # after Accelerate's `finish` it would finish again at exit
                 import trackio
 
                 trackio.finish()
