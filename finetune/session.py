@@ -50,7 +50,7 @@ from finetune.plan.architecture import find_local_facts
 from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
-from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
+from finetune.training.lifecycle import encode_prompt, make_objectives, start_run
 from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
@@ -585,7 +585,7 @@ class Session:
         _check_count("num_samples", num_samples)
         _check_count("max_new_tokens", max_new_tokens)
         asked = [
-            Prompt(prompt_ids(prompt, self.tokenizer), "")
+            Prompt(encode_prompt(prompt, self.tokenizer), "")
             for prompt in prompts
             for _ in range(num_samples)
         ]
