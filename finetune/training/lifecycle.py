@@ -276,7 +276,7 @@ def start_run(
 
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
-    phases.write_to(log.phase, progress.step)
+    phases.write_to(log.write_phase, progress.step)
 
     def count_flop(length: float) -> float:
         """Counts the FLOP to train on one token in a document of `length` tokens, including a
