@@ -294,8 +294,8 @@ def answer(
     rounded_count = round_up(len(prompts), groups)
     own_indexes = range(world.tensor_group_index, rounded_count, groups)
     own = [prompts[i % len(prompts)] for i in own_indexes]
-    # A batch has a single prompt where rotary frequencies depend on a row's length, since all rows
-    # would get the longest row's, and where cross attention reads the images, of one prompt only.
+    # Prompts are answered one by one if rotary frequencies depend on a row's length, since a batch
+    # would use those of its longest row, or if cross attention reads the images of a single prompt.
     if depends_on_length(model) or reads_across(unwrap(model)):
         batches = [[prompt] for prompt in own]
     elif own:
@@ -344,7 +344,7 @@ def _generate(
             use_cache=True,
             eos_token_id=stop_ids,
             pad_token_id=pad,
-            # Each forward gathers shards from all ranks: a rank that is done runs along with them.
+            # A forward gathers shards from all ranks: a rank that is done runs forwards with them.
             synced_gpus=world.sharding.is_fsdp and world.size > 1,
             return_dict_in_generate=True,
             output_logits=generation.with_log_probabilities,

@@ -274,19 +274,19 @@ def _compute(
     signals: SignalListener,
     world: World,
 ) -> Iterator[Tensor]:
-    """Computes the log-probabilities of the documents in `steps`; yields those that are new each
-    time that they should be saved.
+    """Computes the log-probabilities of the documents in `steps`, and yields them in parts, for the
+    caller to save.
 
-    That is every SAVE_SECONDS, when a signal asks to save or stop, and after the last step. Each
-    time it yields fp64[examples], nan for documents that were not computed since the time before.
-    All ranks call it and yield the same.
+    A part is fp64[examples]: nan for all documents but those computed since the part before. A part
+    is yielded every SAVE_SECONDS, when a signal asks to save or stop, and after the last step. All
+    ranks call it and get the same parts.
 
     `name`: "training" or "held_out", for what is printed.
     """
     title = name.replace("_", "-")
     began = time.monotonic()
     saved_at = began
-    own = _make_unknown(batches)  # what this rank has computed since the last yield
+    own = _make_unknown(batches)  # what this rank has computed since the part before
     documents = 0
     for done, step in enumerate(steps, start=1):
         for micro_batch in _with_mismatched(batches.step_batch(step).micro_batches):
