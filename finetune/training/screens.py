@@ -618,7 +618,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     on_cpu = world.device.type == "cpu"
     report = data.report
     train = data.train
-    # a stream's tokens and steps are not known yet
+    # how many tokens a stream has is not known yet
     read = (report.tokens, train.steps) if report.is_complete else None
     plan = make_plan(
         recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
