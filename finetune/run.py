@@ -1,7 +1,7 @@
 """A run, from `finetune launch` to its export: the launcher, and the script that it starts on every
-rank, which is this file too.
+rank.
 
-With a launcher of your own, the same run is
+This file is both. With a launcher of your own, the same run is
 `accelerate launch finetune/run.py --config C --recipe R key=value`.
 """
 
