@@ -1,8 +1,9 @@
-"""The metrics of a run: what is summed over the steps between two lines of metrics.jsonl, and the
-log that sends the lines to the file, to trackers and to stderr.
+"""The metrics of a run: sums over the steps between two lines of metrics.jsonl, and the log of the
+lines.
 
-A training line has the loss and speed of the steps since the training line before. Other lines have
-the results of an evaluation, or the seconds of a phase.
+The log writes each line to the file, passes it to trackers and shows it on stderr. A training line
+has the loss and speed of the steps since the training line before. Other lines have the results of
+an evaluation, or the seconds of a phase.
 """
 
 import json
