@@ -30,7 +30,7 @@ from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
-from finetune.files.phases import PHASES, seconds_by_phase
+from finetune.files.phases import OVERLAPPING, PHASES, seconds_by_phase
 from finetune.files.run_files import find_divergence, losses_of
 from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
@@ -479,11 +479,11 @@ def _describe_time(folder: Path) -> list[str]:
     latest = starts[max(starts)]
     seconds = {phase: sum(by_step.values()) for phase, by_step in latest.items()}
     trained = seconds.pop("training", 0.0)
-    seconds.pop("publication", None)  # it runs at the same time as other phases
-    if not seconds:
+    others = {phase: taken for phase, taken in seconds.items() if phase not in OVERLAPPING}
+    if not others:
         return []
-    longest = max(seconds, key=lambda phase: seconds[phase])
-    time = f"{PHASES[longest]}, {duration(seconds[longest])}"
+    longest = max(others, key=lambda phase: others[phase])
+    time = f"{PHASES[longest]}, {duration(others[longest])}"
     return [f"time    {duration(trained)} of training; the longest phase beside it: {time}"]
 
 
