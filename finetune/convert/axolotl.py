@@ -8,7 +8,7 @@ from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
-from finetune.convert.as_read import PASSED_ON
+from finetune.convert.as_read import CUSTOM_OPTIMIZERS
 from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
@@ -177,7 +177,7 @@ def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     decay = recipe.get("weight_decay")
     trains_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
-    if decay and trains_them and settings.get("optimizer") in PASSED_ON:
+    if decay and trains_them and settings.get("optimizer") in CUSTOM_OPTIMIZERS:
         conversion.add_remark("weight_decay", decay, EMBEDDINGS_SPARED)
 
 
