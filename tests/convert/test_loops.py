@@ -35,7 +35,7 @@ from finetune.config.module_names import find_alias
 from finetune.config.optimization import Optimization
 from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
-from finetune.convert.asked_layout import EXAMPLE, GROUPS, WRITTEN
+from finetune.convert.asked_layout import EXAMPLE_SIZES, NUMBER_OF_GROUPS, WRITTEN_FILE
 from finetune.convert.automodel import (
     ADDED_IN_FP32,
     AS_FILED,
@@ -2285,7 +2285,7 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     """Layers that need the whole row on a rank: the shipped Accelerate file does it."""
     conversion = convert(AXOLOTL, base_model=name, context_parallel_size=2)
     assert (conversion.accelerate_file is not None) == is_divided
-    assert (GROUPS.format(1, "1 group") in said(conversion)) == is_divided
+    assert (NUMBER_OF_GROUPS.format(1, "1 group") in said(conversion)) == is_divided
     assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
 
 
@@ -2294,8 +2294,8 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     [
         ({"dp_shard_size": 4, "tensor_parallel_size": 2}, {"dp_shard": 4, "tp": 2}, None),
         ({"dp_shard_size": 4}, {"dp_shard": 4}, None),
-        ({"tensor_parallel_size": 2}, {"dp_shard": 1, "tp": 2}, EXAMPLE.format(WRITTEN)),
-        ({}, None, EXAMPLE.format("fsdp_hybrid_shard.yaml")),
+        ({"tensor_parallel_size": 2}, {"dp_shard": 1, "tp": 2}, EXAMPLE_SIZES.format(WRITTEN_FILE)),
+        ({}, None, EXAMPLE_SIZES.format("fsdp_hybrid_shard.yaml")),
     ],
 )
 def test_groups_of_hybrid_sharding_have_the_files_sizes(
@@ -2306,7 +2306,7 @@ def test_groups_of_hybrid_sharding_have_the_files_sizes(
     sizes = mesh and {"dp_replicate": 2} | mesh
     written = yaml.safe_load(conversion.accelerate_file or "{}").get("parallelism_config")
     assert written == (sizes and {f"parallelism_config_{k}_size": n for k, n in sizes.items()})
-    lines = [EXAMPLE.format(WRITTEN), EXAMPLE.format("fsdp_hybrid_shard.yaml")]
+    lines = [EXAMPLE_SIZES.format(WRITTEN_FILE), EXAMPLE_SIZES.format("fsdp_hybrid_shard.yaml")]
     assert [each for each in lines if each in said(conversion)] == [line] * bool(line)
 
 
@@ -2320,7 +2320,7 @@ def test_automodels_experts_on_more_ranks_than_share_a_row_have_as_many_groups(
     mesh = yaml.safe_load(str(conversion.accelerate_file))["parallelism_config"]
     assert mesh == {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2}
     assert conversion.recipe["expert_parallel_size"] == 8
-    assert GROUPS.format(4, "4 groups") in said(conversion)
+    assert NUMBER_OF_GROUPS.format(4, "4 groups") in said(conversion)
 
 
 @pytest.mark.parametrize(
