@@ -40,9 +40,9 @@ from finetune.convert.automodel import (
     ADDED_IN_FP32,
     AS_FILED,
     AS_FILED_BUT_IN_06,
-    BIASES_ROUNDED,
     CUT_BEFORE_ANSWER,
     FIRST_TO_COME,
+    FP32_BIAS_FAMILIES,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
@@ -753,7 +753,7 @@ def test_automodels_recipe_for_texts_reads_its_freeze_config_since_0_7(
 
 
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
-    for family in BIASES_ROUNDED:
+    for family in FP32_BIAS_FAMILIES:
         source = read_family_source(family)
         bias = re.search(r"e_score_correction_bias = nn\.\w+\(torch\.zeros\(([^)]*)\)", source)
         assert bias
