@@ -95,9 +95,8 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
     is_cast = conversion.recipe.get("method") not in UNCAST_METHODS
     if tool in ("TRL", "Axolotl") and is_trained_by_trl and is_cast:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
-    dtype = str(settings.get("torch_dtype") or settings.get("dtype")).split(".")[
-        -1
-    ]  # torch.bfloat16 too
+    asked_dtype = str(settings.get("torch_dtype") or settings.get("dtype"))
+    dtype = asked_dtype.split(".")[-1]  # torch.bfloat16 is written too
     is_rounded = tool in ("TRL", "ms-swift") and dtype in ("bfloat16", "float16")
     if tool == "Axolotl" or is_rounded:
         conversion.add_remark(load_key, True, ROUNDED_BEFORE)
