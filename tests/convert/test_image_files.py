@@ -42,7 +42,12 @@ from finetune.convert.by_tool import (
     RESIZED,
     RESIZED_IN_16_BITS,
 )
-from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
+from finetune.convert.chat_templates import (
+    FAMILIES_MARKED_BY_HEADER,
+    ONE_TEXT,
+    OWN_THOUGHT,
+    THOUGHT_WHOLE,
+)
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
 from finetune.convert.image_models import (
@@ -335,7 +340,7 @@ MARKED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcesso
 
 def test_the_families_whose_answers_automodel_marks_by_their_header() -> None:
     marked = {name for name in IMAGE_FAMILIES if PROCESSOR_MAPPING_NAMES[name] in MARKED_PROCESSORS}
-    assert marked == set(MARKED_BY_HEADER)
+    assert marked == set(FAMILIES_MARKED_BY_HEADER)
 
 
 def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
