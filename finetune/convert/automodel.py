@@ -36,7 +36,7 @@ from finetune.convert.value_conversion import Conversion, read_section
 
 # drop_last of components/datasets/loader.py, which pipeline parallelism sets for the batches; the
 # sampler always drops
-LAST_ROWS = (
+LAST_ROWS_LEFT_OUT = (
     "epochs: the last rows, where the ranks do not divide them, and the rows of a rank that fill "
     "no micro-batch, are left out there; here they are a last, short step"
 )
@@ -49,7 +49,7 @@ SAVED_WITH_EPOCHS = "a checkpoint is saved at the end of each epoch too there"
 SAVED_IN_PARTS = "the weights are saved as parts of tensors there, as Hugging Face's files here"
 NOTHING_SAVED = "nothing is saved there; here a checkpoint and an export at the end"
 # num_epochs and max_steps of StepScheduler
-FIRST_TO_COME = (
+ENDS_WITH_EPOCHS = (
     "the run ends with its last epoch there (num_epochs: {}), where that comes first; here "
     "max_steps counts on into the next one"
 )
@@ -66,12 +66,12 @@ HELD_OUT_ROWS_LEFT = (
     "eval_loss: the held-out rows of a rank that fill no micro-batch are left out there"
 )
 # _make_sampler of components/datasets/loader.py, whose sampler has drop_last
-LAST_OF_RANKS = (
+UNEVEN_ROWS_LEFT_OUT = (
     "epochs: where the ranks do not divide the rows, the last ones, fewer than there are ranks, "
     "are left out there, of held-out rows too"
 )
 # components/datasets/vlm/loader.py, whose sampler is torch's with its defaults
-READ_AGAIN = (
+ROWS_READ_AGAIN = (
     "epochs: where the ranks do not divide the rows, the first of an epoch, fewer than there are "
     "ranks, are read again at its end there, of held-out rows too"
 )
@@ -83,7 +83,7 @@ PADDED_ROWS = (
     "fewer rows, and an epoch more steps"
 )
 # transformers' _is_packed_sequence finds documents only in a batch of one row
-NOT_APART = (
+DOCUMENTS_NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
     "where local_batch_size is above 1; each is apart here"
 )
@@ -100,7 +100,7 @@ MOVED_BIASES = (
 # families whose own class has layers that predict later tokens: mtp_config, by
 # _resolve_mtp_num_layers and MTPConfig
 FAMILIES_PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
-AHEAD = (
+LATER_TOKENS_PREDICTED = (
     "where the model's config has layers for it, a tenth of the loss of predicting later tokens is "
     "added there; no such layers are trained here"
 )
@@ -143,13 +143,13 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     is_for_images = runs_for_images(settings)
     drops_last_rows = is_split and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
-        conversion.remarks.append(LAST_ROWS)
+        conversion.remarks.append(LAST_ROWS_LEFT_OUT)
     else:
-        conversion.remarks.append(READ_AGAIN if is_for_images else LAST_OF_RANKS)
+        conversion.remarks.append(ROWS_READ_AGAIN if is_for_images else UNEVEN_ROWS_LEFT_OUT)
     epochs = schedule.get("num_epochs", DEFAULT_EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
-        conversion.add_remark("step_scheduler.max_steps", steps, FIRST_TO_COME.format(epochs))
+        conversion.add_remark("step_scheduler.max_steps", steps, ENDS_WITH_EPOCHS.format(epochs))
     _adapt_saves(settings, conversion)
     if not settings.get("validation_dataset"):
         return
@@ -228,7 +228,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     has_several_rows = isinstance(rows, int) and rows > 1
     may_flash = not model.get("backend") and _may_use_flash_attention(settings)
     if is_thd and has_several_rows and may_flash:
-        conversion.add_difference("step_scheduler.local_batch_size", rows, NOT_APART)
+        conversion.add_difference("step_scheduler.local_batch_size", rows, DOCUMENTS_NOT_APART)
 
 
 def has_stages(settings: ToolFile) -> bool:
@@ -271,28 +271,30 @@ def _may_use_flash_attention(settings: ToolFile) -> bool:
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default
 GATED_IN_16_BITS = ("hy_v3",)
 GATED_IN_16_BITS_IN_06 = ("deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
-IN_16_BITS = (
+ROUTERS_IN_16_BITS = (
     "routers are computed in bfloat16 there, in float32 here, and choose some other experts"
 )
-IN_16_BITS_IN_06 = (
+ROUTERS_IN_16_BITS_IN_06 = (
     "routers are computed in bfloat16 in 0.6 there, and choose some other experts; in float32 "
     "since, as here"
 )
-IN_32_BITS = (
+ROUTERS_IN_32_BITS = (
     "routers are computed in float32 there, in the run's 16 bits here, and choose some other "
     "experts"
 )
-IN_32_BITS_SINCE_07 = f"{IN_32_BITS}; in 0.6 as here, but the scores are rounded to bfloat16 too"
+ROUTERS_IN_32_BITS_SINCE_07 = (
+    f"{ROUTERS_IN_32_BITS}; in 0.6 as here, but the scores are rounded to bfloat16 too"
+)
 # Families whose routers have another dtype in Automodel's own class, by its default, than in
 # transformers' code.
 GATE_NOTES: Mapping[str, str] = {
-    **dict.fromkeys(GATED_IN_16_BITS, IN_16_BITS),
-    "minimax_m2": IN_32_BITS_SINCE_07,
-    "laguna": IN_32_BITS,
-    "gemma4_text": IN_32_BITS,
+    **dict.fromkeys(GATED_IN_16_BITS, ROUTERS_IN_16_BITS),
+    "minimax_m2": ROUTERS_IN_32_BITS_SINCE_07,
+    "laguna": ROUTERS_IN_32_BITS,
+    "gemma4_text": ROUTERS_IN_32_BITS,
 }
 ALSO_DENSE_FAMILIES = ("gemma4_text",)  # they have dense models beside mixtures of experts
-IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
+ROUTERS_IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
 # the line by which a router of transformers' classes computes in float32
 GATE_IN_FP32 = re.compile(
     r"F\.linear\(hidden_states\.(type\(torch\.float32\)|float\(\)), "
@@ -333,7 +335,7 @@ CLASS_NOTES_IN_06 = {
 }
 # router_weight_uses_score_correction_bias of models/kimi_linear, as in the model's own code
 FAMILIES_WEIGHTING_WITH_BIAS = ("kimi_linear",)
-WITH_BIAS = (
+WEIGHTS_WITH_BIAS = (
     "the weights of a token's experts have the routers' biases in them there; here these choose "
     "the experts, and the weights are without them"
 )
@@ -377,7 +379,7 @@ STEPS_UNCLAMPED = (
 # What own classes do otherwise: families -> note.
 CLASS_NOTES: Sequence[tuple[tuple[str, ...], str]] = (
     (FAMILIES_MOVING_BIASES, MOVED_BIASES),
-    (FAMILIES_WEIGHTING_WITH_BIAS, WITH_BIAS),
+    (FAMILIES_WEIGHTING_WITH_BIAS, WEIGHTS_WITH_BIAS),
     (("mimo_v2_flash",), SINKS_FROZEN),
     (("nemotron_h",), STEPS_UNCLAMPED),
     (("glm_moe_dsa",), INDEXED_OTHERWISE),
@@ -392,14 +394,14 @@ SCALED_SCORES = "logits_scaling|logit_scale|lm_head_multiplier"
 CAPPED_SCORES = "final_logit_softcapping"
 # validate_lm_head of components/loss/chunked_ce.py refuses a cap and a head with an adapter
 CHUNKED_LOSS = "ChunkedCrossEntropy"
-UNSCALED = (
+SCORES_UNSCALED = (
     "this loss takes scores as the head gives them there, without a scale or a cap of the model's "
     "config, which has effect here"
 )
-UNSCALED_BUT_IN_06 = f"{UNSCALED} and in 0.6"
+SCORES_UNSCALED_BUT_IN_06 = f"{SCORES_UNSCALED} and in 0.6"
 # an output head with a bias, in the source of a class of transformers
 BIASED_HEAD = re.compile(r"lm_head = nn\.Linear\([^)]*(bias=(True|\S*lm_head_bias)|vocab_size)\)")
-UNBIASED = "this loss leaves the output head's bias out there; it has effect here"
+SCORES_UNBIASED = "this loss leaves the output head's bias out there; it has effect here"
 # _init_model_bnb_streaming of _transformers/model_init.py quantizes every linear layer
 HEAD_IN_4_BITS = "the output head is in 4 bits too there, in 16 bits here"
 
@@ -542,7 +544,7 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     if family in CLASS_NOTES_IN_06:
         conversion.add_remark("model", name, CLASS_NOTES_IN_06[family])
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
-        conversion.add_difference("model", name, AHEAD)
+        conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     if _rounds_frequencies(family, settings, conversion):
         conversion.add_difference("model", name, ROTATION_ROUNDED)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
@@ -590,11 +592,11 @@ def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
     is_capped = bool(loss.get("logit_softcapping"))
     scores = f"{SCALED_SCORES}|{CAPPED_SCORES}"
     if target.endswith(FUSED_LOSS) and not is_capped and re.search(scores, source):
-        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNSCALED)
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, SCORES_UNSCALED)
     elif target.endswith(FUSED_LOSS) and BIASED_HEAD.search(source):
-        conversion.add_difference("loss_fn._target_", FUSED_LOSS, UNBIASED)
+        conversion.add_difference("loss_fn._target_", FUSED_LOSS, SCORES_UNBIASED)
     elif target.endswith(CHUNKED_LOSS) and re.search(SCALED_SCORES, source):
-        conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, UNSCALED_BUT_IN_06)
+        conversion.add_difference("loss_fn._target_", CHUNKED_LOSS, SCORES_UNSCALED_BUT_IN_06)
 
 
 # _patch_liger_kernel of _transformers/kernel_patches.py, for transformers' classes by default
@@ -659,11 +661,11 @@ def _report_router_dtype(family: str, settings: ToolFile, conversion: Conversion
     is_fp32_here = GATE_IN_FP32.search(read_family_source(family)) is not None
     is_listed = family in GATE_NOTES and (family not in ALSO_DENSE_FAMILIES or is_mixture(name))
     if asked is not None and not (is_fp32_here and "float32" in str(asked)):
-        conversion.add_difference("model.backend.gate_precision", asked, IN_OWN_DTYPE)
+        conversion.add_difference("model.backend.gate_precision", asked, ROUTERS_IN_OWN_DTYPE)
     elif asked is None and is_listed and not is_of_transformers(settings):
         conversion.add_difference("model", name, GATE_NOTES[family])
     elif asked is None and family in GATED_IN_16_BITS_IN_06 and not is_of_transformers(settings):
-        conversion.add_remark("model", name, IN_16_BITS_IN_06)
+        conversion.add_remark("model", name, ROUTERS_IN_16_BITS_IN_06)
 
 
 def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
@@ -709,8 +711,8 @@ def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Convers
 
 
 # `build` of LRSchedulerConfig
-TENTH = "a tenth of the steps there, rounded down, and at most 1000; rounded up here"
-SLOW_START = "warm-up: from a tenth of the rate there, from 0 here"
+WARMUP_OF_A_TENTH = "a tenth of the steps there, rounded down, and at most 1000; rounded up here"
+WARMUP_FROM_A_TENTH = "warm-up: from a tenth of the rate there, from 0 here"
 
 
 def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:
@@ -722,9 +724,9 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     recipe.setdefault("lr_scheduler_type", "cosine")
     if schedule.get("lr_warmup_steps") is None:
         recipe["warmup_ratio"] = 0.1
-        conversion.add_remark("lr_scheduler.lr_warmup_steps", None, TENTH)
+        conversion.add_remark("lr_scheduler.lr_warmup_steps", None, WARMUP_OF_A_TENTH)
     if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
-        conversion.remarks.append(SLOW_START)
+        conversion.remarks.append(WARMUP_FROM_A_TENTH)
     _adapt_decay(schedule, conversion)
     recipe.setdefault("min_lr_ratio", 0.01)
     lowest = convert_number(schedule.get("min_lr"))
@@ -777,10 +779,14 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
 
 
 # default_collate_fn of components/datasets/vlm/collate_fns.py
-CUT_IN_BATCHES = "a longer row with images is cut there, unless its function drops it; dropped here"
+LONG_ROWS_CUT_IN_BATCHES = (
+    "a longer row with images is cut there, unless its function drops it; dropped here"
+)
 # PreTokenizedDatasetWrapper of components/datasets/vlm/datasets.py
-REPLACED = "a longer row{} gives its place to another one, drawn at random, there; {} left out here"
-CUT_AND_REPLACED = (
+LONG_ROWS_REPLACED = (
+    "a longer row{} gives its place to another one, drawn at random, there; {} left out here"
+)
+LONG_ROWS_CUT_OR_REPLACED = (
     "a longer row{} is cut there, and one whose image is cut gives its place to another one; {} "
     "left out here"
 )
@@ -814,7 +820,7 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     cuts_texts = is_cut and conversion.images is None and not drops_long
     overlength = "truncate" if cuts_texts else "drop"
     if length and overlength == "drop":
-        note = CUT_AND_REPLACED if is_cut else REPLACED
+        note = LONG_ROWS_CUT_OR_REPLACED if is_cut else LONG_ROWS_REPLACED
         which = KEPT_BY_ESTIMATE if drops_long else ""
         is_shorter = pack_size and length < pack_size
         left_out = "one longer than pack_size is" if is_shorter else "it is"
@@ -836,7 +842,9 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
         if not (is_dropped or reads_images(settings)):
             overlength = "truncate"
         elif not is_dropped:
-            conversion.add_difference("dataloader.collate_fn.max_length", length, CUT_IN_BATCHES)
+            conversion.add_difference(
+                "dataloader.collate_fn.max_length", length, LONG_ROWS_CUT_IN_BATCHES
+            )
     if length:
         conversion.recipe |= {"max_length": length, "overlength": overlength}
 
@@ -928,7 +936,7 @@ def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
 
 # _indexed_mask_to_4d_block_causal of components/datasets/utils.py makes masks of booleans, and
 # transformers' eager_attention_forward adds these to the scores
-UNMASKED = (
+PACKED_ROWS_UNMASKED = (
     "in a packed row of several documents this attention hides nothing there: a token sees all "
     "others, later ones and those of other documents too; here those before it in its own"
 )
@@ -985,7 +993,7 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
     has_own_class = is_mixture(name) and not is_of_transformers(settings)
     is_by_transformers = is_for_images and not has_own_class
     if attention == "eager" and (is_by_transformers or family in FAMILIES_BY_TRANSFORMERS):
-        conversion.add_difference("model.attn_implementation", attention, UNMASKED)
+        conversion.add_difference("model.attn_implementation", attention, PACKED_ROWS_UNMASKED)
     elif is_by_transformers and attention == "sdpa" and family.startswith("gemma"):
         conversion.add_difference(
             "model.attn_implementation", attention, WITHOUT_WINDOWS.format("")
@@ -1005,7 +1013,9 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # MixedPrecisionPolicy of torch, which FSDP2Config makes with torch.float32
-REDUCED = "gradients are added over the ranks in this dtype there; in float32 here"
+GRADIENTS_REDUCED_IN_DTYPE = (
+    "gradients are added over the ranks in this dtype there; in float32 here"
+)
 MEGATRON = "megatron_fsdp"
 REDUCED_BY_MEGATRON = (
     "gradients are added over the ranks in the weights' dtype there, the default of "
@@ -1026,4 +1036,6 @@ def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
     if is_of_megatron and not layout.get("grad_reduce_in_fp32"):
         conversion.add_difference("distributed.strategy", MEGATRON, REDUCED_BY_MEGATRON)
     elif "float32" not in dtype:
-        conversion.add_difference("distributed.mp_policy.reduce_dtype", dtype, REDUCED)
+        conversion.add_difference(
+            "distributed.mp_policy.reduce_dtype", dtype, GRADIENTS_REDUCED_IN_DTYPE
+        )

@@ -45,7 +45,7 @@ BY_KERNELS = (
 )
 
 
-WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
+LOSS_WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
@@ -73,7 +73,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     _report_axolotl_numerics(settings, conversion)
     threshold = settings.get("loss_watchdog_threshold")
     if threshold:
-        conversion.add_remark("loss_watchdog_threshold", threshold, WATCHED)
+        conversion.add_remark("loss_watchdog_threshold", threshold, LOSS_WATCHED)
     _report_new_adapter(settings, conversion)
     _report_cut_answers(settings, conversion)
     if settings.get("nf4_backend") == "torchao":
@@ -368,7 +368,7 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # encode_packed_streaming and prompt_strategies/pretrain.py
-WINDOWS = (
+PIECES_OVERLAP = (
     "a longer text is cut into pieces there, each with the tokens that begin and end a text, and "
     "each repeats the {} tokens before it; here none repeats any, and the EOS token ends the last "
     "one"
@@ -420,11 +420,13 @@ def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("sample_packing", False, PIECES_ALONE.format(tokens))
     elif kind == "pretrain":
         overlap = min(256, (length - 1) // 2)
-        conversion.add_difference("pretraining_dataset", f"type: {kind}", WINDOWS.format(overlap))
+        conversion.add_difference(
+            "pretraining_dataset", f"type: {kind}", PIECES_OVERLAP.format(overlap)
+        )
 
 
 # KimiSparseMoeBlock of model_support/kimi_linear
-ROUTED_OTHERWISE = ("kimi_linear",)
+FAMILIES_ROUTED_OTHERWISE = ("kimi_linear",)
 BY_SOFTMAX = (
     "while training, tokens are routed by a softmax over all experts there, without the routers' "
     "biases and groups; by their sigmoid, biases and groups here, as in inference"
@@ -507,7 +509,7 @@ def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_family(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
     """Reports what Axolotl does otherwise with models of a single family."""
-    if family in ROUTED_OTHERWISE:
+    if family in FAMILIES_ROUTED_OTHERWISE:
         conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
         if settings.get("lora_target_linear"):
             conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)

@@ -229,7 +229,7 @@ def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conver
 
 
 # calculate_total_num_steps of Axolotl
-FEWER_STEPS = (
+WHOLE_STEPS_COUNTED = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps; here "
     "a short step ends each epoch"
 )
@@ -238,9 +238,9 @@ ROUNDED_DOWN = (
     "warmup_ratio: its share of the steps{} is rounded down there, up here, and a warm-up of one "
     "step is one of two there"
 )
-OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
-ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
-GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
+STEPS_OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
+ROWS_BY_LENGTH = "rows: those of similar length share a step here; they are drawn at random there"
+GROUP_BY_LENGTH = "group_by_length"  # a key, and a value of train_sampling_strategy
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
@@ -264,18 +264,18 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         and "max_steps" not in recipe
         and (is_packed or settings.get("sample_packing") or epochs != 1)
     ):
-        conversion.remarks.append(FEWER_STEPS)
+        conversion.remarks.append(WHOLE_STEPS_COUNTED)
     if tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
-        conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if counts_rows else ""))
+        conversion.remarks.append(ROUNDED_DOWN.format(STEPS_OF_EPOCHS if counts_rows else ""))
     # for instance train_sampling_strategy: group_by_length, or group_by_length: true
-    is_grouped = GROUPED in settings.values() or any(
-        section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
+    is_grouped = GROUP_BY_LENGTH in settings.values() or any(
+        section.get(GROUP_BY_LENGTH) for section in (settings, read_section(settings, "dataloader"))
     )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     is_in_order = is_in_order or settings.get("train_sampling_strategy") == "sequential"
     if not (is_packed or is_grouped or is_in_order or find_method_facts(recipe).reads_queries):
-        conversion.remarks.append(ALIKE_LENGTHS)
+        conversion.remarks.append(ROWS_BY_LENGTH)
 
 
 # torchtune's recipes call no zero_grad between two epochs
@@ -382,18 +382,18 @@ RESIZED_BY_COMMON = (
 )
 # Gemma 4's large models; create_masks_for_vision_model of transformers' modeling_gemma4.py
 SEEN_IN_WINDOWS = re.compile(r"gemma-?4-(26b|31b)")
-IN_ALL_LAYERS = (
+IMAGES_SEEN_IN_ALL_LAYERS = (
     "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
     "and since then, and here, in those with a window"
 )
 # Gemma4MoETextModelBackend of Automodel's models/gemma4_moe; packed rows and context parallelism
 # have other masks
-IN_ALL_THERE = (
+IMAGES_SEEN_IN_ALL_LAYERS_IN_06 = (
     "in 0.6 there the tokens of an image see each other in all layers of this model; in those with "
     "a window since, as here"
 )
 # create_pipeline_forward_gemma4_text of Automodel makes masks without images
-IN_NO_STAGE = (
+IMAGES_UNSEEN_IN_STAGES = (
     "between pipeline stages a token of an image sees those before it alone there, in all layers; "
     "here they see each other in those with a window"
 )
@@ -432,11 +432,11 @@ def _report_layers_of_images(settings: ToolFile, name: str, conversion: Conversi
     is_packed = read_section(settings, "packed_sequence").get("pack_size")
     if conversion.tool == "Automodel" and has_stages(settings):
         stages = read_section(settings, "distributed")["pp_size"]
-        conversion.add_difference("distributed.pp_size", stages, IN_NO_STAGE)
+        conversion.add_difference("distributed.pp_size", stages, IMAGES_UNSEEN_IN_STAGES)
     elif not has_own_class:
-        conversion.add_remark("model", name, IN_ALL_LAYERS)
+        conversion.add_remark("model", name, IMAGES_SEEN_IN_ALL_LAYERS)
     elif not is_packed and ranks in (None, 1):
-        conversion.add_remark("model", name, IN_ALL_THERE)
+        conversion.add_remark("model", name, IMAGES_SEEN_IN_ALL_LAYERS_IN_06)
 
 
 # sort_checkpoints of transformers' Trainer, under a metric_for_best_model, which ms-swift sets

@@ -476,7 +476,7 @@ OTHER_ENDS = (
     "the EOS token alone ends a trained turn there: where the tokenizer's template ends turns with "
     "another token, that is trained here alone"
 )
-CHANNEL = (
+CHANNEL_UNTRAINED = (
     "<|channel|> at the start of an answer is not trained there, nor the name and <|message|> "
     "after it where a row has no thinking; all three are here"
 )
@@ -495,7 +495,7 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         return
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
-        for note in (CHANNEL, EARLIER_THOUGHTS, EARLIER_ENDS):
+        for note in (CHANNEL_UNTRAINED, EARLIER_THOUGHTS, EARLIER_ENDS):
             conversion.add_difference("datasets.type", "chat_template", note)
     # add_tokenizers_turns sets the template for mistral-common later
     has_own_template = not settings.get("tokenizer_use_mistral_common")
