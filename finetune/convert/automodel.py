@@ -139,9 +139,9 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     schedule = read_section(settings, "step_scheduler")
-    is_split = has_stages(settings)
+    has_pipeline = has_stages(settings)
     is_for_images = runs_for_images(settings)
-    drops_last_rows = is_split and not is_for_images
+    drops_last_rows = has_pipeline and not is_for_images
     if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
         conversion.remarks.append(LAST_ROWS_LEFT_OUT)
     else:
@@ -157,7 +157,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     # Without val_every_steps, held-out rows are measured at each save, which _adapt_saves has set.
     if measures_saves and not schedule.get("val_every_steps") and "save_steps" in recipe:
         recipe["eval_steps"] = recipe["save_steps"]
-    if is_split and (is_for_images or settings.get("teacher_model")):
+    if has_pipeline and (is_for_images or settings.get("teacher_model")):
         conversion.remarks.append(UNMEASURED_IN_STAGES)
         return
     if measures_saves:
@@ -196,9 +196,10 @@ def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
     """Sets the weight decay by the schedule's start_wd and end_wd, or reports that it rises there.
 
-    One that the schedule does not have is the optimizer's weight decay.
+    A key that the schedule does not have is the optimizer's weight decay.
     """
-    start, end = (convert_number(schedule.get(key)) for key in ("start_wd", "end_wd"))
+    start = convert_number(schedule.get("start_wd"))
+    end = convert_number(schedule.get("end_wd"))
     decay = conversion.recipe["weight_decay"]
     if start is None:
         start = decay
@@ -264,8 +265,9 @@ def _may_use_flash_attention(settings: ToolFile) -> bool:
     """
     model = read_section(settings, "model")
     family = guess_family(name_model(settings))
-    is_own = not is_of_transformers(settings) and family in (None, *OWN_FAMILIES)
-    return not is_own or model.get("attn_implementation") not in NOT_FLASH
+    # a name that says no family may be that of an own class
+    has_own_class = not is_of_transformers(settings) and family in (None, *OWN_FAMILIES)
+    return not has_own_class or model.get("attn_implementation") not in NOT_FLASH
 
 
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default
@@ -480,10 +482,10 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     if _adds_in_fp32(settings):
         conversion.remarks.append(ADDED_IN_FP32)
     model = read_section(settings, "model")
-    asked = model.get("torch_dtype", "auto")
+    asked_dtype = model.get("torch_dtype", "auto")
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     has_own_class = family in OWN_FAMILIES or guess_family(name) in OWN_TEXT_FAMILIES
-    if asked == "auto":
+    if asked_dtype == "auto":
         optimizer = str(read_section(settings, "optimizer").get("_target_"))
         # distillation in 0.6 trained in float32 with torch's optimizers
         is_fp32_in_06 = "teacher_model" in settings and optimizer.startswith("torch.optim.")
@@ -491,7 +493,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("model.torch_dtype", model.get("torch_dtype"), note)
     elif model.get("force_hf") or not has_own_class:
         is_known = family is not None or model.get("force_hf")
-        conversion.add_remark("model.torch_dtype", asked, WIDENED if is_known else MAYBE_WIDENED)
+        note = WIDENED if is_known else MAYBE_WIDENED
+        conversion.add_remark("model.torch_dtype", asked_dtype, note)
 
 
 def _adds_in_fp32(settings: ToolFile) -> bool:
@@ -681,9 +684,9 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     if isinstance(schedule, dict):
         _adapt_automodel_schedule(schedule, conversion)
     if read_section(settings, "dataloader").get("shuffle") is False:
-        is_shuffled = read_section(settings, "dataset").get("shuffle_seed") is not None
-        order = SHUFFLED_ONCE if is_shuffled else IN_ORDER
-        conversion.add_difference("dataloader.shuffle", False, order)
+        is_shuffled_once = read_section(settings, "dataset").get("shuffle_seed") is not None
+        note = SHUFFLED_ONCE if is_shuffled_once else IN_ORDER
+        conversion.add_difference("dataloader.shuffle", False, note)
     _adapt_automodel_lengths(settings, conversion)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
