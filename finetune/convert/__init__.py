@@ -1,4 +1,5 @@
-"""Converts the recipes of TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel and ms-swift.
+"""Converts a recipe of TRL, Axolotl, LLaMA-Factory, torchtune, NeMo Automodel or ms-swift; lists
+what differs.
 
 Nothing is dropped silently: the recipe lists every difference, and a file whose method is not
 supported is refused by name.

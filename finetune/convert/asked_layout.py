@@ -75,15 +75,15 @@ class AskedLayout:
 
     @property
     def groups(self) -> int:
-        """The smallest data parallel shard size whose ranks can share the experts as asked.
+        """The smallest dp_shard_size with which a run has at least `experts` ranks.
 
-        Each shard is a group of `tensors` * `sequences` ranks.
+        A run has dp_shard_size groups of `tensors` * `sequences` ranks.
         """
         return ceil_div(self.experts, self.tensors * self.sequences)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Accelerate's keys that must differ from the shipped file `file`; empty if none must."""
+        """What the Accelerate file must change in the shipped one, by key; empty if nothing."""
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}
@@ -96,6 +96,7 @@ class AskedLayout:
             changes = {"mixed_precision": self.precision}
         sizes = {TENSOR_SIZE: self.tensors, CONTEXT_SIZE: self.sequences}
         mesh = {key: size for key, size in sizes.items() if size > 1}
+        # the order of the keys is that in the file: replicas and shards come first
         if self.sharding == "hybrid" and (mesh or self.shards > 1):
             mesh = {REPLICATE_SIZE: self.replicas, SHARD_SIZE: self.shards} | mesh
         elif mesh:

@@ -97,7 +97,7 @@ AS_TRANSFORMERS = "the same weights as transformers reads them: {}-hf"
 
 
 def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl trains other tokens: in Mamba's rows all, else at the ends of turns.
+    """Sets and reports which tokens Axolotl trains: all of Mamba's rows, else which ends of turns.
 
     A model of the package mamba_ssm is replaced by the same one for transformers.
     """
@@ -145,9 +145,9 @@ ANSWERS_FOUND = (
 
 def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that Axolotl may lose a part of a pair's answers, which it finds by their text."""
-    kinds = find_texts(settings, "type")
-    is_cut = settings.get("rl") in ("dpo", "ipo", "simpo")
-    if is_cut and any(kind.startswith("chat_template") for kind in kinds):
+    types = find_texts(settings, "type")
+    cuts_answers_out = settings.get("rl") in ("dpo", "ipo", "simpo")
+    if cuts_answers_out and any(each.startswith("chat_template") for each in types):
         conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
 
 
@@ -308,7 +308,8 @@ def _describe_mean(settings: ToolFile) -> str:
         return UNCOUNTED_BY_LIGER[family]
     if has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
-    return (GROUPS_ALIKE if shares_rows else RANKS_ALIKE).format(EACH_IN_19)
+    note = GROUPS_ALIKE if shares_rows else RANKS_ALIKE
+    return note.format(EACH_IN_19)
 
 
 # accepts_loss_kwargs = False of transformers' classes with a tower. Axolotl loads such a class for
