@@ -1,8 +1,9 @@
-"""Converts what several keys of a NeMo Automodel file determine together, and reports what its
-training loop, its packing and its own model classes do otherwise than a run here.
+"""Converts what several keys of a NeMo Automodel file determine together, and reports what it
+does otherwise.
 
-Automodel trains a model by a class of its own where it has one for the family (OWN_FAMILIES), and
-by transformers' class otherwise. The paths in the comments are those of Automodel's source.
+What differs is the training loop, packing, and Automodel's own model classes. It trains a model by
+its own class where it has one for the family (OWN_FAMILIES), and by transformers' class otherwise.
+The paths in the comments are those of Automodel's source.
 """
 
 import re
