@@ -289,6 +289,10 @@ def find_zero_stage(file: Any) -> int | None:
     return int(by_key or by_name)
 
 
+# a section of a DeepSpeed file, in lower case, that offloads nothing
+NOTHING_OFFLOADED = re.compile(r"""["']offload_\w+["']: *\{[^{}]*["']device["']: *["']none["']""")
+
+
 def _read_deepspeed(file: str) -> AskedSharding:
     """Returns the sharding by the path or the text, in lower case, of a DeepSpeed file.
 
@@ -297,7 +301,7 @@ def _read_deepspeed(file: str) -> AskedSharding:
     stage = find_zero_stage(file)
     if stage == 0:
         return "none"
-    if "offload" in file:
+    if "offload" in NOTHING_OFFLOADED.sub("", file):
         return "offload"
     return "full" if stage == 3 else "grad_op"
 

@@ -1053,6 +1053,11 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
         text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
         assert converted(text)[0]["accelerate_config"] == layout
+    for device, layout in (("none", "fsdp_full_shard_auto"), ("cpu", "fsdp_cpu_offload")):
+        zero = {"stage": 3, "offload_optimizer": {"device": device}}
+        section = json.dumps({"zero_optimization": zero})
+        text = AXOLOTL.replace("deepspeed_configs/zero2.json", section)
+        assert converted(text)[0]["accelerate_config"] == layout
 
 
 def test_a_mixture_of_experts_is_converted(converted: Convert) -> None:
