@@ -131,7 +131,7 @@ def _plan_moves(count_of_length: Int64s, capacity: int) -> Int64s:
     for length in np.flatnonzero(count_of_length)[::-1].tolist():
         remaining = int(count_of_length[length])  # documents of this length
         while remaining:
-            fullest = bisect_left(spaces, length)  # the smallest free space that is large enough
+            fullest = bisect_left(spaces, length)  # index of the smallest space with enough room
             if fullest < len(spaces):
                 free = spaces[fullest]
                 first, rows = ranges[free].pop()

@@ -69,12 +69,8 @@ from finetune.data.tokenizer import (
     read_parts,
 )
 
-COMPARED = (
-    "unlike_inference",
-    "prompt_not_continued",
-    "not_read_back",
-    "no_reasoning",
-)  # the findings with a detail
+# the findings whose detail is `RenderedText.difference`
+COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,14 +458,14 @@ def _compare_with_asked(
     response template, if it has one.
     """
     for i, turn in sorted(asked.items()):
-        if turn.continues_prompt:
-            expected = turn.text[: turn.end]
-            finding = "unlike_inference"
-            if turn.is_in(rendered.text):
-                continue
-        else:
+        if not turn.continues_prompt:
             expected = turn.prompt
             finding = "prompt_not_continued"
+        elif not turn.is_in(rendered.text):
+            expected = turn.text[: turn.end]
+            finding = "unlike_inference"
+        else:
+            continue
         trained, inferred = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {trained!r} where inference has {inferred!r}"
         # the new finding says more than no_reasoning
@@ -501,7 +497,7 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
         return f"response_template cannot read {reply!r}: {error}"
     if any(key in message for key in REASONING_KEYS):
         content = message["content"]
-    else:
+    else:  # the content may begin with the reasoning
         content = THINKING_END.split(message["content"])[-1]
     expected = {
         "reasoning": read_reasoning(message),
@@ -561,7 +557,7 @@ def _cut_token(text: str, encoded: Any, number: int) -> str:
 def render(document: Document, renderer: Renderer) -> RenderedText:
     """Renders a document as one text, with the spans that are trained on.
 
-    Raises `BadRow` if the chat template rejects it.
+    Raises `BadRow` if the document cannot be rendered.
     """
     match document:
         case Text(text):
