@@ -815,17 +815,17 @@ def _check_turns(
         yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
-    # the texts of the spans that end a turn: a turn may have several spans
-    trained = [
+    # A turn may have several spans, of which only the last one has to end the turn.
+    last_spans = [
         text[start:end]
         for start, end in spans
         if not turn_ends or end in turn_ends or end == spans[-1][1]
     ]
-    if not all(_ends_turn(turn, renderer) for turn in trained):
+    if not all(_ends_turn(span_text, renderer) for span_text in last_spans):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
-    elif trained and not _stops(trained[-1], renderer):
+    elif last_spans and not _stops(last_spans[-1], renderer):
         yield "stop_not_trained"
 
 
@@ -877,11 +877,11 @@ def _find_dropped(
     if not all(words in text for words in questions):
         yield "user_dropped"
     # Message index -> text of an assistant's turn; the whole text if its span is not known.
-    answers = {
-        i: text[slice(*turns[i])] if i in turns else text
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant"
-    }
+    answers = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, end = turns.get(i, (0, len(text)))
+            answers[i] = text[start:end]
     yield from _find_dropped_answers(conversation, text, answers)
     yield from _find_dropped_calls(conversation, text, turns, answers)
     trained = [i for i in answers if conversation.trained[i]]
@@ -892,9 +892,9 @@ def _find_dropped(
 def _find_dropped_calls(
     conversation: Conversation, text: str, turns: Mapping[int, Span], answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yields a finding if trained turns lack their tool calls, another if other calls are lacking.
+    """Yields findings about tool calls, schemas of tools and results that the text lacks.
 
-    The second is also about the schemas and the results of tools.
+    One is for calls that trained turns lack, the other for everything else.
 
     Args:
         conversation: The conversation.
