@@ -521,12 +521,13 @@ def _is_thought(part: Any) -> bool:
 def _read_thought(part: Mapping[str, Any], number: int) -> str:
     """Reads the text of a part of type thinking, which is a text or a list of parts.
 
-    Raises `BadRow` if there is no text or the thought is not closed.
+    Raises `BadRow` if there is no text, if it holds an image, or if the thought is not closed.
     """
     thought = part.get("thinking")
+    images: list[Any] = []
     if isinstance(thought, list):
-        thought = "".join(_parse_part(text_part, number, []) for text_part in thought)
-    if not isinstance(thought, str) or part.get("closed") is False:
+        thought = "".join(_parse_part(text_part, number, images) for text_part in thought)
+    if not isinstance(thought, str) or images or part.get("closed") is False:
         raise BadRow(
             f"message {number}: content: thinking that is a text and closed is expected, found "
             f"{describe_value(part)}"
