@@ -312,10 +312,14 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     config.target_parameters = [*(config.target_parameters or ()), *sorted(weights)]
     config.target_modules = sorted(set(config.target_modules) - moved)
     config.lora_dropout = 0.0  # peft refuses it for parameters, and only training needs it
-    for key in ("rank_pattern", "alpha_pattern"):
+    for pattern_key in ("rank_pattern", "alpha_pattern"):
         # A pattern that matched a layer's name must match the name of the layer's weight as well.
-        patterns = getattr(config, key)
-        setattr(config, key, {rf"({name})(\.weight)?": value for name, value in patterns.items()})
+        patterns = getattr(config, pattern_key)
+        setattr(
+            config,
+            pattern_key,
+            {rf"({name})(\.weight)?": value for name, value in patterns.items()},
+        )
     return config
 
 
