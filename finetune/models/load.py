@@ -52,7 +52,7 @@ from finetune.files.network import download_folder, find_local_folder
 from finetune.files.run_files import find_origin
 from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
-from finetune.models.carried import find_carried, predicts
+from finetune.models.carried import find_carried, make_prediction_filter
 from finetune.models.contrast import head_states
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import HeadFunction, LossHead, install_loss
@@ -585,7 +585,7 @@ def read_carried_of(
         carried = find_carried(built, convert_to_parameters(built, text_tensors, str(origin)))
         if drop_vision:
             # The files may hold layers of multi-token prediction outside of the language model.
-            predicts_tokens = predicts(built)
+            predicts_tokens = make_prediction_filter(built)
             carried |= {
                 name: tensor
                 for name, tensor in stored.items()
