@@ -1,5 +1,4 @@
-"""Measures what a model class does around its output head: it may scale the hidden states that the
-head reads, and scale and cap the scores that the head returns.
+"""Measures how a model class scales the input of its output head, and scales and caps its scores.
 
 Classes do so by config keys of many names, and other classes have the same keys and ignore them. So
 no key is read. Instead the class's own forward runs, with a trunk and a head that return known
