@@ -184,26 +184,26 @@ def build_model(
             it.
     """
     vocabulary = options.vocabulary
+    score_head, pad_id = options.scores
     config = trained_config(load_config(model, vocabulary), model)
-    set_head(config, *options.scores)
+    set_head(config, score_head, pad_id)
     forget_quantization(config)  # files are dequantized here, and the export is not quantized
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     # Needs transformers' own forward, which `_install_forward` replaces.
     unread = find_unread(built) if world.sharding.layout in ("ddp", "fsdp1") else set()
     base, stored = read_base_values(built, config, model, seed, vocabulary)
-    has_values = options.scores[0].has_values
-    if has_values:
+    if score_head.has_values:
         base = add_value_head(built, base)
-    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
-    experts_dtype = frozen if lora.use_peft else DTYPES[model.dtype]
+    base_dtype = DTYPES[frozen_dtype(world.sharding, lora)]
+    experts_dtype = base_dtype if lora.use_peft else DTYPES[model.dtype]
     _install_forward(built, model, world, optimization, experts_dtype)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
-        values = _insert_adapters(built, lora, quantization, base, stored, seed, frozen)
+        values = _insert_adapters(built, lora, quantization, base, stored, seed, base_dtype)
     else:
         _freeze_untrained(built, model, options)
-    if has_values:
+    if score_head.has_values:
         train_value_head(built, torch.float32 if lora.use_peft else DTYPES[model.dtype])
     unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
@@ -221,7 +221,7 @@ def build_model(
     if world.sharding.layout == "fsdp1" and optimization is not None and optimization.weight_decay:
         _refuse_decay(built, unread, world.sharding.source)
     misses_gradients = _trains_modules_of(built, unread)
-    return BuiltModel(built, size, values, base, stored, frozen, offload, misses_gradients)
+    return BuiltModel(built, size, values, base, stored, base_dtype, offload, misses_gradients)
 
 
 def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:

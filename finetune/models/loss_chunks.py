@@ -225,7 +225,7 @@ def compute_in_chunks(
     chunk_tokens = chunks.tokens or choose_chunk_tokens(
         weight, shard, hidden.device.type, trains_head=chunks.trains_head
     )
-    # The bias's gradient is a sum of the scores' gradients over tokens, which must not be rounded.
+    # The bias's gradient sums the scores' gradients over tokens, so these must not be rounded.
     _, _, bias_needs_grad, _ = needs_grad
     grad_dtype = None
     if any(needs_grad):
@@ -266,9 +266,10 @@ def compute_in_chunks(
 
     tensors = hidden, weight, bias, adapter_b
     gradients = backward_in_chunks(*tensors, add_chunk, chunk_tokens, needs_grad)
-    if shard is not None and gradients[0] is not None:
-        # Each rank has only what its own rows of the head add to the gradient to hidden.
-        dist.all_reduce(gradients[0], group=shard.group)
+    grad_hidden, *_ = gradients
+    if shard is not None and grad_hidden is not None:
+        # Each rank has only what its own rows of the head add to this gradient.
+        dist.all_reduce(grad_hidden, group=shard.group)
     return Computed(loss, log_probabilities, gradients)
 
 
