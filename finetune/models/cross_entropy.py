@@ -78,7 +78,7 @@ def linear_cross_entropy(
         return computed.loss, computed.gradients
 
     *operands, _shard = product
-    loss: Tensor = HeadLoss.apply(*operands, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    loss: Tensor = HeadLoss.apply(*operands, trained_positions, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -118,7 +118,7 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
             return torch.cat([weighted_loss, part_losses]), computed.gradients
 
         *operands, _shard = product
-        sums: Tensor = HeadLoss.apply(*operands, positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+        sums: Tensor = HeadLoss.apply(*operands, positions, compute)  # type: ignore[no-untyped-call]
         return sums
 
     return compute_loss

@@ -419,7 +419,7 @@ def linear_divergence(
         tensors = trained_hidden, weight, product.bias, adapter_b
         return sums, backward_in_chunks(*tensors, compute_chunk, chunk_tokens, needs_grad)
 
-    sums: Tensor = HeadLoss.apply(*product[:4], trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    sums: Tensor = HeadLoss.apply(*product[:4], trained_positions, compute)  # type: ignore[no-untyped-call]
     return sums
 
 

@@ -342,7 +342,6 @@ class HeadLoss(torch.autograd.Function):
         bias: Tensor | None,
         adapter_b: Tensor | None,
         positions: Tensor | None,
-        needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
     ) -> Tensor:
         """Computes the loss, and its gradients for the backward.
@@ -350,7 +349,6 @@ class HeadLoss(torch.autograd.Function):
         Args:
             hidden, weight, bias, adapter_b: As `HeadProduct` has them.
             positions: int64[trained positions], the tokens that have a loss; None: all tokens.
-            needs_grad: Which gradients are needed; `compute` knows it too.
             compute: Takes (hidden at `positions`, weight, B) in the dtype in which products run.
                 Returns (the loss, its gradients); in place of the loss it may return several sums,
                 the loss first.
@@ -382,7 +380,7 @@ class HeadLoss(torch.autograd.Function):
             None if gradient is None else gradient.to(upstream.dtype).mul_(upstream).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None)
+        return (*scaled, None, None)
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
