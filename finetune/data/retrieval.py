@@ -172,7 +172,7 @@ def _take_query(columns: Columns, source: DatasetSource) -> str:
 def _find_document_column(row: Row, source: DatasetSource, usual: Iterable[str]) -> str:
     """Returns the name of the column with the document or documents.
 
-    That is the source's chosen_column, else the first of `usual` that the row has a value in. Raises
+    That is the source's chosen_column, else the first of `usual` with a value in the row. Raises
     `BadRow` if there is none.
     """
     return _find_column(row, source.chosen_column, usual, "document", "chosen_column")
