@@ -257,7 +257,7 @@ class AskedTurn:
         )
 
     def is_in(self, text: str) -> bool:
-        """Whether `text`, of a longer conversation, begins with the same text up to the turn's end."""
+        """Whether the `text` of a longer conversation is the same up to the turn's end."""
         return text.startswith(self.text[: self.end])
 
 
