@@ -49,9 +49,10 @@ def _raise_refusal(what: str) -> None:
 def _weigh(value: Any) -> int:
     """Returns the work of reading a value with all that it contains.
 
-    A character of a text counts 1, an element of a list or mapping counts ELEMENT_COST besides its
-    own weight, and any other value 0. A value that occurs twice counts twice. Counting stops above
-    MAX_WORK, which also ends it for a list that contains itself.
+    A character of a text counts 1. An element of a list or mapping counts ELEMENT_COST besides its
+    own weight, and a namespace CALL_COST besides its attributes. Any other value counts 0. A value
+    that occurs twice counts twice. Counting stops above MAX_WORK, which also ends it for a list
+    that contains itself.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -74,8 +75,8 @@ def _weigh(value: Any) -> int:
     return weight
 
 
-# Each `_size_*` takes the arguments of a method or filter, and returns an upper bound on the
-# characters that the call makes.
+# Each `_size_*` takes the arguments of a method or filter, and estimates from above how many
+# characters the call makes.
 def _size_format(text: Any, *args: Any, **kwargs: Any) -> Any:
     """Bounds the text that `format` or % makes: any placeholder may write all values."""
     text = str(text)
