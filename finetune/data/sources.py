@@ -230,7 +230,7 @@ def _accept_data_file(file: str) -> bool:
     path = Path(file)
     is_packed = path.suffix.lower() in UNREAD_COMPRESSION and file_kind(str(path.with_suffix("")))
     if is_packed and not file_kind(file):
-        raise _unknown_kind(file)
+        raise _make_unknown_kind_error(file)
     return file_kind(file) is not None
 
 
@@ -449,13 +449,13 @@ def read_file(path: str) -> Iterator[NumberedRow]:
     """
     kind = file_kind(path)
     if kind is None:
-        raise _unknown_kind(path)
+        raise _make_unknown_kind_error(path)
     if kind in TEXT_READERS:
         return TEXT_READERS[kind](path)
     return _read_columns(path, kind)
 
 
-def _unknown_kind(path: str) -> UserError:
+def _make_unknown_kind_error(path: str) -> UserError:
     return UserError(
         f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too"
     )

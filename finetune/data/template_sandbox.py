@@ -2,9 +2,9 @@
 
 A template comes with a model, from anywhere, and transformers' sandbox does not limit time and
 memory. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would take all memory
-or run forever. Here operations whose cost grows with their values are charged, those that make
-large values before they are carried out. A rendering that exceeds MAX_WORK is refused. Any other
-renders as in transformers.
+or run forever. Here an operation is charged if its cost grows with its values, and it is charged
+before it makes a large value. A rendering that exceeds MAX_WORK is refused. Any other renders as in
+transformers.
 """
 
 import inspect
@@ -90,16 +90,19 @@ def _size_format(text: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _size_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> Any:
+    """Bounds a text in which each `old` becomes `new`."""
     text = str(text)
     new = str(new)
     return len(text) + (text.count(str(old)) * len(new) if len(new) > 1 else 0)
 
 
 def _size_join(separator: Any, parts: Any) -> Any:
+    """Bounds all parts with a separator for each."""
     return _weigh(parts) + len(parts) * len(str(separator))
 
 
 def _size_padded(text: Any, width: Any = 80, *_: Any, **__: Any) -> Any:
+    """Bounds a value that is filled up to `width`."""
     return _weigh(text) + (abs(width) if isinstance(width, int) else 0)
 
 
@@ -113,12 +116,14 @@ def _size_indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
 def _size_wrapped(
     text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any
 ) -> Any:
+    """Bounds a text that is broken into lines of `width`, with `wrapstring` between them."""
     text = str(text)
     lines = len(text) // max(1, width) + text.count("\n") + 1
     return len(text) + lines * len(wrapstring or "\n")
 
 
 def _size_translate(text: str, table: Any) -> Any:
+    """Bounds a text in which each character becomes the longest replacement of the table."""
     replacements: Iterable[Any] = ()
     if isinstance(table, dict):
         replacements = table.values()
@@ -262,6 +267,7 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
     written = 0  # characters of the current rendering's text so far
 
     def _generate(self, source: nodes.Template, *names: Any, **options: Any) -> str:
+        """Writes the Python code of a template, with the filters that charge."""
         return super()._generate(_Charges().visit(source), *names, **options)
 
     def charge(self, work: float) -> None:
@@ -274,23 +280,28 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
             _raise_refusal("takes more time or memory than any conversation needs")
 
     def charge_read(self, value: Any) -> Any:
+        """Charges for a value that is read as a whole."""
         self.charge(_weigh(value))
         return value
 
     def charge_search(self, value: Any) -> Any:
-        if isinstance(value, dict):  # looked up by hash
+        """Charges for a value in which something is searched; a dict is free, being hashed."""
+        if isinstance(value, dict):
             return value
         return self.charge_read(value)
 
     def charge_copy(self, value: Any) -> Any:
+        """Charges for a value that is copied into another."""
         self.charge(WRITE_COST * (len(value) if type(value) is str else _weigh(value)))
         return value
 
     def charge_copy_part(self, value: Any) -> Any:
+        """Charges for a slice, by its own length."""
         self.charge((WRITE_COST if isinstance(value, str | bytes) else POINTER_COST) * len(value))
         return value
 
     def charge_take(self, values: Any) -> Any:
+        """Charges for the elements that a loop takes; an iterator becomes a list."""
         values = self.hold(values)
         self.charge(ELEMENT_COST * len(values))
         return values
