@@ -77,7 +77,7 @@ def read_rows(
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
     """Draws `max_samples` of a source's rows at random, as `seed` decides.
 
-    All rows are read once more than needed for training, to count them.
+    All rows are first read once to count them.
 
     Returns:
         The drawn rows in the order of the source, and the number of all rows of the source. Without
@@ -342,9 +342,9 @@ def hash_file(file: str) -> str:
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
     """Hashes evenly spread samples of the sources' files; None if a source is on the hub.
 
-    Of each source at most about FINGERPRINT_BYTES are read, because a stream may be terabytes. A
-    change between two samples is therefore not noticed. Names and times of files do not count: a
-    copy on another disk is the same stream.
+    A stream may be terabytes, so about FINGERPRINT_BYTES of a source are read, or two samples of
+    each file if that is more. A change between two samples is therefore not noticed. Names and
+    times of files do not count: a copy on another disk is the same stream.
     """
     samples_by_source = []
     for source in sources:
