@@ -255,6 +255,10 @@ def _charge(kind: str, node: Any) -> Any:
     return nodes.Filter(node, f"charge_{kind}", [], [], None, None)
 
 
+# Keyword arguments that Jinja adds to a call, and takes off again before it is made.
+ADDED_BY_JINJA = ("_loop_vars", "_block_vars")
+
+
 class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, with a budget of MAX_WORK for each rendering.
 
@@ -376,9 +380,10 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
             args = (__self.charge_take(args[0]),)
         elif isinstance(owner, str | bytes | int | list | tuple | dict):
             args = tuple([__self.charge_read(__self.hold(value)) for value in args])
-            # Without the arguments that Jinja adds, such as _loop_vars.
             own_kwargs = {
-                name: __self.charge_read(value) for name, value in kwargs.items() if name[0] != "_"
+                name: __self.charge_read(value)
+                for name, value in kwargs.items()
+                if name not in ADDED_BY_JINJA
             }
             if not isinstance(owner, dict):
                 __self.charge_read(owner)
