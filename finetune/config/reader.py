@@ -274,8 +274,8 @@ def shipped_folder(name: str) -> Path:
 
 
 RECIPES = shipped_folder("recipes")
-# A text with one of these is a local path, not a hub name: the reader reports it if there is no such
-# file.
+# A text with one of these is a local path, not a hub name. The reader reports it if the file is
+# missing.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
 
