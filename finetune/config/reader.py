@@ -439,8 +439,8 @@ def split_adapters(recipe: Recipe) -> tuple[Recipe, ...]:
 def _make_adapter_recipes(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
     """Makes (recipe, problems of the entry) for each entry of `adapters`.
 
-    Without `adapters` the recipe itself is the only one. It is also if the name of an adapter is
-    unusable, with that problem.
+    The recipe itself is the only one if it has no `adapters`, or if an adapter has an unusable
+    name, which is then the problem.
     """
     adapters = recipe.lora.adapters
     if not adapters:
@@ -856,7 +856,7 @@ def _explain_recipe_key(key: str) -> tuple[str, str] | None:
 def explain_value(key: str, value: object) -> str | None:
     """Returns a sentence on a value that `key` does not accept, but that users often write.
 
-    The sentence says what to write. Returns None for any other value.
+    It says what to write, or why the value is refused. Returns None for any other value.
 
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
