@@ -47,7 +47,7 @@ class _Nodes(Composer, SafeConstructor, Resolver):
     get_event: Any
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Makes the node of the next event; raises `ComposerError` for an alias."""
+        """Makes the node of the next event; raises `ComposerError` for a refused alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             anchored_node = self.anchors.get(event.anchor)
@@ -152,7 +152,7 @@ def read_entries(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file; raises `UserError` if any part of it is unreadable."""
+    """Returns the mapping in a YAML file; raises `UserError` for any problem in it."""
     entries, problems = read_entries(path)
     if problems:
         raise UserError.of(problems)
@@ -162,7 +162,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
     """Returns those keys of a YAML file whose values are readable.
 
-    Returns an empty mapping if there is no file, or if it has no mapping.
+    Returns an empty mapping if there is no such file, or no mapping in it.
     """
     try:
         entries, _ = read_entries(path, is_foreign=is_foreign)
