@@ -36,7 +36,7 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
     "cpu_offload": "fsdp_offload_params",
     "offload_params": "fsdp_offload_params",
 }
-# A name that people write in a recipe or an Accelerate file -> the key of the recipe that they mean.
+# A name that people write in a recipe or an Accelerate file -> the recipe's key that they mean.
 IN_RECIPE: Mapping[str, str] = {
     **dict.fromkeys(("ep_size", "expert_parallel_degree"), "expert_parallel_size"),
     **dict.fromkeys(
@@ -233,7 +233,7 @@ def _map_optimizers() -> dict[str, str]:
     return {name: optim for optim, facts in OPTIMIZERS.items() for name in facts.other_names}
 
 
-# Values of other tools for keys that have the same name here: key -> their value -> ours.
+# Values of other tools for keys that have the same name here: key -> their value -> what to write.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
     "optim": _map_optimizers(),
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
