@@ -81,13 +81,13 @@ def find_trained(
 ) -> set[str]:
     """Finds the parameters that the recipe trains, by `trainable_modules` and `frozen_modules`.
 
-    A parameter of the vision tower is trained only if a pattern of `trainable_modules` names it and
-    names no parameter that text reaches.
+    A parameter of the vision tower is trained only if a pattern of `trainable_modules` names it, and
+    no parameter that works on text.
 
     Args:
         tensors: All names of each parameter; a tied one has several.
         model: With the two keys.
-        text_prefixes: With these begin the names of the parameters that text reaches.
+        text_prefixes: The prefixes of the names of parameters that work on text; ("",): all do.
 
     Returns:
         The first name of each trained parameter.
@@ -292,14 +292,13 @@ def refuse_unmatched(
     tensors: Collection[Sequence[str]],
     text_prefixes: Names = ("",),
 ) -> None:
-    """Raises `UserError` if a pattern names no parameter, or only parameters that text does not
-    reach.
+    """Raises `UserError` if a pattern names no parameter, or none that works on text.
 
     Args:
         key: The recipe's key that has the patterns, for the message.
         patterns: The patterns.
         tensors: All names of each parameter; a tied one has several.
-        text_prefixes: With these begin the names of the parameters that text reaches.
+        text_prefixes: The prefixes of the names of parameters that work on text; ("",): all do.
     """
     parameters = list(chain.from_iterable(tensors))
     text_parameters = _list_names(tensors, text_prefixes)

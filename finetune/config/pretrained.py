@@ -304,8 +304,8 @@ OFT_SETTINGS: Mapping[str, Any] = {
 }
 # Values of init_lora_weights; the others (PiSSA, OLoRA, CorDA, ...) change the base's weights.
 INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-# Keys of the recipe that must agree with the adapter's config. Differences in other keys show in the
-# names and shapes of the adapter's tensors.
+# Keys of the recipe that must agree with the adapter's config. Differences in other keys show in
+# the names and shapes of the adapter's tensors.
 COMPARED_KEYS = (
     "lora_r",
     "lora_alpha",
@@ -432,7 +432,7 @@ def _check_rotation(config: Mapping[str, Any], where: str) -> None:
 
 
 def _find_largest_rank(weights: Path) -> int | None:
-    """Returns the largest rank in an adapter's file, the most rows of a factor A; None without A."""
+    """Returns the largest rank in an adapter's file: the most rows of a factor A; None without it."""
     ranks = []
     header, *_ = read_tensor_header(weights)
     for name, entry in header.items():
