@@ -81,7 +81,7 @@ def find_trained(
 ) -> set[str]:
     """Finds the parameters that the recipe trains, by `trainable_modules` and `frozen_modules`.
 
-    A parameter of the vision tower is trained only if a pattern of `trainable_modules` names it, and
+    A parameter of the vision tower is trained only if a pattern of `trainable_modules` names it and
     no parameter that works on text.
 
     Args:

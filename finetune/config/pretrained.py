@@ -432,7 +432,10 @@ def _check_rotation(config: Mapping[str, Any], where: str) -> None:
 
 
 def _find_largest_rank(weights: Path) -> int | None:
-    """Returns the largest rank in an adapter's file: the most rows of a factor A; None without it."""
+    """Returns the largest rank in an adapter's file, the most rows of a factor A; None without one.
+
+    An entry without a valid shape is passed over.
+    """
     ranks = []
     header, *_ = read_tensor_header(weights)
     for name, entry in header.items():
