@@ -117,9 +117,9 @@ def trains_experts(case: Case) -> bool:
 
 
 def _find_sizes_if_uneven(case: Case) -> dict[str, int]:
-    """Returns all sizes of the model that tp_size must divide; none if it divides all of them.
+    """Returns all sizes of the model that tp_size must divide; empty if it divides all of them.
 
-    The names are those of config.json's keys.
+    The names are keys of config.json, or products of two.
     """
     model = case.model
     ranks = case.layout.tensor_parallel_size
