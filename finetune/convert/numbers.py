@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.schema import recipe_keys
 from finetune.convert.automodel import CUT_BEFORE_ANSWER, NEXT_IN_PLACE
 from finetune.convert.axolotl import TEXTS_CUT
-from finetune.convert.chat_templates import BREAKS, TRIMMED
+from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLATES
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_mcore
 from finetune.convert.foreign_values import convert_number
@@ -325,7 +325,7 @@ def _may_join_breaks(recipe: Mapping[str, Any], may_be_texts: bool) -> bool:
         family = guess_family(str(recipe.get("model_name_or_path")))
         # whose own templates trim an answer
         return may_be_texts or not str(family).startswith("gemma")
-    is_named = template in BREAKS and template not in TRIMMED
+    is_named = template in BREAKING_TEMPLATES and template not in TRIMMING_TEMPLATES
     return is_named or OWN_TEMPLATE.search(str(template)) is not None
 
 

@@ -24,8 +24,8 @@ from finetune.constants import Shape, ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
-from finetune.models.carried import carries
-from finetune.models.embedding import find_grown, grown_reader
+from finetune.models.carried import make_carried_filter
+from finetune.models.embedding import find_grown, make_grown_reader
 from finetune.models.head_scores import draw_head, find_new_head, is_left_out
 from finetune.models.lora import seed_of
 
@@ -431,8 +431,8 @@ def stored_values(
         stored: The files' tensors under the names of the model's parameters.
         where: The files, for messages.
         quantized: The names of quantized tensors.
-        vocabulary: The vocabulary with the recipe's tokens, to which embedding and head grow; None
-            without such tokens.
+        vocabulary: The vocabulary with the recipe's tokens, to which embedding and head grow; with
+            None neither grows.
         seed: The seed of a head of scores, which is drawn if the files do not have it.
 
     Raises:
@@ -449,7 +449,7 @@ def stored_values(
     if vocabulary:
         for name, tensor in grown.items():
             as_in_model[name] = replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
-            readers[name] = grown_reader(tensor, vocabulary)
+            readers[name] = make_grown_reader(tensor, vocabulary)
     refuse_mismatch(model, as_in_model, where, quantized, new_head)
 
     def read_values(name: str, slices: Slices) -> Tensor:
@@ -542,7 +542,7 @@ def find_mismatches(
         A sentence about the missing tensors, one about those without a place in the model, and one
         for each tensor of another shape; [] if all fit.
     """
-    may_carry = carries(model)
+    may_carry = make_carried_filter(model)
     extra = {
         name
         for name in stored.keys() - needed.keys()

@@ -21,7 +21,7 @@ from finetune.convert import counterparts
 from finetune.convert.automodel import HEAD_IN_4_BITS
 from finetune.convert.base_model import BOS_BY_NAME, SPECIAL_FIRST
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
-from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS, START_OF_SPECIAL
+from finetune.convert.by_value import START_OF_ROWS, START_OF_SPECIAL, STARTS_OF_NEW_ROWS
 from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
@@ -1053,6 +1053,11 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
         text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
         assert converted(text)[0]["accelerate_config"] == layout
+    for device, layout in (("none", "fsdp_full_shard_auto"), ("cpu", "fsdp_cpu_offload")):
+        zero = {"stage": 3, "offload_optimizer": {"device": device}}
+        section = json.dumps({"zero_optimization": zero})
+        text = AXOLOTL.replace("deepspeed_configs/zero2.json", section)
+        assert converted(text)[0]["accelerate_config"] == layout
 
 
 def test_a_mixture_of_experts_is_converted(converted: Convert) -> None:
@@ -1353,11 +1358,11 @@ def test_the_rows_of_special_tokens_that_are_new_start_at_random_in_axolotl(
     text = _datasets("[{path: a/b, type: chat_template}]")
     text = re.sub("base_model: .*", f"base_model: {name}", text)
     _, said, _ = converted(text + f"special_tokens: {{eos_token: '{eos}'}}\n")
-    assert (START_OF_SPECIAL.format(NEW_ROWS["Axolotl"]) in said) == is_said
+    assert (START_OF_SPECIAL.format(STARTS_OF_NEW_ROWS["Axolotl"]) in said) == is_said
     _, said, _ = converted(
         text + f"special_tokens: {{eos_token: '{eos}'}}\nmean_resizing_embeddings: true\n"
     )
-    assert (START_OF_SPECIAL.format(NEW_ROWS["TRL"]) in said) == is_said
+    assert (START_OF_SPECIAL.format(STARTS_OF_NEW_ROWS["TRL"]) in said) == is_said
 
 
 def test_a_bos_token_that_axolotl_names_alone_is_an_added_one(converted: Convert) -> None:
@@ -1379,7 +1384,7 @@ def test_tokens_of_other_tools(converted: Convert) -> None:
     assert (ours["eot_tokens"], ours["pad_vocab_to_multiple_of"]) == (["<b>"], 32)
     assert ours["special_tokens"] == {"eos_token": "<b>", "pad_token": "<p>"}
     about = [line for line in said.splitlines() if "tokens" in line]
-    assert about == [SPECIAL_FIRST, START_OF_ROWS.format(NEW_ROWS["Axolotl"])]
+    assert about == [SPECIAL_FIRST, START_OF_ROWS.format(STARTS_OF_NEW_ROWS["Axolotl"])]
     adapted, _, _ = converted(
         _datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n"
     )

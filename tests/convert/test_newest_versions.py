@@ -31,14 +31,14 @@ from finetune.convert.axolotl import (
 )
 from finetune.convert.base_model import CHATML_ADDED
 from finetune.convert.by_tool import (
-    ALIKE_LENGTHS,
     EMBEDDING_MOMENTS,
-    FEWER_STEPS,
     HEAD_PASSED_BY,
-    OF_EPOCHS,
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
+    ROWS_BY_LENGTH,
     SMALL_MOMENTS,
+    STEPS_OF_EPOCHS,
+    WHOLE_STEPS_COUNTED,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
@@ -233,7 +233,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
-        ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN.format(OF_EPOCHS)]),
+        ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN.format(STEPS_OF_EPOCHS)]),
         ({"warmup_ratio": 0.1, "num_epochs": 1}, [ROUNDED_DOWN.format("")]),
         # whose rows are not counted
         ({"warmup_ratio": 0.1, "max_steps": 5, "streaming": True}, [ROUNDED_DOWN.format("")]),
@@ -241,7 +241,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
             {"warmup_ratio": 0.1, "max_steps": 5, "pretraining_dataset": [{"path": "a/texts"}]},
             [ROUNDED_DOWN.format("")],
         ),
-        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS, ROUNDED_DOWN.format("")]),
+        ({"warmup_ratio": 0.1, "num_epochs": 2}, [WHOLE_STEPS_COUNTED, ROUNDED_DOWN.format("")]),
         ({"warmup_steps": 10, "num_epochs": 1}, []),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
     ],
@@ -250,7 +250,9 @@ def test_how_axolotl_rounds_a_warm_ups_share_is_said(
     keys: dict[str, object], lines: list[str], convert: Convert
 ) -> None:
     made = convert(AXOLOTL, **keys)
-    assert [line for line in made.remarks if "rounded down" in line or line == FEWER_STEPS] == lines
+    assert [
+        line for line in made.remarks if "rounded down" in line or line == WHOLE_STEPS_COUNTED
+    ] == lines
 
 
 @pytest.mark.parametrize(
@@ -999,7 +1001,7 @@ def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None
     file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
     text = said(convert(file, recompute_granularity="full"))
     assert all(note in text for note in notes)
-    assert not any(note in text for note in (ALIKE_LENGTHS, LABEL_BEHIND_CUT, "not known here"))
+    assert not any(note in text for note in (ROWS_BY_LENGTH, LABEL_BEHIND_CUT, "not known here"))
     dense = said(convert(file, model_name_or_path="Qwen/Qwen3-8B", calculate_per_token_loss=True))
     assert not any(
         note in dense for note in (AUXILIARY.format(BY_LAYER), MICRO_BATCHES_ALIKE, FUSED_ADAPTERS)
