@@ -131,14 +131,15 @@ def head_adapter_bytes(spec: RunSpec) -> int:
     if not lora_rank:
         return 0
     computation = spec.computation
+    positions = spec.scored_outputs * spec.tokens
     # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
     # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
     # count here: `loss_bytes` counts those of the copy and its gradient.
     features = 4 * lora_rank + spec.computed.hidden
-    joined = computation.itemsize * spec.tokens * features
+    position_bytes = computation.itemsize * positions * features
     # B's scaled copy, which autocast makes in fp32 and then casts, and B's fp32 gradient
-    scaled = (FP32 if computation.autocast else 0) + computation.itemsize
-    return joined + (scaled + FP32) * lora_rank * spec.computed.head_rows
+    element_bytes = (FP32 if computation.autocast else 0) + computation.itemsize + FP32
+    return position_bytes + element_bytes * lora_rank * spec.computed.head_rows
 
 
 def _head_adapter_rank(spec: RunSpec) -> int:

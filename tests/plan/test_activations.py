@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from finetune.config.families import FAMILIES, PLANNED
 from finetune.config.layout import Fp8, MixedPrecision, Sharding
+from finetune.config.methods import Method
 from finetune.config.schema import Lora, QuantizationAware
 from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
@@ -29,7 +30,7 @@ from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.loss_memory import loss_bytes
+from finetune.plan.loss_memory import head_adapter_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.temporary_memory import expert_factor_bytes, fp8_bytes, rounded_bytes
 from tests.conftest import slow_but
@@ -301,6 +302,21 @@ def test_the_loss_allocates_what_is_planned(
     else:
         measured = allocated_peak(lambda: linear_cross_entropy(HeadProduct(states, weight), labels))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_an_adapted_head_is_planned_for_each_output_that_it_scores() -> None:
+    """Early exits are joined with the last layer's states before the adapter reads them."""
+    config = {"model_type": "llama", **CONFIG}
+
+    def plan_adapter(method: Method, tokens: int) -> int:
+        spec = make_spec(config, ranks=1, sharding=Sharding(layout="ddp"), max_length=tokens)
+        recipe = replace(spec.recipe, lora=LORAS["adapted head"], method=method)
+        return head_adapter_bytes(replace(spec, recipe=recipe))
+
+    exits = Method(method="early_exit", exit_layers=(0,), exit_curriculum="none")
+    outputs_of_one_layer = plan_adapter(Method(), 256) - plan_adapter(Method(), 128)
+    outputs_of_two_layers = plan_adapter(exits, 256) - plan_adapter(exits, 128)
+    assert outputs_of_two_layers == 2 * outputs_of_one_layer > 0
 
 
 def test_an_adapter_has_the_largest_rank_of_any_layer() -> None:
