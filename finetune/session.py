@@ -433,7 +433,8 @@ class Session:
         """Computes the loss of a batch, and adds its gradients to those of earlier calls.
 
         Before an `optim_step`, several calls may add up their gradients. The loss of each is
-        divided by the count of its own batch. A call that fails drops all gradients.
+        divided by the count of its own batch. If a forward or backward fails, all gradients are
+        dropped.
 
         Args:
             batch: A batch of `batches` or `batch`, or rows.
@@ -442,8 +443,8 @@ class Session:
                 log-probabilities, fp32[positions], are those of the labels at
                 `micro_batch.trained_positions`; 0 at a position without a label.
                 `micro_batch.trained_documents` has the document of each position; 0 at a position
-                without a label. So sum over a document: a mean would count those positions in
-                document 0. `micro_batch.columns` has the columns that `batch` was asked for. The
+                without a label, so that a sum over a document is right and a mean is not.
+                `micro_batch.columns` has the columns that `batch` was asked for. The
                 function returns a sum (0-dim). It is divided by the trained tokens of the batch
                 over all ranks, or by the pairs if the method compares.
 

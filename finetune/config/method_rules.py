@@ -53,22 +53,22 @@ def _refuse_under_other_methods(key: str) -> Rule:
     )
 
 
-def _refuse_column_under_other_methods(entry: str, key: str) -> Rule:
+def _refuse_column_under_other_methods(list_key: str, key: str) -> Rule:
     """Makes the rule that a dataset may name a column only if the method reads it.
 
     Args:
-        entry: The recipe's list of datasets: "datasets" or "eval_datasets".
+        list_key: The recipe's key of a list of datasets: "datasets" or "eval_datasets".
         key: The key of a dataset, of `COLUMN_KEYS`.
     """
     methods = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
 
     def is_unused(case: Case) -> bool:
-        is_set_in_any = any(getattr(source, key) for source in case[entry])
+        is_set_in_any = any(getattr(source, key) for source in case[list_key])
         return is_set_in_any and case.method_facts.rows not in COLUMN_KEYS[key]
 
     return recipe_rule(
-        f"{key} of {entry} with another method",
-        entry,
+        f"{key} of {list_key} with another method",
+        list_key,
         "method",
         when=is_unused,
         message=lambda case: (

@@ -538,8 +538,8 @@ def _parse_history(columns: Columns) -> list[Message]:
 def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
     """Reads a prompt and its completion, as text or, if one is a list, as messages."""
     row = columns.row
-    has_chosen_alone = row.get("completion") is None and row.get("chosen") is not None
-    default_column = "chosen" if has_chosen_alone else "completion"
+    has_chosen_for_completion = row.get("completion") is None and row.get("chosen") is not None
+    default_column = "chosen" if has_chosen_for_completion else "completion"
     prompt_column = source.prompt_column or "prompt"
     completion_column = source.completion_column or default_column
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):

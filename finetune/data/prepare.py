@@ -170,12 +170,14 @@ class StreamedBatches:
         """
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
-        examples, report = select_examples(store, self.data.datasets[0], self.data)
+        examples, block_report = select_examples(store, self.data.datasets[0], self.data)
+        # A block holds rows of every source.
+        origins = ", ".join(source.origin for source in self.data.datasets)
+        report = replace(block_report, path=origins)
         refuse_fatal(report.findings)
         if not len(examples):
             raise UserError(
-                f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token "
-                "to train on"
+                f"{origins}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             )
         batches = self._make_batches(examples, number)
         if batches.images is not None:

@@ -172,8 +172,8 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
         )
     # A conversation that is trained on as a whole is rendered as one text.
     turns: Turns = renderer.turns if renderer.assistant_only else "whole"
-    # Rendering finds the starts of answers only with `assistant_only`. The spans that this gives
-    # are replaced below if the recipe has another value.
+    # Rendering finds the starts of answers only with `assistant_only`. If that is off in the
+    # recipe, the spans that this gives are replaced below.
     answer_renderer = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
     texts: list[RenderedText] = []
     for rendered in render_turns(document, answer_renderer):
@@ -182,7 +182,8 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
         if renderer.bos and rendered.text.startswith(renderer.bos):
             starts = [len(renderer.bos), *starts]
         spans = rendered.spans
-        # Plain text is a completion. Its prompt is never trained on, so its spans are right.
+        # Plain here is a completion: it has no template. Its prompt is never trained on, so its
+        # spans are right.
         if not renderer.assistant_only and not rendered.is_plain:
             spans = ((0, len(rendered.text)),)
         texts.append(replace(rendered, spans=spans, fresh_starts=tuple(starts)))

@@ -169,7 +169,7 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     """
     try:
         if path.is_symlink() or path.is_file():
-            path.unlink()
+            path.unlink(missing_ok=True)  # another node may remove it at the same time
         elif path.exists():
             shutil.rmtree(path, ignore_errors=ignore_errors)
     except OSError:

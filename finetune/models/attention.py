@@ -163,7 +163,8 @@ def packed_attention(
     if has_full_attention and shows_images_in_windows(getattr(module, "config", None)):
         documents = replace(documents, images=None)
     options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux, _find_chunk(module))
-    if attention_mask is None or attention_mask.numel() > 0:
+    is_generation = attention_mask is None or attention_mask.numel() > 0
+    if is_generation:
         return attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 and the value is bf16, but the kernels need
     # one dtype.

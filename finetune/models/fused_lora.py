@@ -173,13 +173,15 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool 
             Then the result gets memory of its own, except in a compiled graph.
     """
     # torch.compile makes its graph functional, where addmm into `sums` would copy `sums` first: 448
-    # copies of a layer's output in a step of an 8B model. It turns our own operator back into an
-    # operation in place if nothing else reads `sums`.
+    # copies of a layer's output in a step of an 8B model. It makes our own operator work in place
+    # again if nothing else reads `sums`.
     if torch.compiler.is_compiling():
         _add_product(sums, left, right)
         return sums
     # Not addmm_, which models/cpu_products.py cannot override.
-    return torch.addmm(sums, left, right, out=None if may_be_kept else sums)
+    if may_be_kept:
+        return torch.addmm(sums, left, right)
+    return torch.addmm(sums, left, right, out=sums)
 
 
 @library.custom_op("finetune::add_product", mutates_args=("sums",))

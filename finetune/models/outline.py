@@ -198,17 +198,19 @@ def _claim(
 def _describe(
     model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], claimed: set[Any]
 ) -> Part:
-    """Describes what is left of `part` of `model` after the parts before it.
+    """Describes `part` of `model`, without what an earlier part has too.
 
     Args:
-        claimed: The parameters and modules of the parts before, to which those of `part` are added.
+        claimed: The parameters and modules of earlier parts; those of `part` are added.
     """
     shapes = _claim(part.parameters(), names, claimed)
     head = head_modules(model)
     linears = [
         module for module in part.modules() if isinstance(module, nn.Linear) and module not in head
     ]
-    adaptable = _list_adaptable(model, [linear for linear in linears if linear not in claimed])
+    # By module, not by parameter: each layer of a tied weight can have an adapter of its own.
+    unclaimed_linears = [linear for linear in linears if linear not in claimed]
+    adaptable = _list_adaptable(model, unclaimed_linears)
     claimed.update(linears)
     experts = [module for module in part.modules() if is_experts(module)]
 

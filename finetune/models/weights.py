@@ -553,12 +553,13 @@ def find_mismatches(
     problems = []
     if missing:
         problems.append(
-            f"{where}: {_list_names(missing)} missing: these are not the weights of {class_name}"
+            f"{where}: {_join_with_verb(missing)} missing: these are not the weights of "
+            f"{class_name}"
         )
     if extra:
         problems.append(
-            f"{where}: {_list_names(extra)} without a place in {class_name}: the config does not "
-            "fit the weights"
+            f"{where}: {_join_with_verb(extra)} without a place in {class_name}: the config does "
+            "not fit the weights"
         )
     for name, shape in needed.items():
         if name in stored and stored[name].shape != shape:
@@ -635,10 +636,10 @@ def _initialize(model: Any, name: str) -> None:
         owner._init_weights(module)
 
 
-def _list_names(names: Iterable[str], most: int = 4) -> str:
+def _join_with_verb(names: Iterable[str], most: int = 4) -> str:
     """Joins names in alphabetical order, `most` of them, with the verb of their number.
 
-    >>> _list_names(["b", "a"]), _list_names("abcdef"), _list_names("a")
+    >>> _join_with_verb(["b", "a"]), _list_with_verb("abcdef"), _list_with_verb("a")
     ('a, b are', 'a, b, c, d and 2 more are', 'a is')
     """
     ordered = sorted(names)

@@ -164,14 +164,14 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
     if spec.rows > 1:
-        rows = spec.global_batch_size
+        rows_per_step = spec.global_batch_size
         if recipe.batch.global_batch_size:
             keep_rows = ""
         else:
-            keep_rows = f" global_batch_size={rows}"
+            keep_rows = f" global_batch_size={rows_per_step}"
         batch = {
             "per_device_train_batch_size": 1,
-            "global_batch_size": rows,
+            "global_batch_size": rows_per_step,
             "gradient_accumulation_steps": None,
         }
         yield Change(
@@ -205,7 +205,8 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         )
     if not spec.sharding.cpu_offload:
         cost = "several times the time"
-        if spec.sharding.ranks_per_batch > 1:  # no shipped file has the groups of the run's own
+        # The shipped file would replace the sizes of the groups, so such a run keeps its own file.
+        if spec.sharding.ranks_per_batch > 1:
             offload = _set_sharding(cpu_offload=True)
             yield Change("fsdp_offload_params: true", cost, offload, is_in_file=True)
         else:

@@ -334,6 +334,7 @@ class VllmEngine:
         self._stop_ids = sorted(stop_ids)
         self._servers = list_servers(recipe)
         self._folder = run_folder.absolute() / FOLDER
+        # The files of an export beside its weights, such as the config: file name -> content
         if world.is_main:
             self._descriptions = describe_model(model, recipe, tokenizer)
         else:
@@ -345,8 +346,9 @@ class VllmEngine:
         threads = recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         keeps = recipe.rollout.in_flight == "keep"
         self._in_flight = InFlight(self._complete, threads, keeps)
-        self._recalled: dict[str, Sampled] = {}  # the resumed checkpoint's, by the request's name
-        self._recalled_steps = set[int]()  # their `prompts_step`s
+        # a request's name -> its completion in the checkpoint that the run resumes from
+        self._recalled: dict[str, Sampled] = {}
+        self._recalled_steps = set[int]()  # the `prompts_step` of each of these
         self._noting = threading.Lock()  # held while an answer is written
         self._older = set[Path]()  # folders of answers that the latest checkpoint does not need
         # the name that each server gives to the base model
@@ -562,19 +564,19 @@ class VllmEngine:
         Returns:
             The folder of the export: an adapter under LoRA, else a model.
         """
-        keys = self._recipe.model
+        model_keys = self._recipe.model
         is_adapter = self._recipe.lora.use_peft
         for name, content in self._descriptions.items():
             write_file(folder / name, [content])
-        base = keys.model_name_or_path if is_adapter else None
+        base = model_keys.model_name_or_path if is_adapter else None
         source = open_source(folder / MODEL, base_model=base, log=_log_nothing)
         options = ExportOptions(
-            dtype=compute_dtype(self._world.sharding, keys, self._recipe.lora),
+            dtype=compute_dtype(self._world.sharding, model_keys, self._recipe.lora),
             verify=False,
             overwrite=True,
             model=not is_adapter,
             adapter_names="vllm" if is_adapter else "peft",
-            trust_remote_code=keys.trust_remote_code,
+            trust_remote_code=model_keys.trust_remote_code,
         )
         weights = export_source(source, folder / WEIGHTS, options, _log_nothing)
         shutil.rmtree(folder / MODEL)

@@ -202,14 +202,19 @@ def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> Stored
         places[example_ids] = np.stack([piece, first_tokens, token_counts], 1)
         pieces.append((ids, scores))
         rows = description["rows"]  # the same in every piece
-    steps = steps_of_examples(batches)
-    needed = np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
+    needed = _list_read_examples(batches)
     stored_counts = places[:, 2]
     if not pieces or (stored_counts[needed] != batches.examples.trained[needed]).any():
         return None
     keys = recipe.method
     options = DivergenceOptions(keys.distill_beta, keys.temperature, keys.distill_alpha)
     return StoredTeacher(pieces, places, rows, options)
+
+
+def _list_read_examples(batches: StoredBatches) -> NDArray[Any]:
+    """Lists the examples that the run trains on, or measures: int64[examples], sorted."""
+    steps = steps_of_examples(batches)
+    return np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
 
 
 def _open_piece(path: Path, description: Mapping[str, Any]) -> list[NDArray[Any]] | None:
@@ -240,21 +245,27 @@ def _store(
     All ranks call it, and each writes a piece. The former content of the folder is removed.
     """
     began = time.monotonic()
-    k = recipe.method.distill_top_k or 1
+    top_k = recipe.method.distill_top_k
+    assert top_k is not None, "without it no tokens of the teacher are stored"
     student_head: Any = unwrap(model).get_output_embeddings()
     teacher_head: Any = unwrap(teacher.model).get_output_embeddings()
     # the part of the vocabulary that both models have
     rows = min(head.weight.shape[0] for head in (student_head, teacher_head))
+    k = min(top_k, rows)
     arrays = _find_top_tokens(teacher, batches, rows, k, world)
     ranks = RankGroup(world)
     ranks.on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
     stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
     ranks.on_all(lambda: _write_piece(folder, stem, rows, arrays))
     if world.is_main:
-        tokens = int(batches.examples.trained.sum(dtype=np.int64))
-        speed = f"{counted(tokens, 'trained token')} in {time.monotonic() - began:.1f} s"
+        read_examples = _list_read_examples(batches)
+        tokens = int(batches.examples.trained[read_examples].sum(dtype=np.int64))
+        seconds = time.monotonic() - began
         print(
-            f"teacher {folder}: the likeliest {k} of each of {speed}", file=sys.stderr, flush=True
+            f"teacher {folder}: the likeliest {k} of each of {counted(tokens, 'trained token')} in "
+            f"{seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
         )
 
 
@@ -267,13 +278,12 @@ def _find_top_tokens(
         teacher: On every rank.
         batches: Of the training or the held-out data.
         rows: The rows of the vocabulary that both models have.
-        k: How many of the likeliest tokens are kept; all `rows` if it is larger.
+        k: How many of the likeliest tokens are kept; at most `rows`.
         world: The ranks of the run.
 
     Returns:
         This rank's arrays of a piece, in the order of `PARTS`.
     """
-    k = min(k, rows)
     # np.concatenate needs an array even if this rank has no batch
     examples = [np.zeros((0, 2), np.int64)]
     ids = [np.zeros((0, k), np.int32)]
