@@ -24,12 +24,12 @@ from finetune.convert.entries import (
     BUILDERS,
     DataSetEntry,
     Sources,
-    compares_answers,
     find_from_root,
     list_entries,
     make_sources,
     read_each,
     take_first_rows,
+    trains_on_answers,
 )
 from finetune.convert.factory_v1 import V1_ROWS, list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
@@ -134,7 +134,7 @@ def _read_torchtune(
     default = read_section(settings, "dataset").get("train_on_input")
 
     def read(entry: DataSetEntry) -> Sources:
-        if compares_answers(conversion) and _name_component(entry) != "gsm8k":
+        if not trains_on_answers(conversion) and _name_component(entry) != "gsm8k":
             return _read_torchtune_preferences(entry, conversion)
         return _read_torchtune_entry(entry, default, source, conversion)
 
@@ -163,7 +163,7 @@ def _list_torchtune(
     entries = list_entries(value or settings.get(f"{key}s"), key, source)
     _adapt_weights(entries, conversion)
     packed = [entry.take("packed") for entry in entries]
-    if key == "dataset" and any(packed) and not compares_answers(conversion):
+    if key == "dataset" and any(packed) and trains_on_answers(conversion):
         conversion.recipe["packing"] = True  # all of them, says torchtune
     return entries
 
@@ -777,7 +777,7 @@ def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
 def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
     columns = entry.unread.get("columns")  # that alignment-handbook selects
     if (
-        compares_answers(conversion)
+        not trains_on_answers(conversion)
         and isinstance(columns, list)
         and set(columns) <= set(KNOWN_COLUMNS)
     ):
@@ -831,7 +831,7 @@ def _read_axolotl_entry(
 
     `variables`: what its chat templates read beside the messages.
     """
-    if compares_answers(conversion):
+    if not trains_on_answers(conversion):
         return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
