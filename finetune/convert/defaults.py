@@ -132,11 +132,9 @@ def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
 def _keep_unlimited_length(
     settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]
 ) -> None:
-    """Sets a long max_length that cuts no row if the tool has no limit, and reports it."""
+    """Sets a high max_length, over which a run stops, if the tool has no limit, and reports it."""
     tool = conversion.tool
-    has_null = (
-        "max_length" in settings and settings["max_length"] is None
-    )  # TRL's word for no limit
+    has_null = "max_length" in settings and settings["max_length"] is None  # no limit in TRL
     is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (tool == "TRL" and has_null)
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
