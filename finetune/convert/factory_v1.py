@@ -39,7 +39,7 @@ V1_SPECIAL = (
     "rows: a special token that stands in a message is broken by a space without width there; "
     "tokenized as that token here, with a warning"
 )
-# _next_samples of the same class starts the data again when the rest of it fills no step
+# _next_samples, which starts the data again when the rest of it fills no step
 FILLED_UP = (
     "epochs: a step is filled up with rows of the next epoch there; here a last, short step ends "
     "each"
@@ -86,7 +86,7 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
     """Splits conversations as v1 does, and reports which other tokens of a turn v1 trains.
 
-    Older versions of v1 name a template of their own, by which turns are not split.
+    Files of older versions name a `template`, by which turns are not split.
     """
     if settings.get("template"):
         conversion.remarks.append(HEADER_TRAINED)
