@@ -299,7 +299,8 @@ def _convert(file: LoadedFile) -> Conversion:
     """
     tool, settings, text, is_v1, source = file
     refuse_other_methods(tool, settings, source)
-    conversion = Conversion(tool, images=find_images(tool, settings)[1], is_factory_v1=is_v1)
+    _, images = find_images(tool, settings)
+    conversion = Conversion(tool, images=images, is_factory_v1=is_v1)
     settings, unread = read_as_tool(tool, settings)
     conversion.ignored += unread
     method = find_method(tool, settings, source)
@@ -437,7 +438,8 @@ def _convert_key(
         pair = Counterpart(key, key)
     if pair is None:
         _report_unknown(key, value, known, conversion)
-    elif not pair.has_effect or _is_usual(value, pair):
+    elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
+        # the table has the usual values, which ask for what is done here anyway, in JSON
         conversion.ignored.append(key)
     elif value is None or value == "":
         # without a value a key asks for the default; but null turns clipping off, except in
@@ -450,11 +452,6 @@ def _convert_key(
         set_template(key, value, pair, conversion)
     else:
         _set_key(key, value, pair, conversion)
-
-
-def _is_usual(value: Any, pair: Counterpart) -> bool:
-    """Whether a value, as the table writes it, asks for what is done here anyway."""
-    return json.dumps(value, default=str).strip('"') in pair.usual
 
 
 def _report_unknown(

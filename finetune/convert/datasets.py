@@ -464,9 +464,9 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
 def _report_automodel_template(
     entry: DataSetEntry, kind: str, template: str | Path, conversion: Conversion
 ) -> None:
-    """Reports how Automodel's data set `kind` renders texts by the chat template.
+    """Reports how Automodel's data set `kind` renders and trains texts by the chat template.
 
-    `template` is empty if the file names none.
+    Takes mask_generation_prompt from the entry. `template` is empty if the file names none.
     """
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
         note = MARKED_THERE if _has_marks(template) else HEADER_THERE
@@ -684,10 +684,7 @@ def _take_own_template(template: str, kind: str, conversion: Conversion) -> None
     """
     file_template = conversion.recipe.get("chat_template")
     if file_template != template:
-        if file_template is None:
-            saved = "the tokenizer's own, where it has one"
-        else:
-            saved = file_template
+        saved = file_template or "the tokenizer's own, where it has one"
         conversion.remarks.append(SAVED_TEMPLATE.format(template, saved))
     conversion.recipe["chat_template"] = template
     if template == "llama3":

@@ -47,11 +47,8 @@ def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
-    if config.get("model_type"):
-        model_type: str | None = str(config["model_type"])
-    else:
-        model_type = guess_vision_family(name)
-    return key, model_type
+    model_type = config.get("model_type")
+    return key, str(model_type) if model_type else guess_vision_family(name)
 
 
 def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
