@@ -1,5 +1,6 @@
-"""Another tool's command line, from a script or the argument of `finetune convert`, as the settings
-of its file.
+"""Reads another tool's command line into the settings that a file of that tool would have.
+
+The command line is in a script, or is the argument of `finetune convert`.
 """
 
 import re
@@ -14,7 +15,8 @@ from finetune.convert.counterparts import Tool
 from finetune.convert.entries import find_from_root
 from finetune.errors import UserError
 
-SCRIPTS = (".sh", ".bash", ".cmd", ".txt")
+SCRIPT_ENDINGS = (".sh", ".bash", ".cmd", ".txt")
+# the program that a command starts -> its tool
 PROGRAMS: Mapping[str, Tool] = {
     "trl": "TRL",
     "swift": "ms-swift",
@@ -23,38 +25,42 @@ PROGRAMS: Mapping[str, Tool] = {
     "lmf": "LLaMA-Factory",
     "axolotl": "Axolotl",
 }
-# of its examples
+# Scripts that are run instead of these programs: of TRL's examples, LLaMA-Factory and ms-swift.
 TRL_SCRIPT = re.compile(r"(?:^|/)(sft|dpo|kto|orpo|grpo|cpo|gkd|reward_modeling)\.py$")
 FACTORY_SCRIPT = re.compile(r"(?:^|/)src/train\.py$")
 SWIFT_SCRIPT = re.compile(r"(?:^|/)swift/cli/(\w+)\.py$")
-ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")  # $(expr 16 / 4)
+# $(expr 16 / 4) or $((16 / 4)): the groups are a number or variable, the sign, the other number
+ARITHMETIC = re.compile(r"\$\(\(?\s*(?:expr )?(\S+) ([-+*/]) ([^\s)]+)\s*\)?\)")
 VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 ASSIGNMENT = re.compile(r"(?:export )?(\w+)=(.*)")
-# What is quoted; what is no part of a command: a comment (a # within a word, as in rows.jsonl#500,
-# begins none) and where output goes; and what stands between two commands.
-OF_SHELL = re.compile(
+# Three kinds of text in a line of a shell script: quoted text (group 1, kept), a comment or a
+# redirection of output (no group, removed), and what separates two commands (group 2).
+# A # within a word, as in rows.jsonl#500, begins no comment.
+SHELL_SYNTAX = re.compile(
     r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*|(?<!\S)[12&]?>>?(?:&\d|\s*\S+)|"""
     r"""((?<!\S)(?:&&?|\|\|?)(?!\S)|;(?!\S))"""
 )
-CONFIGS = (".yaml", ".yml", ".json")
-COMMAND = "command"  # the key of what the program was asked for, as in `trl dpo`
+CONFIG_ENDINGS = (".yaml", ".yml", ".json")
+COMMAND = "command"  # the settings' key for the subcommand, such as dpo in `trl dpo`
 
 
 def is_command(source: Path) -> bool:
-    """Whether `source` is a script, or a command line itself."""
+    """Whether `source` is a script, or is itself a command line instead of a path."""
     if source.is_file():
-        return source.suffix in SCRIPTS
+        return source.suffix in SCRIPT_ENDINGS
     words = str(source).split()
     return len(words) > 1 and _find_program(words) is not None
 
 
 def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
-    """Returns (the tool, its settings, the text) of the first command in `source` that trains.
+    """Reads the first command of a known tool in `source`: (the tool, the settings, all text).
 
-    A file that the command names is read first; what stands on the command line prevails.
+    The settings are those of the files that the command names. The command's options override
+    them.
 
-    Raises `UserError` where there is no such command, or an option has a value that only a shell
-    knows.
+    Raises:
+        UserError: No command is a known tool's, a file that it names cannot be read, quotes are
+            open, or an argument needs a shell (a variable that is not set, a command's output).
     """
     if source.is_file():
         text = source.read_text(encoding="utf-8-sig")
@@ -68,13 +74,13 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
             continue
         tool, command, arguments = program
         options = dict(_read_options([_fill_in(word, variables, source) for word in arguments]))
-        files = [
+        config_files = [
             options.pop("config", None),
-            *(name for name in options.pop("", []) if str(name).endswith(CONFIGS)),
+            *(name for name in options.pop("", []) if str(name).endswith(CONFIG_ENDINGS)),
         ]
         settings: dict[str, Any] = {}
-        for name in filter(None, files):
-            settings |= _read_file(str(name), source)
+        for name in filter(None, config_files):
+            settings |= _read_config_file(str(name), source)
         settings |= options
         if tool in ("TRL", "ms-swift"):
             settings[COMMAND] = command
@@ -86,8 +92,9 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
 
 def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """Returns what a shell calculates of two whole numbers or variables; the text as it stands for
-    others.
+    """Computes a match of `ARITHMETIC` as a shell does, in whole numbers.
+
+    Returns the text unchanged if an operand is no whole number, or on a division by zero.
 
     >>> ARITHMETIC.sub(
     ...     lambda match: _calculate(match, {"n": "4"}),
@@ -96,16 +103,21 @@ def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:
     '--steps 4 --save 100'
     """
     left, sign, right = match.groups()
-    numbers = [variables.get(part.strip("${}"), part) for part in (left, right)]
-    if not all(number.isdecimal() for number in numbers):
+    operands = [variables.get(text.strip("${}"), text) for text in (left, right)]
+    if not all(operand.isdecimal() for operand in operands):
         return match[0]
-    first, second = map(int, numbers)
+    first, second = map(int, operands)
     if sign == "/":
         return str(first // second) if second else match[0]
     return str({"+": first + second, "-": first - second, "*": first * second}[sign])
 
 
 def _list_commands(text: str, variables: Mapping[str, str], source: Path) -> Iterator[list[str]]:
+    """Yields the words of each command in a script.
+
+    `variables` may grow between two commands: the lines after an assignment are computed with it.
+    """
+    # a backslash at the end of a line continues the command on the next line
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         line = ARITHMETIC.sub(lambda match: _calculate(match, variables), line)
         try:
@@ -117,68 +129,87 @@ def _list_commands(text: str, variables: Mapping[str, str], source: Path) -> Ite
 
 
 def _split_line(line: str) -> list[str]:
-    """Returns the commands of a line, without comments and without where their output goes.
+    """Splits a line into its commands, and removes comments and redirections of output.
 
     >>> _split_line("cd a && swift sft --dataset 'b;' c#5 2>&1 | tee log  # > d")
     ['cd a ', " swift sft --dataset 'b;' c#5  ", ' tee log  ']
     """
-    return OF_SHELL.sub(lambda found: found[1] or ("\n" if found[2] else ""), line).split("\n")
+
+    def replace(match: re.Match[str]) -> str:
+        quoted, separator = match.groups()
+        return quoted or ("\n" if separator else "")
+
+    return SHELL_SYNTAX.sub(replace, line).split("\n")
 
 
 def _find_program(words: Sequence[str]) -> tuple[Tool, str, Sequence[str]] | None:
-    """Returns (the tool, what it is asked for, the arguments), behind launchers and variables; None
-    for another one.
+    """Finds a tool's program in a command: (the tool, the subcommand, the arguments after it).
+
+    Launchers (`torchrun`) and variables may come before the program. Returns None for a command
+    of no tool.
     """
     for i, word in enumerate(words):
         tool = PROGRAMS.get(word.rsplit("/", 1)[-1])
-        is_value = i > 0 and words[i - 1].startswith("--")
+        is_option_value = i > 0 and words[i - 1].startswith("--")
         if (
             tool is not None
-            and not is_value
+            and not is_option_value
             and i + 1 < len(words)
             and not words[i + 1].startswith("-")
         ):
-            asked = words[i + 1]
-            return tool, f"megatron {asked}" if word == "megatron" else asked, words[i + 2 :]
+            subcommand = words[i + 1]
+            if word == "megatron":
+                subcommand = f"megatron {subcommand}"
+            return tool, subcommand, words[i + 2 :]
+        arguments = words[i + 1 :]
         script = SWIFT_SCRIPT.search(word)
         if script is not None:
-            return "ms-swift", script[1], words[i + 1 :]
-        rest = words[i + 1 :]
-        is_factorys = "--stage" in rest or any(other.endswith(CONFIGS) for other in rest)
-        if FACTORY_SCRIPT.search(word) and is_factorys:
-            return "LLaMA-Factory", "train", rest
+            return "ms-swift", script[1], arguments
+        # a file of settings or --stage shows that a src/train.py is LLaMA-Factory's
+        has_factory_arguments = "--stage" in arguments or any(
+            argument.endswith(CONFIG_ENDINGS) for argument in arguments
+        )
+        if FACTORY_SCRIPT.search(word) and has_factory_arguments:
+            return "LLaMA-Factory", "train", arguments
         script = TRL_SCRIPT.search(word)
         if script is not None:
-            return "TRL", script[1], words[i + 1 :]
+            return "TRL", script[1], arguments
     return None
 
 
 def _read_assignments(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
-    read: dict[str, str] = {}
+    """Reads the variables that a command sets (`NAME=value`); `variables` are those set before."""
+    assigned: dict[str, str] = {}
     for word in words:
         assignment = ASSIGNMENT.fullmatch(word)
         if assignment is not None:
-            read[assignment[1]] = VARIABLE.sub(
-                lambda name: variables.get(name[1], name[0]), assignment[2]
-            )
-    return read
+            name, value = assignment.groups()
+            assigned[name] = _replace_variables(value, variables)
+    return assigned
+
+
+def _replace_variables(text: str, variables: Mapping[str, str]) -> str:
+    """Replaces $NAME and ${NAME} by their values; names that are not in `variables` stay."""
+    return VARIABLE.sub(lambda match: variables.get(match[1], match[0]), text)
 
 
 def _fill_in(word: str, variables: Mapping[str, str], source: Path) -> str:
-    filled = VARIABLE.sub(lambda name: variables.get(name[1], name[0]), word)
+    """Replaces the variables in a word; raises `UserError` if the word needs a shell after that."""
+    filled = _replace_variables(word, variables)
     if "$" in filled or "`" in filled:
         raise UserError(f"{source}: {word}: a value that only the shell knows; write it out")
     return filled
 
 
 def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yields the options with their values, and under "" what stands without one; an option alone
-    is true.
+    """Yields each option with its value, and last, under "", the words that belong to no option.
+
+    An option without a value is True; `--no-packing` is `packing` with False.
 
     >>> list(_read_options(["a.yaml", "--lr=1e-4", "--dataset", "a", "b", "--packing", "seed=3"]))
     [('lr', '1e-4'), ('dataset', ['a', 'b']), ('packing', True), ('seed', 3), ('', ['a.yaml'])]
     """
-    alone: list[str] = []
+    without_option: list[str] = []
     i = 0
     while i < len(words):
         word = words[i]
@@ -188,7 +219,7 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             yield name.replace("-", "_"), _read_value(value)
             continue
         if not word.startswith("--"):
-            alone.append(word)
+            without_option.append(word)
             continue
         values: list[str] = []
         while (
@@ -202,19 +233,24 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not values:
             yield name.removeprefix("no_"), not name.startswith("no_")
         else:
-            read = [_read_value(value) for value in values]
-            yield name, read[0] if len(read) == 1 else read
-    yield "", alone
+            parsed = [_read_value(value) for value in values]
+            yield name, parsed[0] if len(parsed) == 1 else parsed
+    yield "", without_option
 
 
 def _read_value(text: str) -> Any:
+    """Reads an option's value as YAML; text that is no YAML stays text."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
 
 
-def _read_file(name: str, source: Path) -> dict[str, Any]:
+def _read_config_file(name: str, source: Path) -> dict[str, Any]:
+    """Reads the settings of a file that the command names.
+
+    A script's file may lie in a folder above the script; a typed command's path is taken as it is.
+    """
     if source.is_file():
         path = find_from_root(source, name)
     else:

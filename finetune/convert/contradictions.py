@@ -1,4 +1,4 @@
-"""Removes keys of a converted recipe that ask for nothing together with the others, and says so."""
+"""Removes and reports keys of a converted recipe that have no effect beside its other keys."""
 
 from finetune.config.quantization import LOAD_KEYS, read_recipe_quantization
 from finetune.config.schedules import SCHEDULES
@@ -8,7 +8,7 @@ from finetune.convert.defaults import FOUR_BIT_DEFAULTS
 from finetune.convert.model_names import BITSANDBYTES_MODEL
 from finetune.convert.value_conversion import Conversion
 
-# -> the key that steps alone reads
+# a strategy -> the number that is read only under the strategy "steps"
 STEPS = {"eval_strategy": "eval_steps", "save_strategy": "save_steps"}
 
 # _tokenize_footer of torchtune's Qwen tokenizers
@@ -16,7 +16,7 @@ WHOLE_TEXT = (
     "chat_template: the line break after the last answer is trained too here, and a row is one "
     "text; there it ends with <|im_end|>, and each message is tokenized apart"
 )
-# Of torchtune's rows that are trained on whole, by our template.
+# The remark about torchtune's rows of which every token is trained, by our chat template.
 WHOLE_TEXTS = {
     "chatml": WHOLE_TEXT,
     "phi3": (
@@ -27,7 +27,7 @@ WHOLE_TEXTS = {
 
 
 def remove_contradictions(conversion: Conversion) -> None:
-    """Changes the recipe, with a line for each key that had an effect in the other tool."""
+    """Changes the recipe, and reports each removed key that has an effect in the other tool."""
     _keep_stream(conversion)
     _drop_unread_steps(conversion)
     _drop_quantization(conversion)
@@ -35,11 +35,11 @@ def remove_contradictions(conversion: Conversion) -> None:
     _fit_schedule(conversion)
     _drop_empty(conversion)
     if conversion.recipe.get("assistant_only_loss") is False:
-        _compare_whole_rows(conversion)
+        _fit_remarks_to_whole_rows(conversion)
 
 
-def _compare_whole_rows(conversion: Conversion) -> None:
-    """Drops what is said of tokens beside the answers, for all are trained here."""
+def _fit_remarks_to_whole_rows(conversion: Conversion) -> None:
+    """Drops the remarks that tokens around an answer are trained there: here every token is too."""
     conversion.remarks = [
         line
         for line in conversion.remarks
@@ -51,6 +51,7 @@ def _compare_whole_rows(conversion: Conversion) -> None:
 
 
 def _keep_stream(conversion: Conversion) -> None:
+    """Drops the held-out share of a data set that is streamed."""
     recipe = conversion.recipe
     if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
         conversion.differences.append(
@@ -59,26 +60,30 @@ def _keep_stream(conversion: Conversion) -> None:
 
 
 def _drop_unread_steps(conversion: Conversion) -> None:
+    """Drops eval_steps and save_steps beside a strategy that does not read them.
+
+    The recipe names no strategy for "steps", which is the default here.
+    """
     recipe = conversion.recipe
     for strategy, steps in STEPS.items():
         if strategy in recipe and recipe.pop(steps, None) is not None:
             conversion.ignored.append(steps)
         if recipe.get(strategy) == "no":
-            del recipe[strategy]  # the default here, without steps
+            del recipe[strategy]  # the default here, without steps, does the same
 
 
 def _drop_quantization(conversion: Conversion) -> None:
-    """Drops quantization of a base that is trained, or whose files are quantized already."""
+    """Drops quantization if the base is trained or stored quantized, and unused 4-bit settings."""
     recipe = conversion.recipe
     for key in LOAD_KEYS:
         if not recipe.get("use_peft") and recipe.pop(key, False):
             note = "only a frozen base can be quantized; every parameter is trained here"
             conversion.add_difference(key, True, note)
     if BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()):
-        asked = [key for key in LOAD_KEYS if recipe.pop(key, False)]
-        if asked:
+        dropped = [key for key in LOAD_KEYS if recipe.pop(key, False)]
+        if dropped:
             conversion.remarks.append(
-                f"{', '.join(asked)}: left to the model, whose files are quantized already"
+                f"{', '.join(dropped)}: left to the model, whose files are quantized already"
             )
     if read_recipe_quantization(recipe).bits != 4:
         for key in FOUR_BIT_DEFAULTS[conversion.tool]:
@@ -86,6 +91,7 @@ def _drop_quantization(conversion: Conversion) -> None:
 
 
 def _drop_evaluation(conversion: Conversion) -> None:
+    """Drops evaluation without held-out rows, and then what needs evaluations."""
     recipe = conversion.recipe
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
         for key in ("eval_steps", "eval_strategy"):
@@ -98,16 +104,21 @@ def _drop_evaluation(conversion: Conversion) -> None:
 
 
 def _fit_schedule(conversion: Conversion) -> None:
+    """Sets the last rate of a polynomial schedule, and drops it from one whose rate never ends."""
     recipe = conversion.recipe
     if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
         rate = recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
-        recipe["min_lr_ratio"] = 1e-7 / rate  # lr_end there
+        recipe["min_lr_ratio"] = 1e-7 / rate  # transformers' default lr_end
     schedule = SCHEDULES.get(str(recipe.get("lr_scheduler_type")))
     if schedule is not None and not schedule.has_end and recipe.pop("min_lr_ratio", None):
         conversion.ignored.append("min_lr")  # a rate that does not fall has no use for it
 
 
 def _drop_empty(conversion: Conversion) -> None:
+    """Drops keys without a value (None) where that is the default.
+
+    Elsewhere None has a meaning: max_grad_norm without a value turns clipping off.
+    """
     recipe = conversion.recipe
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]

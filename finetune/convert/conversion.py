@@ -1,6 +1,4 @@
-"""A recipe of ours with the meaning of another tool's file: its values, its defaults, and what
-differs.
-"""
+"""Converts another tool's file to a recipe with the same meaning, and lists what differs."""
 
 import argparse
 import difflib
@@ -73,6 +71,7 @@ from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
 EXIT_TO_DO = 1
+# how our reader's lines about a missing path end: it may exist on the machine that trains
 MISSING_FILE = (
     "no such file or folder, here or in the recipe's folder",
     "no such file, here or in the recipe's folder",
@@ -80,11 +79,11 @@ MISSING_FILE = (
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
-    """Writes or prints the recipe; what differs is listed in it and on stderr.
+    """Runs `finetune convert`: writes or prints the recipe. What differs is in it and on stderr.
 
-    Raises `UserError` where none is made.
+    Raises `UserError` if no recipe can be made.
 
-    Returns 0, or 1 where something is left to do before the recipe can train.
+    Returns 0, or 1 if something is left to do before the recipe can train.
     """
     source = Path(arguments.source)
     if not is_command(source):
@@ -92,7 +91,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
     conversion = convert_file(source)
     problems = read_back(conversion.recipe)
     if conversion.accelerate_file is not None:
-        path = accelerate_path(Path(arguments.output or _name(source)))
+        path = accelerate_path(Path(arguments.output or _name_source(source)))
         conversion.recipe["accelerate_config"] = path.name
         if not arguments.output:
             conversion.to_do.append(
@@ -109,8 +108,9 @@ def convert_command(arguments: argparse.Namespace) -> int:
     else:
         print(text, end="")
     to_do = [f"to do: {problem}" for problem in [*problems, *conversion.to_do]]
-    is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
-    if is_seen:
+    # on a terminal they have just been printed, as comments at the recipe's end
+    notes_are_seen = not arguments.output and sys.stdout.isatty()
+    if notes_are_seen:
         notes = []
     else:
         notes = [*conversion.differences, *conversion.remarks]
@@ -119,14 +119,16 @@ def convert_command(arguments: argparse.Namespace) -> int:
     return EXIT_TO_DO if conversion.to_do else 0
 
 
-def _name(source: Path) -> str:
+def _name_source(source: Path) -> str:
+    """Returns the name of the file, or says that the source is a command line."""
     return source.name if source.is_file() else "a command line"
 
 
 def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwrite: bool) -> None:
+    """Writes the texts of the recipe and, if it needs one, of the Accelerate file beside it."""
     if accelerate_file is not None:
-        _write(accelerate_path(output), accelerate_file, overwrite)
-    _write(output, recipe, overwrite)
+        _write_file(accelerate_path(output), accelerate_file, overwrite)
+    _write_file(output, recipe, overwrite)
 
 
 def accelerate_path(recipe: Path) -> Path:
@@ -139,8 +141,8 @@ def accelerate_path(recipe: Path) -> Path:
 
 
 def refuse_own(source: Path) -> None:
-    """Raises `UserError` where `source` is a recipe of ours already."""
-    # what is wrong with it is said where it is read as another tool's
+    """Raises `UserError` if `source` is a recipe of ours already."""
+    # None for a file with faults: they are reported when it is read as another tool's
     settings = find_yaml(source, is_foreign=True)
     if settings and is_ours(settings, source):
         raise UserError(
@@ -149,7 +151,8 @@ def refuse_own(source: Path) -> None:
         )
 
 
-def _write(path: Path, text: str, overwrite: bool) -> None:
+def _write_file(path: Path, text: str, overwrite: bool) -> None:
+    """Writes a file; raises `UserError` if that fails, or if it exists and may not be replaced."""
     if path.is_file() and not overwrite:
         raise UserError(f"{path}: exists; name another file, or replace it with --overwrite")
     try:
@@ -161,24 +164,28 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
 
 
 def is_ours(settings: ToolFile, source: Path) -> bool:
-    """Whether all keys are ours, and one of them is ours alone or the whole file reads as a
-    recipe.
+    """Whether a file with these settings is a recipe of ours.
+
+    All its keys must be ours. Other tools share some of them, so a data set must also have a key
+    that only ours have, or the whole file must be a recipe without problems.
     """
     if "datasets" not in settings or not settings.keys() <= recipe_keys().keys():
         return False
-    keys_of_entries: set[str] = set()
+    entry_keys: set[str] = set()
     for key in NESTED.keys() & settings.keys():
         entries = settings[key] if isinstance(settings[key], list) else []
-        keys_of_entries.update(*(entry for entry in entries if isinstance(entry, dict)))
-    ours = keys_of(DatasetSource).keys()
-    if not keys_of_entries <= ours:
+        entry_keys.update(*(entry for entry in entries if isinstance(entry, dict)))
+    our_entry_keys = keys_of(DatasetSource).keys()
+    if not entry_keys <= our_entry_keys:
         return False
-    return bool(keys_of_entries & (ours - {"path", "name", "split"})) or not _problems(str(source))
+    if entry_keys & (our_entry_keys - {"path", "name", "split"}):
+        return True
+    return not _list_problems(str(source))
 
 
 def as_text(source: Path, conversion: Conversion) -> str:
-    """Returns the recipe file, with what differs as comments at its end."""
-    text = f"# From {_name(source)} ({conversion.tool}) by finetune convert.\n"
+    """Returns the text of the recipe file; what differs is in comments at its end."""
+    text = f"# From {_name_source(source)} ({conversion.tool}) by finetune convert.\n"
     text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
     sections = {
         "To do": conversion.to_do,
@@ -196,15 +203,16 @@ def as_text(source: Path, conversion: Conversion) -> str:
 
 
 def read_back(recipe: Mapping[str, Any]) -> list[str]:
-    """Lists what our reader says of a recipe.
+    """Lists the problems that our reader finds in a recipe, a line for each.
 
-    A local path that is missing here may exist where it is trained.
+    One may be a local path that is missing here, but exists on the machine that trains.
     """
-    values = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
-    return [line.replace(COMMAND_LINE, "the recipe") for line in _problems(None, values)]
+    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]
+    return [line.replace(COMMAND_LINE, "the recipe") for line in _list_problems(None, overrides)]
 
 
-def _problems(recipe: str | None, overrides: Sequence[str] = ()) -> list[str]:
+def _list_problems(recipe: str | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Lists the lines of the reader's error on a recipe's path and overrides; empty without one."""
     try:
         read_recipe(recipe, overrides)
     except UserError as error:
@@ -220,21 +228,22 @@ OPTIMIZERS_COPY = (
     "of the weights as they are loaded: the optimizer trains a copy in more bits there; they are "
     "in float32 here, the default"
 )
-# filters of torchtune's and Automodel's; ours is Accelerate's filter_first_and_last_linear_layers
+# These layers pass the filters of torchtune and Automodel. Here Accelerate's
+# filter_first_and_last_linear_layers excludes them.
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
     "over a step's micro-batches too; in float32 here"
 )
-# of weights in 16 bits, whose gradients FSDP2 keeps in them between micro-batches here too
+# The same for weights in 16 bits: FSDP2 keeps their gradients in 16 bits between micro-batches here
+# too.
 REDUCED_ALONE = "gradients: added over the ranks in 16 bits there, in float32 here"
 MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
     "are added over the ranks in 16 bits there, in float32 here"
 )
-# What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of
-# its name.
+# pattern of an AdamW's name in lower case -> the remark on where its state is, or in how many bits
 OPTIMIZER_NOTES = {
     "paged.*8bit": "its state is not paged to the host here",
     "^(?!.*8bit).*paged": (
@@ -248,18 +257,19 @@ OPTIMIZER_NOTES = {
     # _configure_custom_optimizer of its core/builders/base.py, in 0.19 and 0.21
     "^ao_adamw_[48]bit": "Axolotl names this optimizer and refuses it; torchao's in 8 bits here",
 }
-# AdamW by name -> what is another's of its update, or of its state
+# pattern of a name that is converted to AdamW -> how its update or its state differs from AdamW's
 OTHER_ADAMWS = {
     "adopt|apollo|galore|grok|schedule_?free|stable": "another update than AdamW's there",
     "fp8": "moments in 8 bits there, in float32 here",
     "flash": "state in fewer bits there, in float32 here",
     "optimi": "weights in 16 bits are updated with a term that keeps what rounding loses there",
 }
-RATES = ("learning_rate", "lr")  # other keys become shares of it
-# What decides over other keys, wherever it stands in a file: no warm-up, all layers, what is on.
+RATES = ("learning_rate", "lr")  # converted first: min_lr becomes a share of the rate
+# Kinds of keys that are converted last, since they overrule other keys: a schedule without warm-up,
+# all layers as targets, a feature or an optimizer that is switched on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
 NOTHING: tuple[Any, ...] = (False, [], {}, "no", "none", 0)  # values that ask for nothing
-# How a key's value becomes ours -> the capability that is missing where it cannot.
+# kind of conversion (`carry`) -> the missing capability of a value that has no equivalent here
 MISSING_CAPABILITIES: Mapping[str, str] = {
     "schedule": "schedule {}",
     "optimizer": "another optimizer",
@@ -270,11 +280,11 @@ MISSING_CAPABILITIES: Mapping[str, str] = {
 
 
 def convert_file(source: Path) -> Conversion:
-    """Makes a recipe from `source`.
+    """Converts the file or command line `source` to a recipe.
 
     Raises:
         Refusal: The file's method or model is not supported.
-        UserError: The file cannot be read, or holds a value that its own tool would not read.
+        UserError: The file cannot be read, or has a value that its own tool would not read either.
     """
     try:
         return _convert(load_settings(source))
@@ -283,16 +293,21 @@ def convert_file(source: Path) -> Conversion:
 
 
 def _convert(file: LoadedFile) -> Conversion:
+    """Converts a file: first key by key, then what several keys determine together.
+
+    The order of the calls matters: most read what earlier ones left in `conversion`.
+    """
     tool, settings, text, is_v1, source = file
     refuse_other_methods(tool, settings, source)
-    conversion = Conversion(tool, images=find_images(tool, settings)[1], is_factory_v1=is_v1)
+    _, images = find_images(tool, settings)
+    conversion = Conversion(tool, images=images, is_factory_v1=is_v1)
     settings, unread = read_as_tool(tool, settings)
     conversion.ignored += unread
     method = find_method(tool, settings, source)
     known = {pair.key: pair for pair in list_counterparts(tool)}
     if METHODS[method].samples:
         known |= {pair.key: pair for pair in list_counterparts(GRPO)}
-    for key, value in sorted(_walk(settings, known), key=lambda item: _find_turn(item[0], known)):
+    for key, value in sorted(_walk(settings, known), key=lambda pair: _rank_key(pair[0], known)):
         _convert_key(key, value, known, conversion)
     _report_trackers(settings, known, conversion)
     adapt_model(settings, conversion)
@@ -321,54 +336,56 @@ def _convert(file: LoadedFile) -> Conversion:
     report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
-    _list_once(conversion)
+    _drop_reported_keys(conversion)
+    # in the order of the schema
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
 
 
-def _list_once(conversion: Conversion) -> None:
-    """Removes the keys that a line is about from those without effect."""
+def _drop_reported_keys(conversion: Conversion) -> None:
+    """Drops from the keys without effect those that a difference or a remark names."""
     lines = "\n".join([*conversion.differences, *conversion.remarks])
-    about = set(re.findall(r"(?:^|, )([\w.]+): ", lines, re.MULTILINE))
-    conversion.ignored = [key for key in conversion.ignored if key not in about]
+    reported = set(re.findall(r"(?:^|, )([\w.]+): ", lines, re.MULTILINE))
+    conversion.ignored = [key for key in conversion.ignored if key not in reported]
 
 
 def _report_trackers(
     settings: ToolFile, known: Mapping[str, Counterpart], conversion: Conversion
 ) -> None:
-    """Says which trackers that a file asks for are not reported to."""
-    asked: dict[str, None] = {}
+    """Remarks on the trackers that a file asks for and the recipe leaves out: a run has one."""
+    trackers: dict[str, None] = {}  # a set in the order of the file
     for key, value in _walk(settings, known):
         if key in known and known[key].carry == "tracker":
-            asked |= dict.fromkeys(read_trackers(key, value))
-    kept = conversion.recipe.get("report_to")
-    left_out = [name for name in asked if name != kept]
+            trackers |= dict.fromkeys(read_trackers(key, value))
+    tracker_here = conversion.recipe.get("report_to")
+    left_out = [name for name in trackers if name != tracker_here]
     if left_out:
-        reported = f"reports to {kept} alone" if kept else "knows none of these"
+        reported = f"reports to {tracker_here} alone" if tracker_here else "knows none of these"
         names = ", ".join(left_out)
         conversion.remarks.append(
             f"report_to: {names}   (a run {reported}; metrics.jsonl and the report have them all)"
         )
 
 
-def _find_turn(key: str, known: Mapping[str, Counterpart]) -> int:
-    """Returns when a key is read: rates first (0), what decides over other keys last (2)."""
+def _rank_key(key: str, known: Mapping[str, Counterpart]) -> int:
+    """Returns when a key is converted: the learning rate first (0), keys that overrule last (2)."""
     if key.rsplit(".", 1)[-1] in RATES:
         return 0
     return 2 if key in known and known[key].carry in DECISIVE else 1
 
 
 def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that the base's experts are quantized here, if the tool leaves them in 16 bits."""
     name = str(conversion.recipe.get("model_name_or_path"))
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if BITSANDBYTES_MODEL.search(name.lower()):
-        return  # in 4 bits already: see EXPERTS_DEQUANTIZED
+        return  # its experts are in 4 bits already: see EXPERTS_DEQUANTIZED
     family = guess_family(name) or ""
     is_fused = is_mixture(name) and has_fused_experts(family)
     if conversion.tool == "Axolotl" and family in FAMILIES_ROUTED_OTHERWISE:
-        return  # whose code there has a linear layer for each
+        return  # Axolotl's code for these has linear layers for each expert
     if load_key and is_fused and not settings.get("quantize_moe_experts"):
         note = "a mixture's experts are quantized here too; there only linear layers are"
         conversion.add_difference(load_key, True, note)
@@ -377,22 +394,24 @@ def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> Non
 def _walk(
     settings: ToolFile, known: Mapping[str, Counterpart], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields keys with their values; walks a nested mapping where the table names keys inside
-    it.
+    """Yields the settings as (dotted key, value).
+
+    A mapping is entered if the table `known` has keys inside it; else it is a value. A section that
+    is converted by code is also yielded whole.
     """
-    for key, written in settings.items():
+    for key, value in settings.items():
         name = f"{prefix}{key}"
-        value = _read_mapping(written)
-        if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
+        section = _read_mapping(value)
+        if isinstance(section, dict) and any(other.startswith(f"{name}.") for other in known):
             if name in known and known[name].carry == "by-code":
-                yield name, value
-            yield from _walk(value, known, f"{name}.")
+                yield name, section
+            yield from _walk(section, known, f"{name}.")
         else:
-            yield name, written
+            yield name, value
 
 
 def _read_mapping(value: Any) -> Any:
-    """Reads a mapping that is written as JSON, as Trainer's arguments may be."""
+    """Returns the mapping in a text of JSON, as Trainer's arguments may be; else the value."""
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
     try:
@@ -404,7 +423,7 @@ def _read_mapping(value: Any) -> Any:
 def _convert_key(
     key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion
 ) -> None:
-    """Adds a setting of the other tool to the recipe, the differences or the ignored keys.
+    """Adds one setting of the other tool to the recipe, or to the differences or ignored keys.
 
     >>> conversion = Conversion("Axolotl")
     >>> known = {pair.key: pair for pair in list_counterparts("Axolotl")}
@@ -420,36 +439,44 @@ def _convert_key(
     if pair is None:
         _report_unknown(key, value, known, conversion)
     elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
+        # the table has the usual values, which ask for what is done here anyway, in JSON
         conversion.ignored.append(key)
     elif value is None or value == "":
-        if pair.carry == "clip" and conversion.tool != "Automodel":  # whose null is 1.0
+        # without a value a key asks for the default; but null turns clipping off, except in
+        # Automodel, where it means 1.0
+        if pair.carry == "clip" and conversion.tool != "Automodel":
             conversion.recipe[str(pair.ours)] = None
     elif pair.ours is None:
         _report_missing(key, value, pair, conversion)
     elif pair.carry == "template":
         set_template(key, value, pair, conversion)
     else:
-        _set(key, value, pair, conversion)
+        _set_key(key, value, pair, conversion)
 
 
 def _report_unknown(
     key: str, value: Any, known: Mapping[str, Counterpart], conversion: Conversion
 ) -> None:
+    """Reports a key that is in no table, unless it asks for nothing or its section is known."""
     section = known.get(key.split(".")[0]) if "." in key else None
     if section is not None and section.carry == "by-code":
-        return  # an entry's own key is read with the entry
+        return  # the code that reads the section reports its keys
     if section is not None and not section.has_effect:
         conversion.ignored.append(key)
     elif value is not None:
         close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
         if not close and value in NOTHING:
-            conversion.ignored.append(key)  # what is not known here, and is not asked for
+            conversion.ignored.append(key)  # whatever it is, it is off
             return
         meant = f"; did you mean {close[0]}?" if close else ""
         conversion.add_difference(key, value, f"not known here{meant}")
 
 
 def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Reports a key without counterpart here, unless its value asks for nothing.
+
+    If the table lists usual values, even a 0 or false that is not among them is reported.
+    """
     if value in NOTHING and not pair.usual:
         return
     if value == 1 and not isinstance(value, bool) and not pair.usual:
@@ -458,8 +485,8 @@ def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Convers
         conversion.add_difference(key, value, pair.note, pair.missing_capability)
 
 
-def _set(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
-    """Sets our key of `pair`; reports a value without equivalent (`lr_scheduler: rex`)."""
+def _set_key(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Sets our key of `pair`, or reports a value that has no equivalent (`lr_scheduler: rex`)."""
     ours = convert_value(pair, value, conversion.recipe)
     if ours is LEAVE:
         return
@@ -467,17 +494,21 @@ def _set(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> Non
         capability = MISSING_CAPABILITIES.get(pair.carry, "").format(value)
         conversion.add_difference(key, value, pair.note or "no such value here", capability)
         return
-    conversion.recipe |= _name_value(value, ours, pair)
+    conversion.recipe |= _make_entries(value, ours, pair)
     if pair.carry in SIDE_EFFECTS:
         SIDE_EFFECTS[pair.carry](key, value, conversion)
     if pair.inexact:
         conversion.add_remark(key, value, pair.note)
 
 
-def _name_value(value: Any, ours: Any, pair: Counterpart) -> dict[str, Any]:
-    """Returns our keys for a value, of which the value may decide the name."""
+def _make_entries(value: Any, ours: Any, pair: Counterpart) -> dict[str, Any]:
+    """Returns the recipe's entries for their `value`, which is `ours` here.
+
+    The key is that of `pair`, except for values that have a key of their own here.
+    """
     if pair.carry == "betas":
-        return {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
+        beta1, beta2 = ours
+        return {"adam_beta1": convert_number(beta1), "adam_beta2": convert_number(beta2)}
     if pair.ours == "save_strategy" and ours == "best":
         return {"keep_best_checkpoint": True}
     if pair.carry == "bits" and value == 8:
@@ -487,40 +518,48 @@ def _name_value(value: Any, ours: Any, pair: Counterpart) -> dict[str, Any]:
     return {str(pair.ours): None if ours == "null" else ours}
 
 
+# The functions of `SIDE_EFFECTS` follow. Each gets the key and the value of the other tool's file.
+
+
 def _train_adapters(key: str, value: Any, conversion: Conversion) -> None:
+    """Turns adapters on by a key that only LoRA has."""
     conversion.recipe["use_peft"] = True
 
 
 def _quantize_base(key: str, value: Any, conversion: Conversion) -> None:
+    """Adds the quantization of the base under `adapter: qlora`."""
     if value == "qlora":
         conversion.recipe |= QLORA
 
 
 def _note_8_bits(key: str, value: Any, conversion: Conversion) -> None:
+    """Remarks on a base in 8 bits."""
     if value == 8:
         conversion.add_remark(key, value, NOTES["INT8"])
 
 
 def _stop_warmup(key: str, value: Any, conversion: Conversion) -> None:
-    """Drops the warm-up, which transformers' "constant" does not have."""
+    """Turns the warm-up off under transformers' "constant", which has none."""
     if str(value) == "constant" and conversion.tool != "Automodel":
         conversion.recipe["warmup_steps"] = 0
         conversion.recipe.pop("warmup_ratio", None)
 
 
 def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
+    """Reports how an optimizer that is converted to AdamW differs from it."""
     name = str(value).lower()
     for pattern, note in OPTIMIZER_NOTES.items():
         if re.search(pattern, name):
             conversion.add_remark(key, value, note)
     if "4bit" in name and not name.startswith("ao_"):
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
+    class_name = name.split(".")[-1]  # without the modules of a component, such as torchao.optim
     for pattern, note in OTHER_ADAMWS.items():
-        if re.search(pattern, name.rpartition(".")[2]):
+        if re.search(pattern, class_name):
             conversion.add_difference(key, value, note)
 
 
-# How a key's value becomes ours -> what it does beside that.
+# kind of conversion (`carry`) -> what it does besides setting our key
 SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
     "lora-only": _train_adapters,
     "adapter": _quantize_base,
@@ -531,38 +570,51 @@ SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
 
 
 def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Names the Accelerate file for the layout of a file, and drops what that layout has no use
-    for.
+    """Names or makes the Accelerate file for the file's layout, and adapts keys that depend on it.
+
+    `text` is the file with its comments.
     """
     recipe = conversion.recipe
     layout = read_layout(conversion.tool, settings, text)
     is_sharded = layout.sharding != "none" and not layout.for_groups
     if recipe.get("optim_in_backward") and layout.sharding == "none":
-        # the same in one process, and DDP keeps its gradients
+        # one process trains the same under FSDP, and DDP would keep the gradients
         layout = replace(layout, sharding="full")
     if layout.file is not None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
     conversion.remarks += layout.remarks()
-    in_fp32 = (
+    reduces_in_fp32 = (
         conversion.tool == "Automodel"
         or settings.get("lora_fp32_gradients")
-        # the reduce_dtype of its v1/plugins/trainer_plugins/distributed/fsdp2.py
+        # reduce_dtype of LLaMA-Factory's v1/plugins/trainer_plugins/distributed/fsdp2.py
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     _set_dtype(layout, conversion)
-    if is_sharded and layout.precision != "no" and not in_fp32:
-        conversion.remarks.append(_describe_sums(conversion))
+    if is_sharded and layout.precision != "no" and not reduces_in_fp32:
+        conversion.remarks.append(_describe_reduction(conversion))
     elif conversion.tool == "ms-swift" and LAUNCH_FILE.search(text):
         conversion.remarks.append(MAYBE_REDUCED)
     if layout.fp8 and conversion.tool in OF_COMPONENTS:
-        filters = read_section(settings, "fp8").get("filter_fqns") or []
-        has_head = conversion.tool == "Automodel" and "lm_head" not in filters
-        layers = (
-            "first linear layer and the output head are" if has_head else "first linear layer is"
-        )
-        conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
+        _report_fp8_layers(settings, layout, conversion)
     name_saved_dtype(settings, layout, conversion)
+    _fit_memory_savings(layout, conversion)
+
+
+def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
+    """Reports the layers that are multiplied in FP8 there and in 16 bits here."""
+    filters = read_section(settings, "fp8").get("filter_fqns") or []
+    has_head = conversion.tool == "Automodel" and "lm_head" not in filters
+    if has_head:
+        layers = "first linear layer and the output head are"
+    else:
+        layers = "first linear layer is"
+    conversion.add_difference("fp8", layout.fp8, ALL_IN_FP8.format(layers))
+
+
+def _fit_memory_savings(layout: AskedLayout, conversion: Conversion) -> None:
+    """Drops ways to save memory that have no use in the layout, and reports an additional one."""
+    recipe = conversion.recipe
     if recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
         del recipe["activation_offload"]
         conversion.remarks.append(
@@ -573,14 +625,15 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         conversion.remarks.append(
             "optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already"
         )
-    if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
+    is_fsdp_file = layout.file not in (None, "ddp", "ddp_checkpointing")
+    if is_fsdp_file and not layout.checkpointing:
         conversion.remarks.append(
             "activation checkpointing is on in the Accelerate file: less memory, the same loss"
         )
 
 
-def _describe_sums(conversion: Conversion) -> str:
-    """Says which sums of gradients are in 16 bits there, and in float32 here."""
+def _describe_reduction(conversion: Conversion) -> str:
+    """Returns the remark on sums of gradients that are in 16 bits there, and in float32 here."""
     recipe = conversion.recipe
     if recipe.get("dtype") == "bfloat16" and not recipe.get("use_peft"):
         return REDUCED_ALONE
@@ -588,15 +641,18 @@ def _describe_sums(conversion: Conversion) -> str:
 
 
 def _set_dtype(layout: AskedLayout, conversion: Conversion) -> None:
+    """Sets the dtype in which the weights are loaded and trained, or reports what differs in it."""
     recipe = conversion.recipe
-    if layout.pure_bf16 and not recipe.get("use_peft"):
+    trains_base = not recipe.get("use_peft")
+    if layout.pure_bf16 and trains_base:
         recipe.setdefault("dtype", "bfloat16")
     elif layout.pure_bf16 and conversion.tool == "torchtune":
         conversion.remarks.append(
             "dtype: bf16   (of adapters, their gradients and moments too there; in fp32 here)"
         )
-    elif (
-        layout.keeps_fp32 and not recipe.get("use_peft") and recipe.pop("dtype", None) == "bfloat16"
-    ):
-        note = OPTIMIZERS_COPY if conversion.tool == "Automodel" else MASTER_WEIGHTS
-        conversion.remarks.append(f"dtype: bfloat16   ({note})")
+    elif layout.keeps_fp32 and trains_base:
+        # float32, in which the weights are trained there, is the default here
+        loaded_dtype = recipe.pop("dtype", None)
+        if loaded_dtype == "bfloat16":
+            note = OPTIMIZERS_COPY if conversion.tool == "Automodel" else MASTER_WEIGHTS
+            conversion.remarks.append(f"dtype: bfloat16   ({note})")

@@ -1,10 +1,9 @@
-"""The keys of other tools, with what each is here, read from the tables beside this file: one row a
-key.
+"""The keys of other tools and their counterparts here, from the tables beside this file.
 
-Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig,
-ModelConfig, ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its
-`hparams`), torchtune (its recipes and builders), NeMo Automodel (`recipes/llm/train_ft.py`,
-`components/optim/config.py`, `components/_peft/lora.py`).
+A table has a row for each key. Sources: the configuration classes and documentation of TRL 1.9
+with transformers 5 (SFTConfig, ModelConfig, ScriptArguments, TrainingArguments), Axolotl 0.18,
+LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes and builders), NeMo Automodel
+(`recipes/llm/train_ft.py`, `components/optim/config.py`, `components/_peft/lora.py`).
 """
 
 import csv
@@ -20,8 +19,8 @@ Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel", "ms-
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
 
-# How a value becomes ours; convert/value_conversion.py says what each does. "by-code" is read by
-# convert's own code.
+# How a value is converted: the names of the converters in convert/value_conversion.py. Keys with
+# "by-code" are left to the code of the other modules here.
 Carry = Literal[
     "same",
     "not",
@@ -59,34 +58,37 @@ Carry = Literal[
 FOLDER = Path(__file__).parent
 KEYS = "keys.csv"
 DATA_SET_KEYS = "data_set_keys.csv"
-LACKS = "lacks "  # before the capability in the column `status`
-USUAL = "ignored for "  # before the values, in JSON, that do what is done here
-GRPO = "GRPO"  # in the column `tools`: TRL's trainer, beside the keys of its others
+# Words of the column `status`: "lacks CAPABILITY", which is missing here; "ignored for VALUES", in
+# JSON, by which the other tool does what is done here.
+LACKS = "lacks "
+USUAL = "ignored for "
+GRPO = "GRPO"  # in the column `tools`: keys of TRL's GRPO trainer, beside those of tool "TRL"
 
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """One key of another tool.
+    """A key of another tool, and what becomes of it.
 
-    `ours` is None where there is none; `note` then says why, or what to do instead.
+    `ours` is None if no key here does the same; `note` then says why, or what to do instead.
     """
 
-    key: str  # dotted where it is nested
+    key: str  # dotted if it is nested
     ours: str | None
     note: str = ""
     carry: Carry = "same"
-    inexact: bool = False  # nearly the same: converted, and the note is reported
-    missing_capability: str = ""  # what it asks for that is not supported here
-    has_effect: bool = True  # whether dropping it changes what is trained, saved or measured
-    usual: tuple[str, ...] = ()  # the values for which it does not, where others do
+    inexact: bool = False  # our key does nearly the same: the note is reported
+    missing_capability: str = ""  # what the key asks for that is not supported here; else empty
+    has_effect: bool = True  # whether dropping the key changes what is trained, saved or measured
+    usual: tuple[str, ...] = ()  # in JSON: values that ask for what is done here anyway
 
 
 def _read_table(name: str) -> Iterator[dict[str, str]]:
+    """Yields the rows of a CSV file beside this one, by column name."""
     with (FOLDER / name).open(encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
 
 
-# Notes that several keys share: `$NAME` in the tables.
+# Notes that several keys share; a table has `$NAME` in place of such a note.
 NOTES: Mapping[str, str] = {
     "PRECISION": PRECISION,
     "TRUNCATED": TRUNCATED,
@@ -96,7 +98,7 @@ NOTES: Mapping[str, str] = {
 
 @cache
 def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
-    """Lists the keys of a tool (or of `GRPO`) in the order of a table.
+    """Lists the keys of a tool (or of `GRPO`) in the order of the table's rows.
 
     >>> next(pair for pair in list_counterparts("Axolotl") if pair.key == "micro_batch_size").ours
     'per_device_train_batch_size'
@@ -107,6 +109,7 @@ def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
 
 
 def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
+    """Makes a counterpart from a row of a table."""
     status = row["status"]
     if status.startswith(LACKS):
         capability = status.removeprefix(LACKS)
@@ -117,6 +120,10 @@ def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
         note = NOTES[note.removeprefix("$")]
     elif capability and not note:
         note = f"{capability}: not supported"
+    if status.startswith(USUAL):
+        usual = tuple(status.removeprefix(USUAL).split())
+    else:
+        usual = ()
     return Counterpart(
         key=row["key"],
         ours=row["ours"] or None,
@@ -125,5 +132,5 @@ def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
         inexact=status == "nearly",
         missing_capability=capability,
         has_effect=status != "ignored",
-        usual=tuple(status.removeprefix(USUAL).split()) if status.startswith(USUAL) else (),
+        usual=usual,
     )

@@ -1,4 +1,8 @@
-"""Other tools' data sets as entries of `datasets` and `eval_datasets`."""
+"""Converts other tools' data sets to entries of `datasets` and `eval_datasets`.
+
+`READERS` has a function for each tool. It takes the keys that it converts out of a `DataSetEntry`;
+`read_each` reports the keys that stay.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +28,12 @@ from finetune.convert.entries import (
     BUILDERS,
     DataSetEntry,
     Sources,
-    compares_answers,
     find_from_root,
     list_entries,
     make_sources,
     read_each,
     take_first_rows,
+    trains_on_answers,
 )
 from finetune.convert.factory_v1 import V1_ROWS, list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
@@ -43,17 +47,20 @@ from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
 
+# a column of preference or rated data -> the key of our entries that names it
 PAIRED_COLUMNS = {
     "prompt": "prompt_column",
     "chosen": "chosen_column",
     "rejected": "rejected_column",
 }
 RATED_COLUMNS = {"completion": "completion_column", "label": "label_column"}
+# torchtune's data sets of preferences -> their source on the hub; None: the file names it
 TORCHTUNE_PAIRS = {
     "stack_exchange_paired": "lvwerra/stack-exchange-paired",
     "hh_rlhf_helpful": "RLHFlow/HH-RLHF-Helpful-standard",
     "preference": None,
 }
+# the columns of stack_exchange_paired
 STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
 # sample_dataset of ms-swift's dataset/utils.py, _load_single_dataset of LLaMA-Factory's
 # data/loader.py
@@ -65,37 +72,41 @@ SUBFOLDER = "read from this folder of the hub data set alone there; here from al
 
 
 def _name_component(entry: DataSetEntry) -> str:
-    """Returns the data set builder of torchtune that an entry names, or the transform of its rows,
-    without its ending.
+    """Returns the function of torchtune that an entry names, without module and ending.
+
+    "alpaca" for torchtune.datasets.alpaca_dataset. If no function makes the data set, this is
+    the transform of its rows. Empty if there is neither.
     """
     entry.flatten("transform")
-    names = (entry.unread.get(key) for key in ("_component_", "transform._component_"))
-    component = str(next(filter(None, names), "")).rsplit(".", 1)[-1]
-    return component.removesuffix("_dataset").removesuffix("_transform")
+    component = entry.unread.get("_component_") or entry.unread.get("transform._component_") or ""
+    name = str(component).rsplit(".", 1)[-1]
+    return name.removesuffix("_dataset").removesuffix("_transform")
 
 
 def _read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> Sources:
-    """Reads an entry of torchtune's; a component that is not known stays unread, and is listed."""
+    """Converts a data set of preferences; an unknown component stays unread, so it is reported."""
     component = _name_component(entry)
     entry.flatten("column_map")
     keys = entry.take_name_and_split()
     if component in TORCHTUNE_PAIRS:
         entry.take("_component_")
     if component == "stack_exchange_paired":
-        usual = STACK_EXCHANGE
+        default_columns = STACK_EXCHANGE
     else:
-        usual = {}
-    for name, ours in PAIRED_COLUMNS.items():
-        column = entry.take(f"column_map.{name}") or usual.get(name)
-        if column != name:
-            keys[ours] = column
-    source = TORCHTUNE_PAIRS.get(component)
-    if component == "stack_exchange_paired" and entry.unread.get("source") in (None, source):
+        default_columns = {}
+    for name, our_key in PAIRED_COLUMNS.items():
+        column = entry.take(f"column_map.{name}") or default_columns.get(name)
+        if column != name:  # our reader finds a column of this name by itself
+            keys[our_key] = column
+    default_source = TORCHTUNE_PAIRS.get(component)
+    has_default_source = entry.unread.get("source") in (None, default_source)
+    if component == "stack_exchange_paired" and has_default_source:
         keys["type"] = "messages"
         conversion.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
-    return make_sources([path or source for path in entry.take_paths("source")], **keys)
+    return make_sources([path or default_source for path in entry.take_paths("source")], **keys)
 
 
+# torchtune's other data sets -> the `type` of our entries; None: our reader recognizes the rows
 TORCHTUNE_FORMATS = {
     "alpaca": "alpaca",
     "alpaca_cleaned": "alpaca",
@@ -105,7 +116,9 @@ TORCHTUNE_FORMATS = {
     "the_cauldron": "cauldron",
     "gsm8k": "messages",
 }
+# those that train the prompt too unless train_on_input is false
 TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
+# those with a source on the hub, if the file names none
 TORCHTUNE_SOURCES = {
     "alpaca": "tatsu-lab/alpaca",
     "alpaca_cleaned": "yahma/alpaca-cleaned",
@@ -131,27 +144,28 @@ R1_PROMPT = (
 def _read_torchtune(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
-    default = read_section(settings, "dataset").get("train_on_input")
+    """Converts the data sets of a torchtune file: (for training, held out)."""
+    trains_input = read_section(settings, "dataset").get("train_on_input")
 
     def read(entry: DataSetEntry) -> Sources:
-        if compares_answers(conversion) and _name_component(entry) != "gsm8k":
+        if not trains_on_answers(conversion) and _name_component(entry) != "gsm8k":
             return _read_torchtune_preferences(entry, conversion)
-        return _read_torchtune_entry(entry, default, source, conversion)
+        return _read_torchtune_entry(entry, trains_input, source, conversion)
 
-    train = read_each(
-        "torchtune", _list_torchtune("dataset", settings, source, conversion), read, conversion
-    )
-    held_out = read_each(
-        "torchtune", _list_torchtune("dataset_val", settings, source, conversion), read, conversion
-    )
-    return train, held_out
+    def read_key(key: str) -> Sources:
+        entries = _list_torchtune(key, settings, source, conversion)
+        return read_each("torchtune", entries, read, conversion)
+
+    train = read_key("dataset")
+    return train, read_key("dataset_val")
 
 
 def _list_torchtune(
     key: str, settings: ToolFile, source: Path, conversion: Conversion
 ) -> list[DataSetEntry]:
-    """Lists the data sets under `key`, which is one or a list, without what becomes keys of the
-    whole recipe.
+    """Lists the data sets under `key`, which has one or a list.
+
+    Keys that are set for the whole recipe here, such as `packed`, are taken from the entries.
     """
     value = settings.get(key)
     if isinstance(value, dict):
@@ -162,13 +176,13 @@ def _list_torchtune(
         return [entry]
     entries = list_entries(value or settings.get(f"{key}s"), key, source)
     _adapt_weights(entries, conversion)
-    packed = [entry.take("packed") for entry in entries]
-    if key == "dataset" and any(packed) and not compares_answers(conversion):
-        conversion.recipe["packing"] = True  # all of them, says torchtune
+    are_packed = [entry.take("packed") for entry in entries]
+    if key == "dataset" and any(are_packed) and trains_on_answers(conversion):
+        conversion.recipe["packing"] = True  # torchtune packs all of them or none
     return entries
 
 
-# get_multi_dataset of torchtune's data/_utils.py, by torchdata's MultiNodeWeightedSampler, and
+# get_multi_dataset of torchtune's data/_utils.py uses torchdata's MultiNodeWeightedSampler;
 # _setup_data of its recipes/dev/lora_finetune_distributed_multi_dataset.py
 DRAWN_BY_WEIGHTS = (
     "each row is drawn from a data set by its share of the weights there, and one that ends is "
@@ -178,26 +192,29 @@ DRAWN_BY_WEIGHTS = (
 
 
 def _adapt_weights(entries: Sequence[DataSetEntry], conversion: Conversion) -> None:
-    """Reports how torchtune mixes data sets that have weights; of one alone it reads none."""
+    """Reports how torchtune mixes data sets by weights; drops that of a single data set."""
     weights = [entry.unread["weight"] for entry in entries if "weight" in entry.unread]
     if len(entries) > 1 and weights:
         conversion.add_difference("datasets.weight", weights, DRAWN_BY_WEIGHTS)
     elif weights:
-        entries[0].take("weight")
+        entries[0].take("weight")  # torchtune does not read it either
 
 
 def _read_torchtune_entry(
-    entry: DataSetEntry, default: Any, source: Path, conversion: Conversion
+    entry: DataSetEntry, trains_input: Any, source: Path, conversion: Conversion
 ) -> Sources:
-    """Reads an entry of torchtune's. `default`: the first one's train_on_input."""
+    """Converts a data set of a torchtune file for supervised fine-tuning.
+
+    `trains_input`: train_on_input of the section `dataset`, which has been taken from the entry.
+    """
     component = _name_component(entry)
-    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", default) is None:
-        conversion.recipe["assistant_only_loss"] = False  # the default of these two
+    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", trains_input) is None:
+        conversion.recipe["assistant_only_loss"] = False
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")
         entry.take("transform._component_")
     if component == "text_completion" and "max_length" in conversion.recipe:
-        conversion.recipe["overlength"] = "truncate"  # what is behind the cut is left out
+        conversion.recipe["overlength"] = "truncate"  # torchtune does not train the rest of a text
     if component == "chat":
         notes = OF_OPENAI if entry.unread.get("conversation_style") == "openai" else ()
         conversion.remarks += [f"{entry.where}: {note}" for note in (OF_CHATS, *notes)]
@@ -208,29 +225,34 @@ def _read_torchtune_entry(
         raise UserError(
             f"{source}: {entry.where}: {component} names no source; set it to a file or hub name"
         )
-    named = entry.take_name_and_split()
+    keys = entry.take_name_and_split() | keys
     if component == "gsm8k":
-        named = {"name": named["name"] or "main", "split": named["split"] or "train"}
+        keys["name"] = keys["name"] or "main"
+        keys["split"] = keys["split"] or "train"
         conversion.add_difference(f"{entry.where}._component_", component, R1_PROMPT)
-    subset = entry.take("subset")
+    keys["name"] = entry.take("subset") or keys["name"]
     weight = entry.take("weight")
     if weight not in (None, 1.0):
         keys["weight"] = weight
-    return make_sources(paths, **named | {"name": subset or named["name"]}, **keys)
+    return make_sources(paths, **keys)
 
 
 def _report_torchtune_packing(entry: DataSetEntry, component: str, conversion: Conversion) -> None:
-    """Reports how torchtune packs rows: in their order, or split where they do not fit."""
+    """Reports how torchtune packs rows: in their order, and texts split over two packed rows."""
     if not conversion.recipe.get("packing"):
         return
-    split = entry.unread.get("split_across_pack")
-    if component == "text_completion" and split is None:
-        conversion.add_difference(f"{entry.where}.split_across_pack", split, SPLIT_BY_PACKING)
-    elif not split and PACKED_IN_ORDER not in conversion.remarks:
+    splits = entry.unread.get("split_across_pack")
+    if component == "text_completion" and splits is None:
+        conversion.add_difference(f"{entry.where}.split_across_pack", splits, SPLIT_BY_PACKING)
+    elif not splits and PACKED_IN_ORDER not in conversion.remarks:
         conversion.remarks.append(PACKED_IN_ORDER)
 
 
 def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, Any]:
+    """Takes the columns of a data set, and returns our keys for them and its `type`.
+
+    `column_map` maps torchtune's names of columns to those of the data.
+    """
     entry.flatten("column_map")
     keys = {
         "type": TORCHTUNE_FORMATS.get(component),
@@ -238,13 +260,13 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
         "messages_column": entry.take("conversation_column"),
     }
     columns = {key: value for key, value in entry.unread.items() if key.startswith("column_map.")}
-    is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
+    renames_none = all(key == f"column_map.{value}" for key, value in columns.items())
     if keys["type"] == "alpaca":
         keys["alpaca_prompt"] = True
     if component == "gsm8k":
         keys["prompt_column"] = "question"
         keys["completion_column"] = "answer"
-    elif component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
+    elif component == "instruct" or (keys["type"] == "alpaca" and not renames_none):
         prompt = "input" if component == "instruct" else "instruction"
         keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
         keys["completion_column"] = entry.take("column_map.output") or "output"
@@ -252,23 +274,25 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
         conversations = entry.take("column_map.conversations")
         messages = entry.take("column_map.messages")
         keys["messages_column"] = conversations or messages or keys["messages_column"]
-    elif is_usual:
+    elif renames_none:
         for key in columns:
             entry.take(key)
     return keys
 
 
+# Automodel's function or class -> the `type` of our entries
 AUTOMODEL_FORMATS = {
     "make_squad_dataset": "squad",
     "HellaSwag": "hellaswag",
     "make_tulu3_dataset": "messages",
 }
-# len_prompt_ids in format_prompt_completion of its components/datasets/llm/formatting_utils.py,
-# which counts the space that ends a prompt
+# len_prompt_ids in format_prompt_completion of Automodel's
+# components/datasets/llm/formatting_utils.py counts the space that ends a prompt
 FIRST_OF_ANSWER = (
     "which is trained there only where the tokenizer begins a text with BOS and does not say "
     "add_bos_token"
 )
+# our `type` -> how a text or an answer begins or ends differently there
 AUTOMODEL_ENDS = {
     # convert_sharegpt_to_conversation of its components/datasets/vlm/datasets.py
     "messages": "white space around a question is left out there",
@@ -283,7 +307,7 @@ AUTOMODEL_ENDS = {
         "and with all but the first of the tokens that begin one"
     ),
 }
-# of its components/datasets/vlm/datasets.py
+# Automodel's mixture of two data sets, in its components/datasets/vlm/datasets.py
 MIXTURE = "make_tulu3_magicoder_text_mix_dataset"
 MIXED: Mapping[str, dict[str, Any]] = {
     "tulu": {"path": "allenai/tulu-3-sft-mixture", "type": "messages"},
@@ -294,6 +318,8 @@ MIXED: Mapping[str, dict[str, Any]] = {
         "completion_column": "solution",
     },
 }
+MIXED_MAX_TURNS = 16  # the default of its max_turns
+FIRST_SHARE = 0.8  # of the first data set in its rows
 MIXED_SHARES = (
     "a row is of the first data set with a chance of 0.8 there, else of the second, until each of "
     "both was drawn, and no more than limit_total; here each is read once an epoch: an entry's "
@@ -303,13 +329,15 @@ MIXED_ROWS = (
     "of the first data set rows of over {} messages are left out there, and messages without "
     "words; of the second the white space around a text; here all is read"
 )
-# MistralCommonBackend of its _transformers/tokenization, which has no chat template
+# families whose tokenizer there is MistralCommonBackend of _transformers/tokenization, which has no
+# chat template
 BY_MISTRAL_COMMON = ("mistral", "pixtral", "mistral3", "ministral3")
 WITHOUT_TEMPLATE = (
     "mistral-common's tokenizer has no chat template there: prompt and answer are plain text, and "
     "no end-of-text token follows; here the tokenizer's own template writes them where it has one"
 )
-# _build_tokenizer of Automodel's recipes/llm/train_ft.py
+# keys of Automodel's section `tokenizer` that need no report: _build_tokenizer of its
+# recipes/llm/train_ft.py
 TOKENIZER_KEYS = (
     "_target_",
     "pretrained_model_name_or_path",
@@ -321,8 +349,8 @@ TOKENIZER_AS_IT_IS = (
     "an argument of the tokenizer there; here it is as its own files say, and a row that is cut "
     "loses its end"
 )
-# _is_consistent_render_prefix of its components/datasets/llm/formatting_utils.py, by which an EOS
-# token after the question stands for the header's first token
+# _is_consistent_render_prefix of its components/datasets/llm/formatting_utils.py takes an EOS token
+# after the question for the header's first token
 HEADER_THERE = (
     f"under a chat template {HEADER}, but for its first token where the template ends each text "
     "with the EOS token, as Phi-3's, whose header is that token alone; so is what it writes after "
@@ -341,16 +369,17 @@ ONE_TEXT_OF_CHAT = (
     "and without them ends the run, unless the EOS token at its end alone is another; here it has "
     "a text of its own, as inference has it"
 )
+# patterns of the names of models whose templates may write an earlier answer without its thinking
 THINKING_MODELS = (THINKING, THINKING_LAST, MAYBE_THINKING)
-REWRITING = re.compile(r"think|reasoning|<\|return\|>")
-ENDS_LAST = "<|return|>"  # of gpt-oss: an earlier answer ends with <|end|>
+REWRITING = re.compile(r"think|reasoning|<\|return\|>")  # in the text of such a template
+ENDS_LAST = "<|return|>"  # gpt-oss ends a last answer with it, and an earlier one with <|end|>
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
 MARKED_THERE = (
     "the generation blocks of the chat template are trained there; here what of them follows the "
     "prompt of inference"
 )
-# ColumnMappedTextInstructionDataset of Automodel 0.7, whose use_hf_chat_template is off by default
+# ColumnMappedTextInstructionDataset of Automodel 0.7, by default without use_hf_chat_template
 FIRST_IN_SPACE = f"the answer's first token begins with the space there, {FIRST_OF_ANSWER}"
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"
 SYSTEM_THERE = "each row begins with a system message without words there"
@@ -358,7 +387,7 @@ BY_CODE = (
     "this class joins several columns of a row in code; write the rows as messages and name that "
     "file as path, or yield them: `function: my_data.py:rows`"
 )
-# what its components/datasets/vlm/datasets.py makes of a row
+# how functions of Automodel's components/datasets/vlm/datasets.py make a row from the columns
 AS_FILED = "not turned upright by its EXIF data"
 ROWS_BY_CODE = {
     "make_cord_v2_dataset": (
@@ -376,31 +405,34 @@ ROWS_BY_CODE = {
     ),
 }
 
-
-# resolve_vlm_dataloader of its recipes/_typed_config.py: the tokenizer is the processor's, and
-# lengths are read with those of packing
+# Keys of a data set that Automodel's recipe for images does not read there. By
+# resolve_vlm_dataloader of its recipes/_typed_config.py the tokenizer is the processor's, and
+# lengths are read from the section of packing.
 READ_ELSEWHERE = ("tokenizer", "truncate", "inject_fake_images", "max_length", "pretokenize")
 
 
 def _read_automodel(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
+    """Converts the data sets of an Automodel file: (for training, held out)."""
+    ignored_keys = READ_ELSEWHERE if runs_for_images(settings) else ()
+
     def read(entry: DataSetEntry) -> Sources:
         return _read_automodel_entry(entry, source, conversion)
 
-    def list_one(key: str) -> list[DataSetEntry]:
+    def read_key(key: str) -> Sources:
         section = settings.get(key)
         if not isinstance(section, dict):
             return []
-        unread = READ_ELSEWHERE if runs_for_images(settings) else ()
-        kept = {name: value for name, value in section.items() if name not in unread}
-        return [DataSetEntry.make(key, kept)]
+        keys = {name: value for name, value in section.items() if name not in ignored_keys}
+        return read_each("Automodel", [DataSetEntry.make(key, keys)], read, conversion)
 
-    train = read_each("Automodel", list_one("dataset"), read, conversion)
-    return train, read_each("Automodel", list_one("validation_dataset"), read, conversion)
+    train = read_key("dataset")
+    return train, read_key("validation_dataset")
 
 
 def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
+    """Converts a data set of an Automodel file, by the function or class that reads it there."""
     kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
     entry.flatten("column_mapping", "tokenizer")
     _take_tokenizer(entry, conversion)
@@ -420,7 +452,22 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
         conversion.add_difference(f"{entry.where}.shuffle_seed", shuffle_seed, SHUFFLED_BEFORE)
     limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
     keys |= _take_automodel_format(entry, kind, path, conversion)
-    template = _read_template(entry.take("chat_template"), source)
+    template = _find_template(entry.take("chat_template"), source)
+    _report_automodel_template(entry, kind, template, conversion)
+    if template:
+        conversion.recipe["chat_template"] = str(template)
+    paths = path if isinstance(path, list) else [path]
+    limit = next(filter(None, limits), None)
+    return [take_first_rows(our_entry, limit) for our_entry in make_sources(paths, **keys)]
+
+
+def _report_automodel_template(
+    entry: DataSetEntry, kind: str, template: str | Path, conversion: Conversion
+) -> None:
+    """Reports how Automodel's data set `kind` renders and trains texts by the chat template.
+
+    Takes mask_generation_prompt from the entry. `template` is empty if the file names none.
+    """
     if kind in ("make_squad_dataset", "ChatDataset") and not entry.take("mask_generation_prompt"):
         note = MARKED_THERE if _has_marks(template) else HEADER_THERE
         conversion.remarks.append(f"{entry.where}: {note}")
@@ -430,75 +477,80 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     families = {guess_family(name), guess_vision_family(name)}
     if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
         conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
-    if template:
-        conversion.recipe["chat_template"] = str(template)
-    paths = path if isinstance(path, list) else [path]
-    limit = next(filter(None, limits), None)
-    return [take_first_rows(made, limit) for made in make_sources(paths, **keys)]
 
 
 def _read_mixture_of_texts(entry: DataSetEntry, conversion: Conversion) -> Sources:
-    """Reads Automodel's mixture of two data sets of the hub, whose rows it draws by fixed shares.
+    """Converts Automodel's mixture of two data sets of the hub, which it draws by fixed shares.
 
-    A limit takes the first rows of each, by these shares.
+    With limit_total the first rows of each are read, by these shares. Without it each is read
+    whole, which is reported.
     """
     entry.take("seed")
-    most = entry.take("max_turns")
+    max_turns = entry.take("max_turns")
     limit = entry.take("limit_total")
     sources = [
-        made | {"split": entry.take(f"{name}_split") or "train"} for name, made in MIXED.items()
+        keys | {"split": entry.take(f"{name}_split") or "train"} for name, keys in MIXED.items()
     ]
-    note = MIXED_ROWS.format(16 if most is None else most)
-    conversion.add_difference(f"{entry.where}.max_turns", most, note)
-    if not isinstance(limit, int) or any("[" in made["split"] for made in sources):
+    note = MIXED_ROWS.format(MIXED_MAX_TURNS if max_turns is None else max_turns)
+    conversion.add_difference(f"{entry.where}.max_turns", max_turns, note)
+    if not isinstance(limit, int) or any("[" in keys["split"] for keys in sources):
         conversion.add_difference(f"{entry.where}.limit_total", limit, MIXED_SHARES)
         return sources
-    ours = round(0.8 * limit)
-    shares = zip(sources, (ours, limit - ours), strict=True)
-    return [take_first_rows(made, rows) for made, rows in shares if rows]
+    first_rows = round(FIRST_SHARE * limit)
+    shares = zip(sources, (first_rows, limit - first_rows), strict=True)
+    return [take_first_rows(keys, rows) for keys, rows in shares if rows]
 
 
-def _read_template(template: Any, source: Path) -> str | Path:
-    """The file of a template, where it is at hand; else as it is written, empty for none."""
-    written = str(template or "")
-    file = find_from_root(source, written) if written.endswith(".jinja") else None
-    return Path(file) if file else written
+def _find_template(template: Any, source: Path) -> str | Path:
+    """Returns the path of a template's file if it is found, else its text or name.
+
+    Empty if the file of settings names no template.
+    """
+    text = str(template or "")
+    file = find_from_root(source, text) if text.endswith(".jinja") else None
+    return Path(file) if file else text
 
 
 def _has_marks(template: str | Path) -> bool:
-    """Whether a template marks what is trained of it."""
+    """Whether a template marks the text that is trained, by generation blocks."""
     return MARKS.search(_read_text(template)) is not None
 
 
 def _read_text(template: str | Path) -> str:
+    """Returns the text of a template, as `_find_template` returns it."""
     return template.read_text(encoding="utf-8") if isinstance(template, Path) else template
 
 
 def _report_turns(entry: DataSetEntry, template: str | Path, conversion: Conversion) -> None:
-    """Reports what of conversations is read otherwise, and under a template that may write an
-    earlier answer otherwise than the last one what becomes of it.
+    """Reports how Automodel's ChatDataset reads conversations.
+
+    A difference is added if the template may write an earlier answer differently than a last one.
     """
-    conversion.remarks += [f"{entry.where}: {each}" for each in (CALLS_AS_TEXTS, PARTS_APART)]
+    conversion.remarks += [f"{entry.where}: {note}" for note in (CALLS_AS_TEXTS, PARTS_APART)]
     name = str(conversion.recipe.get("model_name_or_path"))
     text = _read_text(template)
     if "{%" in text or "{{" in text:
-        rewrites = REWRITING.search(text) is not None
-        ends_otherwise = ENDS_LAST in text
-    else:  # the model's own, or a file that is not at hand
-        ends_otherwise = guess_family(name) == "gpt_oss"
-        rewrites = ends_otherwise or any(each.search(name.lower()) for each in THINKING_MODELS)
-    if rewrites:
+        rewrites_answers = REWRITING.search(text) is not None
+        has_two_ends = ENDS_LAST in text
+    else:  # the model's own template, or a file that is not found
+        has_two_ends = guess_family(name) == "gpt_oss"
+        rewrites_answers = has_two_ends or any(
+            pattern.search(name.lower()) for pattern in THINKING_MODELS
+        )
+    if rewrites_answers:
         conversion.add_difference(f"{entry.where}._target_", "ChatDataset", ONE_TEXT_OF_CHAT)
-    if ends_otherwise:
+    if has_two_ends:
         conversion.add_difference(f"{entry.where}._target_", "ChatDataset", EARLIER_ENDS)
 
 
 def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
-    """Takes the tokenizer of Automodel's data set, which is that of the run; one that reads images
-    is the model's.
+    """Takes the section `tokenizer` of Automodel's data set, and sets the recipe's tokenizer by it.
+
+    Only that of the training data counts, and none if the run trains on images: its tokenizer is
+    the model's.
     """
     keys = {key for key in entry.unread if key.startswith("tokenizer.")}
-    section = {key.partition(".")[2]: entry.take(key) for key in sorted(keys)}
+    section = {key.removeprefix("tokenizer."): entry.take(key) for key in sorted(keys)}
     if entry.where != "dataset" or conversion.images is not None:
         return
     name = section.get("pretrained_model_name_or_path")
@@ -510,37 +562,32 @@ def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
 
 
 def _take_first(entry: DataSetEntry, *keys: str) -> Any:
-    """Takes the first key that has a value; the later ones stay unread."""
+    """Takes keys up to the first that has a value, and returns it; later ones stay unread."""
     return next(filter(None, map(entry.take, keys)), None)
 
 
 def _take_automodel_format(
     entry: DataSetEntry, kind: str, path: Any, conversion: Conversion
 ) -> dict[str, Any]:
+    """Takes what says how Automodel reads a row, and returns our `type` and column keys.
+
+    `kind` is the function or class that reads the rows. Code that cannot be replaced by keys is
+    reported, and left to do.
+    """
     question = entry.take("column_mapping.question")
     answer = entry.take("column_mapping.answer")
     if question and answer and not entry.unread.get("column_mapping.context"):
-        masks_prompt = entry.take("answer_only_loss_mask") is not False
         columns = {"prompt_column": question, "completion_column": answer}
-        if not entry.take("use_hf_chat_template"):
-            trained = FIRST_IN_SPACE if masks_prompt else "the prompt is trained there"
-            note = f"{SPACE_BETWEEN}; {trained}"
-            conversion.add_difference(f"{entry.where}.column_mapping", columns, note)
-            return {"type": "prompt_completion", **columns}
-        if not masks_prompt:
-            conversion.recipe["assistant_only_loss"] = False
-        conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
-        conversion.add_difference(f"{entry.where}.use_hf_chat_template", True, SYSTEM_THERE)
-        return {"type": "messages", **columns}
+        return _take_mapped_columns(entry, columns, conversion)
     if kind in AUTOMODEL_FORMATS:
         row_format = AUTOMODEL_FORMATS[kind]
         if not entry.unread.get("chat_template") or row_format == "messages":
             conversion.remarks.append(f"{entry.where}: {AUTOMODEL_ENDS[row_format]}")
         return {"type": row_format}
     if kind != "ChatDataset":
-        row = f"{ROWS_BY_CODE[kind]}; " if kind in ROWS_BY_CODE else ""
+        known_row = f"{ROWS_BY_CODE[kind]}; " if kind in ROWS_BY_CODE else ""
         conversion.add_difference(
-            f"{entry.where}._target_", kind, f"{row}{BY_CODE}", "a data set made by code"
+            f"{entry.where}._target_", kind, f"{known_row}{BY_CODE}", "a data set made by code"
         )
         conversion.to_do.append(
             f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above"
@@ -548,7 +595,28 @@ def _take_automodel_format(
     return {}
 
 
-# Axolotl's types are called template.form; here the prompt columns of the forms that join texts.
+def _take_mapped_columns(
+    entry: DataSetEntry, columns: dict[str, str], conversion: Conversion
+) -> dict[str, Any]:
+    """Takes the keys of a `column_mapping`, and returns our `type` with the two `columns`.
+
+    Without use_hf_chat_template prompt and answer are plain text there; else they are turns.
+    """
+    masks_prompt = entry.take("answer_only_loss_mask") is not False
+    if not entry.take("use_hf_chat_template"):
+        what_is_trained = FIRST_IN_SPACE if masks_prompt else "the prompt is trained there"
+        note = f"{SPACE_BETWEEN}; {what_is_trained}"
+        conversion.add_difference(f"{entry.where}.column_mapping", columns, note)
+        return {"type": "prompt_completion", **columns}
+    if not masks_prompt:
+        conversion.recipe["assistant_only_loss"] = False
+    conversion.remarks.append(f"{entry.where}: {HEADER_THERE}")
+    conversion.add_difference(f"{entry.where}.use_hf_chat_template", True, SYSTEM_THERE)
+    return {"type": "messages", **columns}
+
+
+# Axolotl names the types of preference data template.form. PAIR_FORMS and RATED_FORMS: the form ->
+# the column of the prompt. The rows of these forms have texts, which the form joins to a prompt.
 PAIR_FORMS = {
     "argilla": "instruction",
     "icr": "input",
@@ -560,11 +628,12 @@ RATED_FORMS = {
     "intel": "question",
     "prompt_pairs": "prompt",
     "ultra": "prompt",
-    "argilla_chat": "chosen",  # messages, without the answer
+    "argilla_chat": "chosen",  # not a text: messages without the answer
 }
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
-MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
-OWN_TEMPLATES = ("chatml", "llama3")
+MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # conversations, which our reader recognizes
+OWN_TEMPLATES = ("chatml", "llama3")  # templates by which a type itself writes the turns
+# columns of which alignment-handbook's `columns` may select some with no effect here
 KNOWN_COLUMNS = (
     "chat_template_kwargs",
     "prompt",
@@ -577,14 +646,14 @@ KNOWN_COLUMNS = (
 
 
 def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conversion) -> Sources:
-    """Reads an entry of Axolotl's; a type that is not known stays unread, and is listed."""
+    """Converts an Axolotl data set of pairs or ratings; an unknown type is reported."""
     kind = entry.unread.get("type")
     entry.flatten("type", "message_property_mappings", "roles")
     template, _, form = str(kind or "").partition(".")
     keys = entry.take_name_and_split()
     if isinstance(kind, dict):
-        columns = PAIRED_COLUMNS | (RATED_COLUMNS if method == "kto" else {})
-        keys |= {ours: entry.take(f"type.field_{name}") for name, ours in columns.items()}
+        our_keys = PAIRED_COLUMNS | (RATED_COLUMNS if method == "kto" else {})
+        keys |= {ours: entry.take(f"type.field_{name}") for name, ours in our_keys.items()}
     elif kind == "bradley_terry.chat_template":
         entry.take("type")
         keys |= {"type": "messages", "prompt_column": "input"}
@@ -603,18 +672,19 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
     return make_sources(entry.take_paths(), **keys)
 
 
-# llama3.py of Axolotl's prompt_strategies/dpo and kto, and _drop_long_sequences of its
+# llama3.py in prompt_strategies/dpo and kto of Axolotl, and _drop_long_sequences of its
 # utils/data/rl.py
 OF_LLAMA3 = f"{SPACE_KEPT}, and sequence_len counts a row without its BOS token there, with it here"
 
 
 def _take_own_template(template: str, kind: str, conversion: Conversion) -> None:
-    """Takes the template that a type writes turns by, whatever chat_template says: that is saved
-    with the tokenizer there.
+    """Sets the chat template that a data set's type `kind` writes turns by in Axolotl.
+
+    chat_template of the file names only the template that Axolotl saves with the tokenizer.
     """
-    asked = conversion.recipe.get("chat_template")
-    if asked != template:
-        saved = "the tokenizer's own, where it has one" if asked is None else asked
+    file_template = conversion.recipe.get("chat_template")
+    if file_template != template:
+        saved = file_template or "the tokenizer's own, where it has one"
         conversion.remarks.append(SAVED_TEMPLATE.format(template, saved))
     conversion.recipe["chat_template"] = template
     if template == "llama3":
@@ -622,7 +692,7 @@ def _take_own_template(template: str, kind: str, conversion: Conversion) -> None
 
 
 def _name_form_columns(form: str, method: str) -> dict[str, Any]:
-    """Returns the columns of a form that joins texts, for our reader of messages."""
+    """Returns our column keys for a form of PAIR_FORMS, or of RATED_FORMS under KTO."""
     if method == "kto":
         row_format = None if form == "argilla_chat" else "messages"
         return {
@@ -635,34 +705,38 @@ def _name_form_columns(form: str, method: str) -> dict[str, Any]:
 
 
 def _take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> dict[str, Any]:
-    """Takes the columns of an entry of dataset_info.json.
+    """Takes the columns of preference or rated data from an entry of dataset_info.json.
 
-    Those that are called as usual need no key.
+    Returns our keys for them. A column with a name that our reader finds by itself needs no key.
     """
-    taken = {
-        name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")
-    }
-    entry.take("ranking")
-    if entry.unread.get("columns.query") == "input":
+    messages_column = entry.take("columns.messages")
+    text_column = entry.take("columns.prompt")
+    answer_columns = {name: entry.take(f"columns.{name}") for name in ("chosen", "rejected")}
+    entry.take("ranking")  # the method of the recipe says that the data are preferences
+    if entry.unread.get("columns.query") == "input":  # our reader joins it to `instruction`
         entry.take("columns.query")
     if is_chat:
-        prompt = taken["messages"] or "conversations"
+        prompt = messages_column or "conversations"
     else:
-        prompt = taken["prompt"] or "instruction"
+        prompt = text_column or "instruction"
     if method == "kto":
         return _take_rated_columns(entry, prompt, is_chat)
-    keys = {"prompt_column": None if prompt in PROMPTS else prompt}
+    keys: dict[str, Any] = {}
     if not is_chat and prompt != "instruction":
         keys = {"prompt_column": prompt, "type": "messages"}
-    for side in ("chosen", "rejected"):
-        if taken[side] != side:
-            keys[f"{side}_column"] = taken[side]
-        else:
-            keys[f"{side}_column"] = None
+    elif prompt not in PROMPTS:
+        keys = {"prompt_column": prompt}
+    for name, column in answer_columns.items():
+        if column not in (None, name):
+            keys[f"{name}_column"] = column
     return keys
 
 
 def _take_rated_columns(entry: DataSetEntry, prompt: Any, is_chat: bool) -> dict[str, Any]:
+    """Takes the columns of rated answers (KTO) from an entry of dataset_info.json.
+
+    `prompt` is the column of the prompt, or of the whole conversation if `is_chat`.
+    """
     label = entry.take("columns.kto_tag")
     answer = entry.take("columns.response") or "output"
     keys = {"label_column": None if label in LABEL_COLUMNS else label}
@@ -673,6 +747,7 @@ def _take_rated_columns(entry: DataSetEntry, prompt: Any, is_chat: bool) -> dict
     return keys
 
 
+# the first part of Axolotl's `type` -> ours; None: our reader recognizes the rows
 FORMATS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
@@ -681,21 +756,22 @@ FORMATS = {
     "pretrain": "text",
     "openai": "messages",
 }
+# LLaMA-Factory's names of columns -> the columns of type alpaca
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is "
     "read by a chat template"
 )
-# load_tokenizer of its loaders/tokenizer.py, where type alpaca leaves the template alone
+# load_tokenizer of Axolotl's loaders/tokenizer.py: type alpaca changes no chat template
 ALPACA_SAVED = (
     "chat_template: alpaca's, which writes the prompts, is saved with the tokenizer here; there {}"
 )
-# _build_result of its prompters.py, and _tokenize of its prompt_tokenizers.py
+# _build_result of Axolotl's prompters.py, and _tokenize of its prompt_tokenizers.py
 ALPACA_STYLE = (
     "each prompt is in this style there, with Alpaca's own words as the system message, and the "
     "EOS token alone ends an answer; here {} writes the conversation"
 )
-# strip_bos_token of its _tokenize, where there is no BOS token
+# strip_bos_token of Axolotl's _tokenize, for a tokenizer without a BOS token
 STARTS_TWICE = (
     "where the tokenizer begins every text with [gMASK]<sop>, the answer begins with it too there, "
     "and it is trained"
@@ -710,7 +786,7 @@ PROMPT_ALONE = (
 def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds `datasets` and `eval_datasets` to the recipe.
 
-    Raises `UserError` where a file lists something else.
+    Raises `UserError` if the file has something else than data sets where it should list them.
     """
     recipe = conversion.recipe
     train, held_out = READERS[tool](settings, source, conversion)
@@ -723,47 +799,55 @@ def add_sources(tool: Tool, settings: ToolFile, source: Path, conversion: Conver
                 "eval_split_size is dropped: the file also names a held-out data set"
             )
     if recipe.get("assistant_only_loss") is False:
-        masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
+        plain = [i for i, entry in enumerate(train) if _has_plain_prompts(entry)]
         conversion.remarks += [
-            f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked
+            f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in plain
         ]
-        if masked and len(masked) == len(train):
+        if plain and len(plain) == len(train):  # the key has no effect at all
             del recipe["assistant_only_loss"]
 
 
-def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
-    """Whether rows are read as plain prompts with completions, which no key has trained whole."""
-    return "prompt_column" in entry if "type" not in entry else entry["type"] == "prompt_completion"
+def _has_plain_prompts(entry: Mapping[str, Any]) -> bool:
+    """Whether rows are plain prompts with completions, of which only the completion is trained."""
+    if "type" in entry:
+        return bool(entry["type"] == "prompt_completion")
+    return "prompt_column" in entry
 
 
 def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple[Sources, Sources]:
+    """Converts the data sets of a TRL file, or alignment-handbook's mixtures: (training, held out).
+
+    Without an evaluation data set, but with evaluation, the test split of the first is held out.
+    """
+
+    def read(entry: DataSetEntry) -> Sources:
+        return _read_trl_entry(entry, conversion)
+
     entries = list_entries(settings.get("datasets"), "datasets", source) or read_mixture(
         settings, source, conversion
     )
-    mixed, held_out_of_mixed = read_mixer(settings, conversion)
+    mixed, mixed_held_out = read_mixer(settings, conversion)
     if mixed:
-        return mixed, held_out_of_mixed
+        return mixed, mixed_held_out
     name = settings.get("dataset_name")
     if entries and name:
         conversion.remarks.append(
             f"dataset_name: {shorten(name)} is dropped: datasets is given too"
         )
     entries = entries or [_make_trl_entry(settings)]
-    train = read_each("TRL", entries, lambda entry: _read_trl_entry(entry, conversion), conversion)
-    train = [made for made in train if "path" in made]
-    others = list_entries(settings.get("eval_datasets"), "eval_datasets", source)
-    held_out = read_each(
-        "TRL", others, lambda entry: _read_trl_entry(entry, conversion), conversion
-    )
+    train = read_each("TRL", entries, read, conversion)
+    train = [keys for keys in train if "path" in keys]
+    evaluation_entries = list_entries(settings.get("eval_datasets"), "eval_datasets", source)
+    held_out = read_each("TRL", evaluation_entries, read, conversion)
     strategy = settings.get("eval_strategy", settings.get("evaluation_strategy", "no"))
     if str(strategy) != "no" and not held_out and "eval_split_size" not in conversion.recipe:
-        held_out = [
-            made | {"split": settings.get("dataset_test_split", "test")} for made in train[:1]
-        ]
+        test_split = {"split": settings.get("dataset_test_split", "test")}
+        held_out = [keys | test_split for keys in train[:1]]  # none if nothing is trained on
     return train, held_out
 
 
 def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
+    """Makes an entry of the single data set that TRL's keys dataset_... describe."""
     text_column = settings.get("dataset_text_field")
     keys = {
         "path": settings.get("dataset_name"),
@@ -775,14 +859,14 @@ def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
 
 
 def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
-    columns = entry.unread.get("columns")  # that alignment-handbook selects
+    """Converts a data set of a TRL file, which may also have the keys of our entries."""
+    columns = entry.unread.get("columns")  # alignment-handbook drops all other columns
     if (
-        compares_answers(conversion)
+        not trains_on_answers(conversion)
         and isinstance(columns, list)
         and set(columns) <= set(KNOWN_COLUMNS)
     ):
         entry.take("columns")
-    # ours are welcome too
     keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}
     return make_sources(entry.take_paths(), **keys)
 
@@ -790,6 +874,10 @@ def _read_trl_entry(entry: DataSetEntry, conversion: Conversion) -> Sources:
 def _read_axolotl(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
+    """Converts the data sets of an Axolotl file: (for training, held out).
+
+    Sets the template alpaca if all prompts are in its style, by the types of the data sets.
+    """
     styles: set[str] = set()
     variables = read_section(settings, "chat_template_kwargs")
 
@@ -812,31 +900,32 @@ def _read_axolotl(
 
 
 def _name_type(entry: DataSetEntry) -> str:
-    """Returns an entry's type, without the style that type alpaca has by itself."""
+    """Returns an entry's type; alpaca:instruct, which is the default style, is "alpaca"."""
     return str(entry.unread.get("type")).removesuffix(":instruct")
 
 
-def _report_saved_template(asked: str, conversion: Conversion) -> None:
-    if asked == "alpaca":
+def _report_saved_template(template: str, conversion: Conversion) -> None:
+    """Remarks on the template that Axolotl saves, unless it is alpaca; "" is the tokenizer's."""
+    if template == "alpaca":
         return
-    is_own = not asked or asked.startswith("tokenizer_default")
-    saved = "the tokenizer's own" if is_own else f"{asked}'s"
+    is_tokenizers = not template or template.startswith("tokenizer_default")
+    saved = "the tokenizer's own" if is_tokenizers else f"{template}'s"
     conversion.remarks.append(ALPACA_SAVED.format(saved))
 
 
 def _read_axolotl_entry(
     entry: DataSetEntry, variables: dict[str, Any], conversion: Conversion
 ) -> Sources:
-    """Reads an entry of Axolotl's.
+    """Converts a data set of an Axolotl file.
 
-    `variables`: what its chat templates read beside the messages.
+    `variables`: what the chat template reads besides the messages.
     """
-    if compares_answers(conversion):
+    if not trains_on_answers(conversion):
         return _read_axolotl_preferences(entry, conversion.recipe["method"], conversion)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
-    # of a type that is a mapping, with a template
+    # a type that is a mapping names columns and a format of the prompt
     has_columns = any(key.startswith("type.") for key in entry.unread)
     keys = entry.take_name_and_split() | {"type": FORMATS.get(name)}
     if name in FORMATS:
@@ -853,13 +942,15 @@ def _read_axolotl_entry(
 def _take_instruction(
     entry: DataSetEntry, kind: Any, has_columns: bool, conversion: Conversion
 ) -> dict[str, Any]:
-    """Takes the columns of an entry whose answers Axolotl encodes apart, and reports its type.
+    """Takes the columns of instructions and answers, and returns our keys for them.
+
+    Reports how Axolotl writes the prompts; it encodes an answer apart from its prompt.
 
     Args:
-        entry: The entry.
-        kind: Its type.
-        has_columns: Whether the type is a mapping that names them.
-        conversion: Grows.
+        entry: The data set.
+        kind: Its `type` as the file has it.
+        has_columns: Whether the type is a mapping that names the columns.
+        conversion: Gets the reports.
     """
     where = f"{entry.where}.type"
     keys: dict[str, Any] = {"answers_apart": True}
@@ -881,16 +972,16 @@ def _take_instruction(
 
 @dataclass(frozen=True, slots=True)
 class _FactoryData:
-    """LLaMA-Factory's data sets: names that its dataset_info.json explains."""
+    """Reads LLaMA-Factory's data sets, which are names that dataset_info.json explains."""
 
     settings: ToolFile
     source: Path
     conversion: Conversion
-    info_path: Path
-    info: Mapping[str, Any]
+    info_path: Path  # of dataset_info.json, which may not exist
+    info: Mapping[str, Any]  # its content, by name; empty without the file
 
     def read(self, key: str) -> Sources:
-        """Reads the data sets named under `key`."""
+        """Converts the data sets named under `key` of the file, in a list or between commas."""
         names = self.settings.get(key) or []
         if not isinstance(names, str | list):
             raise UserError(
@@ -901,35 +992,13 @@ class _FactoryData:
         for name in names.split(",") if isinstance(names, str) else names:
             if str(name).strip():
                 sources += self._read_name(str(name).strip())
-        return [take_first_rows(made, self.settings.get("max_samples")) for made in sources]
+        return [take_first_rows(keys, self.settings.get("max_samples")) for keys in sources]
 
     def _read_name(self, name: str) -> Sources:
+        """Converts the data set `name`."""
         keys = self.info.get(name)
         if keys is None:
-            folder = str(self.settings.get("dataset_dir"))
-            # get_dataset_list of its data/parser.py
-            if folder == "ONLINE":
-                return [{"path": name}]
-            # _get_dataset_info of v1's core/data_engine.py
-            is_v1 = self.conversion.is_factory_v1
-            if is_v1 and not name.endswith(".yaml"):
-                return read_v1_entry(
-                    DataSetEntry.make("train_dataset", {"path": name}), self.source, self.conversion
-                )
-            listed = list_v1_entries(name, self.source) if is_v1 else None
-            if listed is not None:
-                return read_each("LLaMA-Factory", listed, self._read_v1, self.conversion)
-            where = f"is not in {self.info_path}"
-            its = "its file or hub name"
-            if is_v1:
-                self.conversion.remarks.append(V1_ROWS)
-                where = "lists the data sets there"
-                its = "the path of each"
-            elif folder.startswith("REMOTE:"):
-                hub = folder.removeprefix("REMOTE:")
-                where = f"is described in dataset_info.json of the hub data set {hub}"
-            self.conversion.to_do.append(f"datasets: {name} {where}; put {its} as path")
-            return [{"path": name}]
+            return self._read_unlisted(name)
         if not isinstance(keys, dict):
             raise UserError(
                 f"{self.info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its "
@@ -938,10 +1007,38 @@ class _FactoryData:
         entry = DataSetEntry.make(f"{self.info_path.name}: {name}", keys)
         return read_each("LLaMA-Factory", [entry], self._read_entry, self.conversion)
 
+    def _read_unlisted(self, name: str) -> Sources:
+        """Converts a data set that dataset_info.json does not have.
+
+        A name that nothing here explains becomes the path, and is left to do.
+        """
+        folder = str(self.settings.get("dataset_dir"))
+        if folder == "ONLINE":  # get_dataset_list of its data/parser.py
+            return [{"path": name}]
+        where = f"is not in {self.info_path}"
+        what_to_put = "its file or hub name"
+        if self.conversion.is_factory_v1:
+            # _get_dataset_info of v1's core/data_engine.py
+            if not name.endswith(".yaml"):
+                return self._read_v1(DataSetEntry.make("train_dataset", {"path": name}))
+            entries = list_v1_entries(name, self.source)
+            if entries is not None:
+                return read_each("LLaMA-Factory", entries, self._read_v1, self.conversion)
+            self.conversion.remarks.append(V1_ROWS)
+            where = "lists the data sets there"
+            what_to_put = "the path of each"
+        elif folder.startswith("REMOTE:"):
+            hub = folder.removeprefix("REMOTE:")
+            where = f"is described in dataset_info.json of the hub data set {hub}"
+        self.conversion.to_do.append(f"datasets: {name} {where}; put {what_to_put} as path")
+        return [{"path": name}]
+
     def _read_v1(self, entry: DataSetEntry) -> Sources:
+        """Converts a data set of a v1 file."""
         return read_v1_entry(entry, self.source, self.conversion)
 
     def _read_entry(self, entry: DataSetEntry) -> Sources:
+        """Converts an entry of dataset_info.json; one with images makes a run with images."""
         conversion = self.conversion
         method = conversion.recipe.get("method", "sft")
         sources = _read_factory_entry(entry, self.info_path.parent, method)
@@ -958,24 +1055,26 @@ class _FactoryData:
         conversion.images = conversion.images or guess_vision_family(model)
         folder = self.settings.get("media_dir")
         if folder:
-            return [made | {"image_folder": str(folder)} for made in sources]
+            return [keys | {"image_folder": str(folder)} for keys in sources]
         return sources
 
 
 def _read_factory(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
-    listed = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
-    path = find_from_root(source, listed) or source.parent / listed
-    if path.is_file():
-        info = load_json(path, "fix it, or name another dataset_dir")
+    """Converts the data sets of a LLaMA-Factory file: (for training, held out)."""
+    name = Path(str(settings.get("dataset_dir", "data"))) / "dataset_info.json"
+    info_path = find_from_root(source, name) or source.parent / name
+    if info_path.is_file():
+        info = load_json(info_path, "fix it, or name another dataset_dir")
     else:
         info = {}
-    data = _FactoryData(settings, source, conversion, path, info)
+    data = _FactoryData(settings, source, conversion, info_path, info)
     return data.read("dataset"), data.read("eval_dataset")
 
 
 def _read_factory_entry(entry: DataSetEntry, folder: Path, method: str) -> Sources:
+    """Converts an entry of the dataset_info.json in `folder`, for rows of the recipe's `method`."""
     entry.flatten("columns", "tags")
     is_chat = entry.unread.get("formatting") == "sharegpt"
     if entry.unread.get("formatting") in ("alpaca", "sharegpt"):
@@ -994,17 +1093,22 @@ def _read_factory_entry(entry: DataSetEntry, folder: Path, method: str) -> Sourc
 
 
 def _take_chat_columns(entry: DataSetEntry) -> dict[str, Any]:
+    """Takes the columns of conversations.
+
+    Columns named system and chosen need type sharegpt, which reads them besides the turns.
+    """
     keys = {"messages_column": entry.take("columns.messages")}
     for column in ("system", "chosen"):
         if entry.unread.get(f"columns.{column}") == column:
             entry.take(f"columns.{column}")
-            keys["type"] = "sharegpt"  # reads both columns as well as the turns
+            keys["type"] = "sharegpt"
     return keys
 
 
 def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
-    """Takes the columns of texts: those that type alpaca reads, else a prompt and an answer, else a
-    text.
+    """Takes the columns of texts: those of type alpaca, else a prompt and an answer, else one text.
+
+    Without `prompt` our reader is left to recognize the columns.
     """
     columns = {
         name: entry.unread.get(f"columns.{name}")
@@ -1021,7 +1125,7 @@ def _take_alpaca_columns(entry: DataSetEntry) -> dict[str, Any]:
     prompt = entry.take("columns.prompt")
     answer = next((name for name in ("response", "chosen") if columns[name]), None)
     if answer is None:
-        return {"type": "text", "text_column": prompt}  # what they pretrain on
+        return {"type": "text", "text_column": prompt}  # LLaMA-Factory pretrains on it
     return {
         "type": "messages",
         "prompt_column": prompt,
@@ -1033,24 +1137,26 @@ SWIFT_HUB = (
     "names of ModelScope's hub there, and code of its own rewrites the rows of some: name a file, "
     "or the data set on Hugging Face's, where it differs"
 )
+# path:subset#count, of which the subset and the count may be missing
 SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
 
 
 def _read_swift(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
-    """Reads names as path:subset#count."""
+    """Converts the data sets of an ms-swift file: (for training, held out)."""
     train = _list_swift(settings.get("dataset"))
     held_out = _list_swift(settings.get("val_dataset"))
     for entry in train:
         if not entry.get("max_samples") or settings.get("streaming"):
             continue
-        # of the rows that are trained, once others are held out
+        # the count is that of the rows that are left after some are held out
         if settings.get("split_dataset_ratio") or not repeat_rows(entry, conversion):
             conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
     adapt_rows(train + held_out, conversion)
     paths = [entry["path"] for entry in train + held_out]
     known = ON_HUGGING_FACE.values()
+    # a path without an ending is the name of a data set on a hub
     names = [path for path in paths if not Path(path).suffix and path not in known]
     if names and not settings.get("use_hf"):
         conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
@@ -1058,6 +1164,7 @@ def _read_swift(
 
 
 def _list_swift(value: Any) -> Sources:
+    """Makes our entries of one or several names; a name that does not match is left out."""
     sources: Sources = []
     for text in value if isinstance(value, list) else [value]:
         match = SWIFT_NAME.fullmatch(str(text or "").removeprefix("HF::").removeprefix("MS::"))
@@ -1067,6 +1174,7 @@ def _list_swift(value: Any) -> Sources:
     return sources
 
 
+# tool -> the function that converts its data sets: (for training, held out)
 READERS: Mapping[Tool, Callable[[ToolFile, Path, Conversion], tuple[Sources, Sources]]] = {
     "TRL": _read_trl,
     "Axolotl": _read_axolotl,

@@ -1,4 +1,4 @@
-"""Each tool's defaults, written into a recipe where ours differ."""
+"""Writes the defaults of another tool into a recipe where ours differ from them."""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.model_names import guess_family
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
-# Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that
-# warmup_ratio decides.
+# Each tool's defaults, in our keys and values. TRAINER: those of transformers' Trainer, on which
+# several tools are built.
 TRAINER = {
     "num_train_epochs": 3.0,
     "per_device_train_batch_size": 8,
@@ -22,6 +22,7 @@ TRAINER = {
     "save_steps": 500,
     "save_total_limit": None,
 }
+# tools without Trainer, whose files name components: Python classes and functions
 OF_COMPONENTS = ("torchtune", "Automodel")
 COMPONENTS = {
     "packing": False,
@@ -29,13 +30,14 @@ COMPONENTS = {
     "warmup_steps": 0,
     "save_total_limit": None,
 }
-SPLITTING = ("bfd_split", "wrapped")  # ways to pack of TRL's that lose no token of a long row
+SPLITTING = ("bfd_split", "wrapped")  # TRL's packing strategies that lose no token of a long row
+# what is written for a tool without a limit of length
 UNLIMITED = {"max_length": 8192, "overlength": "error"}
 UNLIMITED_NOTE = (
     "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for "
     "longer ones"
 )
-# max_length of ms-swift's base_args.py, which is max_model_len where a file has none
+# ms-swift's base_args.py sets max_length to the model's max_model_len if a file has none
 MODELS_LIMIT_NOTE = (
     "a row that is longer than the model takes is left out there; one of over 8192 tokens stops "
     "the run here: raise max_length for longer ones"
@@ -58,6 +60,7 @@ DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "torchtune": COMPONENTS | {"max_grad_norm": None},
     "Automodel": COMPONENTS | {"num_train_epochs": 10.0, "global_batch_size": 32},
 }
+# the same under LoRA
 LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]},
     "Axolotl": {"lora_r": 8, "lora_alpha": 8},
@@ -71,23 +74,26 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     },
     "Automodel": {"lora_r": 8},
 }
-# Of peft, by the model's family, where these are not TRL's above
-# (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
+# peft's default targets, which TRL leaves to peft, by the model's family where they are not those
+# above (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
 PEFTS_TARGETS: Mapping[str | None, list[str]] = {
     "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "phi": ["q_proj", "v_proj", "fc1", "fc2"],
 }
-# Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none
-# (torchtune: torchao's NF4).
+# The same for a 4-bit base: what each tool asks of bitsandbytes (torchtune: of torchao's NF4) if
+# the file does not say.
 FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"}
     for tool in TOOL_NAMES
 }
-FACTORY_RANK = 8
+FACTORY_RANK = 8  # LLaMA-Factory's default rank; its default lora_alpha is twice the rank
 WARMUP_THERE = (
     "3% of the steps, but at most 100 there, rounded down, and a warm-up of one step is one of "
     "two; rounded up here"
 )
+
+
+SWIFT_STEP_ROWS = 16  # rows a step to which ms-swift accumulates by default
 
 
 def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
@@ -108,15 +114,16 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
-    """Sets what depends there on the kind of tuning, and on the batch: 16 rows a step, on all
-    processes.
+    """Sets ms-swift's defaults that depend on other keys: the learning rate and the accumulation.
+
+    ms-swift accumulates to 16 rows a step over all processes. The recipe's value is for one.
     """
     recipe = conversion.recipe
     if recipe.get("use_peft") is False:
-        defaults["learning_rate"] = 1e-5
+        defaults["learning_rate"] = 1e-5  # of full fine-tuning
     rows = recipe.get("per_device_train_batch_size", 1)
     if "gradient_accumulation_steps" not in recipe and isinstance(rows, int) and rows > 0:
-        recipe["gradient_accumulation_steps"] = ceil_div(16, rows)
+        recipe["gradient_accumulation_steps"] = ceil_div(SWIFT_STEP_ROWS, rows)
         conversion.add_remark(
             "gradient_accumulation_steps", None, "16 rows a step there, divided by the processes"
         )
@@ -125,24 +132,25 @@ def _fit_swift(conversion: Conversion, defaults: dict[str, Any]) -> None:
 def _keep_unlimited_length(
     settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]
 ) -> None:
-    """Cuts no example where the tool cuts none, and says so in a remark."""
+    """Sets a high max_length, over which a run stops, if the tool has no limit, and reports it."""
     tool = conversion.tool
-    is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (
-        tool == "TRL" and settings.get("max_length", 0) is None
-    )
+    has_null = "max_length" in settings and settings["max_length"] is None  # no limit in TRL
+    is_unlimited = tool in (*OF_COMPONENTS, "ms-swift") or (tool == "TRL" and has_null)
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
-        defaults |= UNLIMITED
+        defaults.update(UNLIMITED)
         conversion.remarks.append(MODELS_LIMIT_NOTE if tool == "ms-swift" else UNLIMITED_NOTE)
 
 
 def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
+    """Removes the default of the warm-up key that the recipe does not use.
+
+    warmup_steps and warmup_ratio say the same: with one in the recipe, the other has no default.
+    Reports Axolotl's default warm-up if the recipe has neither.
+    """
     recipe = conversion.recipe
-    if conversion.tool in OF_COMPONENTS:
-        if "warmup_ratio" in recipe:
-            del defaults["warmup_steps"]
-        elif recipe.get("lr_scheduler_type", "constant") != "constant":
-            del defaults["lr_scheduler_type"]
+    if conversion.tool in OF_COMPONENTS and "warmup_ratio" in recipe:
+        del defaults["warmup_steps"]
     if recipe.get("warmup_steps"):
         defaults.pop("warmup_ratio", None)
     if conversion.tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
@@ -150,75 +158,82 @@ def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
 
 
 def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
+    """Sets the defaults of packing, of long rows and of trained tokens that the method decides."""
     recipe = conversion.recipe
     method = find_method_facts(recipe)
     if conversion.tool == "LLaMA-Factory" and settings.get("stage") == "pt":
         defaults["packing"] = True
     if conversion.tool == "TRL" and method.rows == "answers" and not conversion.images:
-        # pack_dataset of its data_utils.py, and _prepare_dataset of its SFTTrainer; of plain text
-        # too, which is split here
+        # pack_dataset of its data_utils.py, and _prepare_dataset of its SFTTrainer, cut plain text
+        # too, which is split here by default
         splits = settings.get("packing") and settings.get("packing_strategy") in SPLITTING
         defaults.setdefault("overlength", "split" if splits else "truncate")
     if method.rows != "answers":
         defaults.pop("assistant_only_loss", None)  # only the answers are compared
     if method.samples:
-        defaults.pop("packing", None)  # what is sampled is packed here, for the same loss
+        defaults.pop("packing", None)  # sampled completions are packed here, with the same loss
     if conversion.tool == "Axolotl" and any(
         entry.get("type") != "text" for entry in recipe.get("datasets", ())
     ):
-        defaults["overlength"] = "drop"  # plain text is split, there as here
+        defaults["overlength"] = "drop"  # both tools split plain text
 
 
 def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
+    """Adds the tool's defaults of LoRA and of a 4-bit base, where the recipe has these."""
     tool = conversion.tool
     recipe = conversion.recipe
     if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
         rank = recipe.get("lora_r", FACTORY_RANK)
-        recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 2 * FACTORY_RANK)
+        if not isinstance(rank, int):
+            rank = FACTORY_RANK
+        recipe.setdefault("lora_alpha", 2 * rank)
     if recipe.get("use_peft", defaults.get("use_peft")):
-        defaults |= LORA_DEFAULTS[tool]
+        defaults.update(LORA_DEFAULTS[tool])
         family = guess_family(str(recipe.get("model_name_or_path")))
         if tool == "TRL" and family in PEFTS_TARGETS:
             defaults["lora_target_modules"] = PEFTS_TARGETS[family]
     if read_recipe_quantization(recipe).bits == 4:
-        defaults |= FOUR_BIT_DEFAULTS[tool]
+        defaults.update(FOUR_BIT_DEFAULTS[tool])
 
 
 def _fit_saves(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
-    """Sets when a tool saves, and how many it keeps, where the file does not say: all but Trainer
-    save every epoch.
+    """Sets when the tool saves, and how many checkpoints it keeps, if the file does not say.
+
+    A tool whose defaults above have no save_steps saves after every epoch.
     """
     recipe = conversion.recipe
-    is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
-    if is_said:
+    says_when = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
+    if says_when:
         defaults.pop("save_steps", None)
     elif "save_steps" not in defaults and not _saves_once(conversion.tool, settings, recipe):
         epochs = recipe.get("num_train_epochs", defaults.get("num_train_epochs", 1))
-        if _may_repeat(conversion.tool, recipe) or (isinstance(epochs, int | float) and epochs > 1):
+        has_several = isinstance(epochs, int | float) and epochs > 1
+        if has_several or _may_repeat(conversion.tool, recipe):
             recipe["save_strategy"] = "epoch"
-    saves = {"save_steps", "save_strategy"} & (recipe.keys() | defaults.keys())
-    if not saves or recipe.get("save_strategy") == "no":
-        defaults.pop("save_total_limit", None)  # one checkpoint, at the end
+    saves_between = {"save_steps", "save_strategy"} & (recipe.keys() | defaults.keys())
+    if not saves_between or recipe.get("save_strategy") == "no":
+        defaults.pop("save_total_limit", None)  # the only checkpoint is that of the end
 
 
 def _may_repeat(tool: Tool, recipe: Mapping[str, Any]) -> bool:
-    """Whether max_steps may go through the data more often than the epochs say."""
+    """Whether max_steps may train for more epochs than the file's number of epochs."""
     return tool in ("Axolotl", "Automodel") and "max_steps" in recipe
 
 
 def _saves_once(tool: Tool, settings: ToolFile, recipe: Mapping[str, Any]) -> bool:
-    if (
-        (settings.get("saves_per_epoch") and not _may_repeat(tool, recipe))
-        or settings.get("save_last_epoch_only")
-        or recipe.get("streaming")
-    ):
+    """Whether a run without save_steps in its recipe is saved at its end alone."""
+    # saves_per_epoch has become save_steps, unless it asks for one save in the whole run
+    has_one_save = settings.get("saves_per_epoch") and not _may_repeat(tool, recipe)
+    if has_one_save or settings.get("save_last_epoch_only") or recipe.get("streaming"):
         return True
     return read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False
 
 
 def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
-    """Drops the keys of LoRA without adapters; one that is trained further decides them, there as
-    here.
+    """Drops the keys of adapters that have no effect.
+
+    Without adapters these are all keys of LoRA. An adapter that is trained further brings its
+    own settings, and OFT has fewer than LoRA.
     """
     kept: set[str] = set()
     if recipe.get("use_peft"):
@@ -232,15 +247,16 @@ def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
         recipe.pop(key, None)
 
 
-# optimizers by the names of their classes: AdamW of torch, torchao, bitsandbytes, and what is
-# AdamW by default; the others have none, as torch's Adam and SGD, and Transformer Engine's
-# FusedAdam
+# Names of optimizer classes whose default weight decay is not 0: AdamW of torch, torchao and
+# bitsandbytes, and those that are AdamW by default. It is 0 in others, such as torch's Adam and
+# SGD, and Transformer Engine's FusedAdam.
 DECAYING = re.compile("AdamW|Offload|Config$")
 
 
 def set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
-    """Sets the rate and the decay of an optimizer that is named by its class, where a file has
-    none.
+    """Sets the default learning rate and weight decay of the optimizer class `name`.
+
+    Values that the recipe has already stay.
     """
     recipe.setdefault("weight_decay", 0.01 if DECAYING.search(name) else 0.0)
     recipe.setdefault("learning_rate", 1e-4 if name.endswith("Config") else 1e-3)

@@ -1,6 +1,4 @@
-"""The data sets of another tool's file, one by one: which of their keys are read, and which are
-reported.
-"""
+"""Reads the data sets of another tool's file one by one, and reports the keys that are not read."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,8 +10,9 @@ from finetune.convert.foreign_values import shorten
 from finetune.convert.value_conversion import Conversion, find_method_facts
 from finetune.errors import UserError
 
-# Values that ask for the behavior here.
+# our role -> the names in other tools' files that mean it
 SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
+# a key of a data set -> the values that ask for what is done here anyway
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
     "train_on_eos": ("turn",),
@@ -39,7 +38,8 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "field_thinking": ("thinking",),
     "data_files": ([],),
 }
-# Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
+# Keys that are never reported as unread: padding, packing and the length, which are keys of the
+# whole recipe here, the tokenizer, which is the model's, and the type of the data files.
 NO_EFFECT = (
     "padding",
     "truncation",
@@ -50,32 +50,35 @@ NO_EFFECT = (
     "packed",
     "ds_type",
 )
-# their path where data_files lists the files
+# values of path that name no data set: data_files then lists the files
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")
 
 
 @dataclass(slots=True)
 class DataSetEntry:
-    """One data set of a file.
+    """One data set of another tool's file.
 
-    A key that is converted is removed from `unread`; the rest have no counterpart.
+    Its reader takes each key that it converts out of `unread`. What stays there is reported.
     """
 
-    where: str  # as in datasets[0]
-    unread: dict[str, Any]  # dotted where it is nested
+    where: str  # the entry's name in messages, such as datasets[0]
+    unread: dict[str, Any]  # nested keys are dotted once they are flattened
 
     @classmethod
     def make(cls, where: str, keys: Mapping[Any, Any]) -> "DataSetEntry":
+        """Makes an entry whose keys are all unread; YAML may have keys that are not text."""
         return cls(where, {str(key): value for key, value in keys.items()})
 
     def take(self, key: str) -> Any:
+        """Removes a key from `unread` and returns its value; None if it is not there."""
         return self.unread.pop(key, None)
 
     def take_name_and_split(self) -> dict[str, Any]:
+        """Takes `name` and `split`, whose keys are the same here."""
         return {"name": self.take("name"), "split": self.take("split")}
 
     def flatten(self, *keys: str) -> None:
-        """Gives what is nested under `keys` dotted names."""
+        """Replaces the mappings under `keys` by dotted keys, such as type.format."""
         for key in keys:
             if isinstance(self.unread.get(key), dict):
                 self.unread |= {
@@ -83,8 +86,8 @@ class DataSetEntry:
                 }
 
     def take_paths(self, key: str = "path") -> list[Any]:
-        """Takes what is read: the path, or the files where the path only says of which kind they
-        are.
+        """Takes the paths to read: the files of data_files if there is no path or it only names
+        their type, else the path, which is None if there is none.
         """
         path = self.take(key)
         files = self.unread.get("data_files")
@@ -94,13 +97,14 @@ class DataSetEntry:
         return files if isinstance(files, list) else [files]
 
     def list_unread(self, tool: Tool) -> list[str]:
-        """Lists the unread keys that have an effect, a line for each."""
+        """Lists a line for each unread key, except those that ask for what is done here anyway."""
         notes = {pair.key: pair.note for pair in list_counterparts(tool, DATA_SET_KEYS)}
         lines = []
         for key, value in self.unread.items():
             section = key.split(".")[0]
             names = (key, key.split(".")[-1], section)
             note = next((notes[name] for name in names if name in notes), None)
+            # false asks for nothing under a known key, unless true is what is done here
             is_off = value is False and note is not None and True not in USUAL.get(key, ())
             asks_for_nothing = value in (None, "", [], {}) or is_off
             if section not in NO_EFFECT and not asks_for_nothing and not _is_usual(key, value):
@@ -109,7 +113,7 @@ class DataSetEntry:
 
 
 def _is_usual(key: str, value: Any) -> bool:
-    """Whether a value asks for the behavior here."""
+    """Whether a value asks for what is done here anyway."""
     if key.startswith("roles."):
         role = key.removeprefix("roles.")
         names = value if isinstance(value, list) else [value]
@@ -117,11 +121,14 @@ def _is_usual(key: str, value: Any) -> bool:
     return value in USUAL.get(key, ())
 
 
-Sources = list[dict[str, Any]]
+Sources = list[dict[str, Any]]  # entries of our `datasets` or `eval_datasets`
 
 
 def list_entries(value: Any, name: str, source: Path) -> list[DataSetEntry]:
-    """Lists the data sets under the key `name` of a file."""
+    """Lists the data sets in `value`, which the file has under the key `name`.
+
+    Raises `UserError` unless it is None or a list of mappings.
+    """
     if value is None:
         return []
     if not isinstance(value, list):
@@ -144,9 +151,7 @@ def read_each(
     read: Callable[[DataSetEntry], Sources],
     conversion: Conversion,
 ) -> Sources:
-    """Reads our entries from a file's; the keys that `read` does not take are listed as
-    differences.
-    """
+    """Converts the entries of a file by `read`, and reports the keys that it leaves unread."""
     sources: Sources = []
     for entry in entries:
         sources += read(entry)
@@ -161,14 +166,15 @@ def read_each(
 
 
 def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
-    """Makes an entry of ours for each path, with the keys that have a value."""
+    """Makes one of our entries for each path; each has all `keys` that are not None."""
     entries = ({"path": path, **keys} for path in paths)
     return [{key: value for key, value in entry.items() if value is not None} for entry in entries]
 
 
 def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
-    """Returns an entry of the first `limit` rows of its split; of all if that is None or the split
-    is a slice.
+    """Limits one of our entries to the first `limit` rows of its split, by a slice of the split.
+
+    Returns the entry unchanged if `limit` is no integer, or if its split is a slice already.
     """
     split = str(entry.get("split") or "train")
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
@@ -176,17 +182,19 @@ def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
     return entry | {"split": f"{split}[:{limit}]"}
 
 
-def compares_answers(conversion: Conversion) -> bool:
-    """Whether the rows hold pairs of answers or rated ones."""
-    return find_method_facts(conversion.recipe).rows != "answers"
+def trains_on_answers(conversion: Conversion) -> bool:
+    """Whether the method trains on the answers of its rows, not on pairs or ratings of answers."""
+    return find_method_facts(conversion.recipe).rows == "answers"
 
 
-ROOT_DEPTH = 7  # folders
+ROOT_DEPTH = 7  # the file's own folder and six above it are searched
 
 
 def find_from_root(source: Path, name: str | Path) -> Path | None:
-    """Finds a file that `source` names, from its own folder or from the root of the tool, some
-    folders above.
+    """Finds the file `name` that `source` names, from the folder of `source` or a folder above it.
+
+    Other tools' examples name files from the root of the tool. The working folder is searched
+    last. Returns None if no such file is found.
     """
     folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
     return next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -1,4 +1,7 @@
-"""What only several keys of a LLaMA-Factory file together determine."""
+"""Converts what several keys of a LLaMA-Factory file determine together.
+
+Paths in comments are in its src/llamafactory, unless they name another package.
+"""
 
 import re
 
@@ -23,18 +26,18 @@ JOINED = (
     "documents are joined there, cut into blocks of cutoff_len, and attend to those before; each "
     "is apart here"
 )
-# PretrainDatasetProcessor, to which data/loader.py gives preprocessing_batch_size rows at a time
+# PretrainDatasetProcessor gets preprocessing_batch_size rows at a time from data/loader.py
 LEFT_OVER = (
     "packing: of {} texts at a time{} what fills no block is left out there; nothing is here"
 )
-# its number of processes
-PROCESSES = "preprocessing_num_workers"
+PROCESSES = "preprocessing_num_workers"  # the key of the number of processes that pack
 # PretrainDatasetProcessor
 ENDS_OF_LLAMA = (
     "stage: pt   (a text ends with <|end_of_text|> there, and <|eot_id|> is saved as the EOS "
     "token; here both are the tokenizer's EOS token)"
 )
-# replace_eos of its data/template.py: the beginnings of its names -> what is the EOS token there
+# (pattern of the start of a template's name, the EOS token that it sets): the templates with
+# replace_eos in data/template.py
 REPLACED_EOS = (
     (r"chatml|qwen|keye|lfm2|mimo|moss|moonlight|dbrx|phi4$|llava_next_qwen", "<|im_end|>"),
     (r"gemma(3n?)?$|paligemma_chat", "<end_of_turn>"),
@@ -46,16 +49,17 @@ REPLACED_EOS = (
     ("ernie_vl", "<|end_of_sentence|>"),
     (r"youtu$", "<|end_of_text|>"),
 )
-# PackedSupervisedDatasetProcessor of LLaMA-Factory, whose mask has ones alone without neat_packing
+# without neat_packing the mask of PackedSupervisedDatasetProcessor is all ones
 NOT_NEAT = (
     "without neat_packing documents in a packed row attend to those before there; each is apart "
     "here"
 )
-# prepare_4d_attention_mask of its data/collator.py, to which transformers' masks add no window
+# transformers adds no window to the mask of prepare_4d_attention_mask in data/collator.py
 NEAT_WITHOUT_WINDOWS = (
     "without flash_attn: fa2 no layer has a window in packed rows there; here as in rows that are "
     "not packed"
 )
+# families in which some layers attend in a sliding window
 WINDOWED = (
     "cohere2",
     "gemma2",
@@ -65,7 +69,8 @@ WINDOWED = (
     "mimo_v2_flash",
     "olmo3",
 )
-# (flash_attn, family): configure_attn_implementation of its model/model_utils/attention.py
+# (value of flash_attn, family) that takes flash attention too, by configure_attn_implementation of
+# model/model_utils/attention.py
 TAKES_FLASH = (("auto", "gemma2"),)
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
@@ -74,12 +79,12 @@ SHARED_CUT = (
 
 
 def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets and reports what several keys of a LLaMA-Factory file ask for together."""
+    """Converts and reports what several keys of a LLaMA-Factory file determine together."""
     if settings.get("finetuning_type") == "oft":
         block = read_number("oft_block_size", settings.get("oft_block_size", 32), "32", 0)
         conversion.recipe["oft_block_size"] = int(block)
-    is_asked = settings.get("packing") or settings.get("neat_packing")
-    packs = is_asked and settings.get("stage", "sft") == "sft"
+    asks_for_packing = settings.get("packing") or settings.get("neat_packing")
+    packs = asks_for_packing and settings.get("stage", "sft") == "sft"
     if packs and settings.get("train_on_prompt"):
         conversion.remarks.append(FIRST_TRAINED)
     if conversion.is_factory_v1:
@@ -90,7 +95,10 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> None:
-    """Sets and reports what v1 no longer does."""
+    """Converts what LLaMA-Factory's older code (v0) does and v1 does not.
+
+    `packs`: the file packs rows of supervised fine-tuning.
+    """
     recipe = conversion.recipe
     stage = settings.get("stage")
     _report_loaded_dtype(settings, conversion)
@@ -99,45 +107,45 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         _drop_turns(conversion)
     if stage == "pt" and settings.get("packing", True):
         conversion.add_difference("stage", "pt", JOINED)
-        texts = settings.get("preprocessing_batch_size", 1000)
+        batch = settings.get("preprocessing_batch_size", 1000)
         shares = describe_shares(settings, PROCESSES)
-        conversion.remarks.append(LEFT_OVER.format(texts, shares))
+        conversion.remarks.append(LEFT_OVER.format(batch, shares))
     elif stage == "pt":
         recipe["overlength"] = "truncate"
     elif stage != "rm":
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    reads_images = conversion.images is not None or has_tower(name_model(settings))
+    has_vision = conversion.images is not None or has_tower(name_model(settings))
     if any(key in settings for key in MEGATRON_KEYS):
         _report_megatron(settings, conversion)
-    elif reads_images and stage in ("pt", "sft"):
+    elif has_vision and stage in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     if packs:
         _report_packing(settings, conversion)
 
 
 def _name_eos(settings: ToolFile, conversion: Conversion) -> None:
-    """Names the EOS token by which a template replaces the tokenizer's, where it is not that."""
+    """Sets the EOS token that the template puts in place of the tokenizer's, if they differ."""
     template = str(settings.get("template"))
     if settings.get("stage") == "pt" and template == "llama3":
         conversion.remarks.append(ENDS_OF_LLAMA)
         return
-    eos = next((token for start, token in REPLACED_EOS if re.match(start, template)), None)
+    eos = next((token for pattern, token in REPLACED_EOS if re.match(pattern, template)), None)
     name = name_model(settings).lower()
-    is_own = any(end == eos and re.search(pattern, name) for pattern, end in ENDS_AS_EOS)
-    if eos is not None and not is_own:
+    is_tokenizers = any(token == eos and re.search(pattern, name) for pattern, token in ENDS_AS_EOS)
+    if eos is not None and not is_tokenizers:
         conversion.recipe["special_tokens"] = {"eos_token": eos}
 
 
 def _drop_turns(conversion: Conversion) -> None:
-    """Drops what is said of the turns of a template, which writes none in pretraining."""
+    """Drops the template and what is reported about its turns: pretraining writes no turns."""
     conversion.recipe.pop("chat_template", None)
     conversion.ignored.append("template")
     for lines in (conversion.differences, conversion.remarks):
         lines[:] = [line for line in lines if not line.startswith("template: ")]
 
 
-# keys that LLaMA-Factory's v0 reads under Megatron alone: by mcore_adapter (USE_MCA), or by
-# Megatron Bridge (USE_MEGATRON_BRIDGE), which has some of its own
+# Keys that v0 reads only under Megatron: that is mcore_adapter (USE_MCA) or Megatron Bridge
+# (USE_MEGATRON_BRIDGE). BRIDGE_KEYS: those of Megatron Bridge alone.
 MEGATRON_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -148,38 +156,36 @@ MEGATRON_KEYS = (
     "recompute_granularity",
 )
 BRIDGE_KEYS = ("mixed_precision", "use_packed_sequences", "export_hf_on_finish", "extra_config")
-# models/ of mcore_adapter that have router_aux_loss_coef as moe_aux_loss_coeff
+# families for which models/ of mcore_adapter reads router_aux_loss_coef as moe_aux_loss_coeff
 BALANCED_BY_MEGATRON = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text")
 # save_hf_model of mcore_adapter's arguments
 MEGATRONS_FILES = "the trained weights are saved as Megatron's files there, as Hugging Face's here"
-# _create_peft_config of LLaMA-Factory's train/megatron_bridge, and LoRA of Megatron Bridge
+# _create_peft_config in train/megatron_bridge, and LoRA of Megatron Bridge
 FUSED_ADAPTERS = (
     "under Megatron Bridge one adapter is on query, key and value together, and one on gate and "
     "up, whatever lora_target says, without dropout, and with a Xavier start; here each of these "
     "layers has its own"
 )
-
-
-# _compute_train_schedule of the same
+# _compute_train_schedule in train/megatron_bridge
 FEWER_ROWS = "a step has the rows of {} times fewer ranks there, of all here"
 
 
 def is_of_mcore(settings: ToolFile) -> bool:
-    """Whether mcore_adapter trains what a file of LLaMA-Factory's v0 says."""
+    """Whether a v0 file is for training by mcore_adapter (Megatron)."""
     return not is_of_bridge(settings) and any(key in settings for key in MEGATRON_KEYS)
 
 
 def is_of_bridge(settings: ToolFile) -> bool:
-    """Whether Megatron Bridge trains what a file of LLaMA-Factory's v0 says."""
+    """Whether a v0 file is for training by Megatron Bridge."""
     is_of_megatron = any(key in settings for key in MEGATRON_KEYS)
     return is_of_megatron and any(key in settings for key in BRIDGE_KEYS)
 
 
 def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what Megatron's trainers do otherwise than LLaMA-Factory's own."""
+    """Converts and reports what Megatron's trainers do differently than LLaMA-Factory's own."""
     is_bridge = is_of_bridge(settings)
-    shares_rows = is_bridge and (settings.get("context_parallel_size") or 1) > 1
-    if not (settings.get("calculate_per_token_loss") or shares_rows):
+    splits_rows = is_bridge and (settings.get("context_parallel_size") or 1) > 1
+    if not (settings.get("calculate_per_token_loss") or splits_rows):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     name = name_model(settings)
     coefficient = settings.get("moe_aux_loss_coeff")
@@ -188,9 +194,10 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     if is_bridge and settings.get("finetuning_type", "lora") == "lora":
         conversion.add_difference("finetuning_type", "lora", FUSED_ADAPTERS)
         conversion.recipe["lora_dropout"] = 0.0
-    warmup = [key for key in ("warmup_steps", "warmup_ratio") if settings.get(key)]
-    if warmup and settings.get("lr_scheduler_type") == "constant":  # warmed up by Megatron
-        conversion.recipe[warmup[0]] = settings[warmup[0]]
+    warmup = next((key for key in ("warmup_steps", "warmup_ratio") if settings.get(key)), None)
+    if warmup and settings.get("lr_scheduler_type") == "constant":
+        # Megatron warms up before a constant rate; transformers, as converted so far, does not
+        conversion.recipe[warmup] = settings[warmup]
     experts = settings.get("expert_model_parallel_size") or 1
     if is_bridge and experts > 1:
         note = FEWER_ROWS.format(experts)
@@ -206,7 +213,7 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how LLaMA-Factory packs rows of conversations."""
+    """Reports which rows v0 packs together, and what a document in a packed row attends to."""
     rows = settings.get("preprocessing_batch_size", 1000)
     shares = describe_shares(settings, PROCESSES)
     conversion.remarks.append(PACKED_AT_A_TIME.format(rows, shares))
@@ -220,7 +227,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("neat_packing", True, NEAT_WITHOUT_WINDOWS)
 
 
-# torch_dtype "auto" of LLaMA-Factory's model/loader.py, and init_adapter of its model/adapter.py
+# torch_dtype "auto" in model/loader.py, and init_adapter in model/adapter.py
 LOADED_IN_16_BITS = (
     "without bf16 and fp16 what is not trained has the dtype of the model's files there, as a rule "
     "16 bits, and is computed in it; all is in float32 here"
@@ -232,17 +239,17 @@ TRAINED_IN_16_BITS = (
 
 
 def _report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which weights are in 16 bits in a file of LLaMA-Factory that names no precision."""
+    """Reports which weights v0 keeps in 16 bits if the file names no precision."""
     if any(map(settings.get, ("bf16", "fp16", "pure_bf16", "deepspeed"))):
         return
-    asked = settings.get("bf16")
+    bf16 = settings.get("bf16")  # as the file has it: false, null or not at all
     if settings.get("use_badam"):
-        conversion.add_remark("bf16", asked, TRAINED_IN_16_BITS)
+        conversion.add_remark("bf16", bf16, TRAINED_IN_16_BITS)
     elif settings.get("finetuning_type", "lora") != "full":
-        conversion.add_remark("bf16", asked, LOADED_IN_16_BITS)
+        conversion.add_remark("bf16", bf16, LOADED_IN_16_BITS)
 
 
-# create_ref_model of its train/trainer_utils.py
+# create_ref_model in train/trainer_utils.py
 BASE_IS_REFERENCE = (
     "the reference is the base without this adapter there; here the model before training, of "
     "which it is a part"
@@ -251,7 +258,10 @@ ALL_BUT_LAST = "all but the last one are merged into the base there; the last is
 
 
 def _adapt_factorys_adapters(settings: ToolFile, conversion: Conversion) -> None:
-    """Names the adapter that is trained further, and says what else LLaMA-Factory does with it."""
+    """Sets the adapter that is trained further, and reports what LLaMA-Factory does with others.
+
+    Without a ref_model, DPO and KTO compare with the base without this adapter there.
+    """
     names = convert_names(settings.get("adapter_name_or_path")) or []
     if len(names) > 1:
         conversion.recipe["adapter_name_or_path"] = names[-1]

@@ -1,6 +1,6 @@
-"""What LLaMA-Factory's v1 does otherwise than a run here: its rows, its turns, and its batches.
+"""Reports what LLaMA-Factory's v1 does differently: its rows, its turns, and its batches.
 
-Its source: src/llamafactory/v1.
+Paths in comments are in src/llamafactory/v1, and "there" in messages is v1.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ V1_SPECIAL = (
     "rows: a special token that stands in a message is broken by a space without width there; "
     "tokenized as that token here, with a warning"
 )
-# _next_samples of the same, which begins again with the data where they fill no step
+# _next_samples, which starts the data again when the rest of it fills no step
 FILLED_UP = (
     "epochs: a step is filled up with rows of the next epoch there; here a last, short step ends "
     "each"
@@ -54,19 +54,19 @@ COUNTED_BY_ROWS = (
     "num_train_epochs: the steps are counted there as if each micro-batch had micro_batch_size "
     "rows, and it has as many as fill it: the data is trained on more often"
 )
-# transformers' masks, which look for documents in a packed row where there is no cache, as under
-# checkpointing, and flash attention, which looks for them always
+# transformers' masks look for documents in a packed row only without a cache, as under activation
+# checkpointing; flash attention always looks for them
 SEEN_THROUGH_CACHE = (
     "without activation checkpointing documents in a packed row attend to those before under this "
     "attention there; each is apart here"
 )
-# values of its BatchingStrategy
+# values of its BatchingStrategy: packed rows without padding; padded rows up to a number of tokens
 PACKING = "dynamic_padding_free"
 FILLING = "dynamic_batching"
 
 
 def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what v1 does otherwise; splits turns where it does."""
+    """Reports what v1 does differently, and splits turns as it does."""
     conversion.remarks += [V1_COMMAND, V1_ALPACA, V1_COLUMNS]
     _adapt_turns(settings, conversion)
     strategy = settings.get("batching_strategy")
@@ -84,17 +84,19 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Splits conversations as v1 does, and reports which tokens of a turn it trains beside its
-    words.
+    """Splits conversations as v1 does, and reports which other tokens of a turn v1 trains.
+
+    Files of older versions name a `template`, by which turns are not split.
     """
     if settings.get("template"):
-        conversion.remarks.append(HEADER_TRAINED)  # its older versions, with templates of their own
+        conversion.remarks.append(HEADER_TRAINED)
         return
     conversion.recipe["turns"] = "split"  # _prefix_cuts of its core/data_engine.py
     conversion.remarks += [V1_BREAK, V1_SPECIAL]
     if settings.get("chat_template"):
-        return  # its custom_chat_template, in place of the tokenizer's
-    report_own_thoughts(name_model(settings), "model", name_model(settings), conversion)
+        return  # v1's custom_chat_template, in place of the tokenizer's own
+    name = name_model(settings)
+    report_own_thoughts(name, "model", name, conversion)
 
 
 # SFTSample of its utils/types.py
@@ -110,12 +112,15 @@ DRAWN_AGAIN = (
 
 
 def list_v1_entries(name: str, source: Path) -> list[DataSetEntry] | None:
-    """Lists the data sets of a file that names several; None where it is not at hand."""
+    """Lists the data sets in a YAML file that describes several; None if the file is not found.
+
+    Its keys are names of data sets, and its values are mappings with a path.
+    """
     path = find_from_root(source, name)
     if path is None:
         return None
-    listed = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    entries = listed if isinstance(listed, dict) else {}
+    content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    entries = content if isinstance(content, dict) else {}
     return [
         DataSetEntry.make(f"{path.name}: {key}", entry)
         for key, entry in entries.items()
@@ -124,7 +129,7 @@ def list_v1_entries(name: str, source: Path) -> list[DataSetEntry] | None:
 
 
 def read_v1_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
-    """Reads one data set of such a file, as _load_dataset of its core/data_engine.py does."""
+    """Converts one data set of a v1 file, as _load_dataset of its core/data_engine.py reads it."""
     path = str(entry.take("path"))
     if entry.take("source") == "local":
         path = str(find_from_root(source, path) or path)

@@ -1,6 +1,4 @@
-"""Single values of another tool's file: numbers, which may be written as text, and how a value is
-shown.
-"""
+"""Reads numbers of another tool's file, which may be text there, and shows values in messages."""
 
 import json
 import math
@@ -11,11 +9,11 @@ from finetune.units import is_fp32_number
 
 
 class WrongValue(UserError):
-    """A value that its tool would not read either. `convert_file` adds the file's name."""
+    """A value that the other tool would not read either. `convert_file` adds the file's name."""
 
     @classmethod
     def of_key(cls, key: str, value: Any, expected: str, example: str) -> "WrongValue":
-        """Makes the error of a key whose value is something else.
+        """Makes the error for a key whose value is not what is expected.
 
         `expected` is a noun phrase in the singular; `example` is a value to write instead.
         """
@@ -26,13 +24,13 @@ class WrongValue(UserError):
 
 
 def shorten(value: Any) -> str:
-    """Shows a value as JSON, cut at 60 characters."""
+    """Returns a value as JSON, cut to at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def convert_number(value: Any) -> Any:
-    """Converts numbers that YAML 1.1 reads as text (2e-5); leaves other values as they are.
+    """Converts text that is a number, as YAML 1.1 reads 2e-5; returns any other value unchanged.
 
     >>> convert_number("2e-5"), convert_number("auto")
     (2e-05, 'auto')
@@ -46,7 +44,9 @@ def convert_number(value: Any) -> Any:
 
 
 def read_number(key: str, value: Any, example: str, least: float = -math.inf) -> Any:
-    """Reads the number of at least `least` under a key. Raises `WrongValue` for any other value.
+    """Reads a key's value as a number of at least `least`; raises `WrongValue` for anything else.
+
+    `example` is the value that the error suggests.
 
     >>> read_number("save_steps", "500", "100"), read_number("min_lr", 0, "1e-6")
     (500.0, 0)

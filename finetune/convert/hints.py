@@ -1,4 +1,4 @@
-"""What the recipe reader says of other tools' keys and files: `finetune.config.reader.Hints`."""
+"""Recognizes other tools' files and keys: the `Hints` of finetune/config/reader.py."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -8,7 +8,7 @@ from finetune.config.other_names import IN_ACCELERATE_FILE, SOURCES_FORM
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.convert.counterparts import NOTES, TOOL_NAMES, Counterpart, Tool, list_counterparts
 
-FEW_NAMES = 3  # of a tool's own, above which a file is taken for one of its files
+ENOUGH_KEYS = 3  # keys that only the tool has, by which a file is taken for the tool's
 SWIFT_KEYS = {
     "tuner_type",
     "train_type",
@@ -17,17 +17,18 @@ SWIFT_KEYS = {
     "loss_scale",
     "truncation_strategy",
 }
-FLAT = [tool for tool in TOOL_NAMES if tool != "Automodel"]  # whose files are nested throughout
+# the tools whose keys are explained: Automodel's keys are all in sections
+FLAT_TOOLS = [tool for tool in TOOL_NAMES if tool != "Automodel"]
 
 
 def recognize_tool(file: Mapping[str, Any]) -> Tool | None:
-    """Returns the tool that a file is for, by the keys that only one of them has."""
+    """Returns the tool that a file is for, by keys that few other tools have; None if unknown."""
     if (
         any("nemo_automodel" in text for text in find_texts(file, "_target_"))
         or "step_scheduler" in file
     ):
         return "Automodel"
-    if any(True for _ in find_texts(file, "_component_")):
+    if next(find_texts(file, "_component_"), None) is not None:
         return "torchtune"
     if "model" in file and SWIFT_KEYS & file.keys():
         return "ms-swift"
@@ -52,7 +53,7 @@ def is_factory_v1(file: Mapping[str, Any]) -> bool:
 
 
 def find_texts(value: Any, key: str) -> Iterator[str]:
-    """Yields every text under `key`, however deep."""
+    """Yields every text under `key`, at any depth of mappings and lists."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == key and isinstance(inner, str):
@@ -65,8 +66,9 @@ def find_texts(value: Any, key: str) -> Iterator[str]:
 
 
 def find_writer(file: Mapping[str, Any]) -> Tool | None:
-    """Returns the tool that a file was written for, by as many names of its own as no recipe has by
-    mistake.
+    """Returns the tool that a file was written for; None if it may be a recipe with wrong keys.
+
+    A few keys of another tool may be mistakes in a recipe, `ENOUGH_KEYS` of them are not.
 
     >>> find_writer(
     ...     {"base_model": "a/b", "datasets": [], "sequence_len": 2048, "micro_batch_size": 1}
@@ -77,44 +79,50 @@ def find_writer(file: Mapping[str, Any]) -> Tool | None:
     tool = recognize_tool(file)
     if tool is None or is_factory_v1(file):
         return tool
-    names = {pair.key.partition(".")[0] for pair in list_counterparts(tool)} - recipe_keys().keys()
-    return tool if len(names & file.keys()) >= FEW_NAMES else None
+    tool_keys = {pair.key.partition(".")[0] for pair in list_counterparts(tool)}
+    foreign_keys = file.keys() - recipe_keys().keys()
+    return tool if len(tool_keys & foreign_keys) >= ENOUGH_KEYS else None
 
 
 def explain_key(key: str) -> tuple[str, str] | None:
-    """Explains another tool's key: (our key, else `key` itself; a sentence). None for nobody's key.
+    """Explains another tool's key: (our key, or `key` if there is none; a sentence).
+
+    Returns None for a key that no tool has, and for a dotted one.
 
     >>> explain_key("sequence_len")
     ('max_length', "Axolotl's name; here it is max_length")
     >>> explain_key("lora_rank")[1].partition(";")[0]
     "LLaMA-Factory's and torchtune's name"
     """
-    if "." in key or key in IN_ACCELERATE_FILE:  # of which the reader knows more
+    if "." in key or key in IN_ACCELERATE_FILE:  # the reader explains the latter better
         return None
-    pairs = {tool: pair for tool in FLAT if (pair := _find(key, tool)) is not None}
+    pairs = {tool: pair for tool in FLAT_TOOLS if (pair := _find_counterpart(key, tool))}
+    # a tool whose key has a counterpart here says more than one whose key has none
     pairs = {tool: pair for tool, pair in pairs.items() if pair.ours} or pairs
     if not pairs:
         return None
-    whose = " and ".join(f"{tool}'s" for tool in list(pairs)[:2])
-    pair = next(iter(pairs.values()))
+    two_tools = list(pairs)[:2]  # enough for a message
+    whose = " and ".join(f"{tool}'s" for tool in two_tools)
+    pair = pairs[two_tools[0]]
     if pair.ours is None:
         return key, f"{whose} name; no such key: {pair.note}"
     return pair.ours, f"{whose} name; here it is {_describe(pair)}"
 
 
-def _find(key: str, tool: Tool) -> Counterpart | None:
+def _find_counterpart(key: str, tool: Tool) -> Counterpart | None:
+    """Returns the row of a tool's key in the table; None if the tool has no such key."""
     return next((pair for pair in list_counterparts(tool) if pair.key == key), None)
 
 
 def _describe(pair: Counterpart) -> str:
-    """Returns our key, with the note where the key alone does not say what to write."""
+    """Returns our key, with the note if the key alone does not say what to write."""
     if pair.note in ("", NOTES["OWN_DATA"]):
         note = ""
     else:
         note = f" ({pair.note})"
     if pair.ours in NESTED:
         return f"{pair.ours}: {SOURCES_FORM}{note}"
-    is_of_entry = pair.key in {field.name for field in fields(DatasetSource)}
-    if pair.ours == "accelerate_config" or is_of_entry:
+    is_entry_key = pair.key in {field.name for field in fields(DatasetSource)}
+    if pair.ours == "accelerate_config" or is_entry_key:
         return f"{pair.ours}{note}"
     return str(pair.ours)

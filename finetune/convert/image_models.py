@@ -1,4 +1,4 @@
-"""What other tools train of models with images, and what their rows with images become."""
+"""Reports which parts of vision-language models other tools train, and how they read images."""
 
 import fnmatch
 import re
@@ -21,6 +21,7 @@ from finetune.convert.model_names import guess_vision_family, name_model
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 from finetune.files.json_files import read_json_object
 
+# tool -> the keys by which a file says that it trains on images
 IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
     "LLaMA-Factory": (
@@ -34,8 +35,9 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
-    """Finds (the key by which a file trains on images, the model_type with the tower); none if it
-    trains on text.
+    """Finds (the key by which a file trains on images, the model_type of the model with its tower).
+
+    Returns ("", None) for a file that trains on text. The model_type is None if it is not known.
     """
     components = " ".join(find_texts(settings, "_component_"))
     if tool == "torchtune" and re.search("vision|multimodal|clip", components):
@@ -45,34 +47,36 @@ def find_images(tool: Tool, settings: ToolFile) -> tuple[str, str | None]:
         return "", None
     name = name_model(settings)
     config = read_json_object(Path(name).expanduser() / "config.json")
-    return key, str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+    model_type = config.get("model_type")
+    return key, str(model_type) if model_type else guess_vision_family(name)
 
 
 def _find_image_key(tool: Tool, settings: ToolFile) -> str | None:
+    """Returns the key by which a file trains on images; None if it does not, and for torchtune."""
     for key in IMAGE_KEYS.get(tool, ()):
         if settings.get(key) is not None:
             return key
-    is_template_of_images = re.search("_vl$|_vl_", str(settings.get("template")))
-    is_data_of_images = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
-    if tool == "LLaMA-Factory" and (is_template_of_images or is_data_of_images):
+    has_image_template = re.search("_vl$|_vl_", str(settings.get("template")))
+    has_image_data = re.search("mllm|vlm|_vl|multimodal", str(settings.get("dataset")))
+    if tool == "LLaMA-Factory" and (has_image_template or has_image_data):
         return "template"
     if tool == "Automodel" and reads_images(settings):
         return "model"
     return None
 
 
-# functions of Automodel's whose rows are texts, in its recipe for images too
+# Automodel's functions and classes whose rows are texts, even in its recipe for images
 OF_TEXTS = re.compile(r"tulu3|ChatDataset$")
 
 
 def reads_images(settings: ToolFile) -> bool:
-    """Whether a file of Automodel's trains on rows with images."""
-    rows = str(read_section(settings, "dataset").get("_target_"))
-    return runs_for_images(settings) and not OF_TEXTS.search(rows)
+    """Whether an Automodel file trains on rows with images."""
+    row_function = str(read_section(settings, "dataset").get("_target_"))
+    return runs_for_images(settings) and not OF_TEXTS.search(row_function)
 
 
 def runs_for_images(settings: ToolFile) -> bool:
-    """Whether a file of Automodel's is of its recipe for images, which reads texts, too."""
+    """Whether an Automodel file uses the recipe for images, which may train on texts alone."""
     target = f"{settings.get('recipe')} {read_section(settings, 'model').get('_target_')}"
     return re.search("ForVLM|ImageText", target) is not None
 
@@ -85,8 +89,9 @@ IMAGE_LABELS = (
     "some versions train on all text of rows with images, here the answers; assistant_only_loss: "
     "false trains all"
 )
-# get_processing_strategy of Axolotl's processing_strategies.py, by whose other classes no role is
-# left out of the loss, whatever train_on_inputs says: chat templates, and families by model_support
+# Chat templates, families and keys for which get_processing_strategy of Axolotl's
+# processing_strategies.py returns a class that knows roles. Its other classes leave no role out of
+# the loss, whatever train_on_inputs says. The families come from model_support.
 ROLES_BY_TEMPLATE = (
     "qwen2_vl",
     "qwen3_5",
@@ -105,21 +110,21 @@ ALL_OF_IMAGES = (
     "no role is known of this model there, and all text of a row is trained on; so it is here by "
     "assistant_only_loss: false, and by true the answers alone"
 )
-# whose processors write more than the patches' tokens for an image (replace_image_token), of which
-# Axolotl leaves the patches' alone out
+# Families whose processors write more for an image than the tokens of its patches
+# (replace_image_token). Axolotl leaves only those of the patches out of the loss.
 MARKED_IMAGES = ("gemma3", "gemma3n", "gemma4", "idefics3", "llama4", "mistral3", "smolvlm")
-PIXTRAL = "pixtral"  # in names of models of LLaVA's family with Pixtral's processor
+PIXTRAL = "pixtral"  # in the names of models of family llava that have Pixtral's processor
 MARKS_TRAINED = "what the processor writes around an image's patches is trained too there, not here"
-# Glm4vProcessingStrategy
+# families of Axolotl's Glm4vProcessingStrategy
 GLM_IMAGES = ("glm4v", "glm46v")
 GLM_MARKS = "<|begin_of_image|> and <|end_of_image|> are trained here, not there"
-# transformers' get_keys_to_not_convert, which leaves the head in 16 bits
+# transformers' get_keys_to_not_convert leaves only the head in 16 bits
 QUANTIZED_PARTS = (
     "the linear layers of the vision tower and the projector are in as few bits there, in 16 here"
 )
 QUANTIZED_TOWER = "the vision tower's linear layers are in as few bits there, in 16 here"
-# apply_chat_template of transformers' processors, which encodes as the tokenizer does by itself
-# what begins with no BOS token; the templates of other families begin with it
+# apply_chat_template of transformers' processors lets the tokenizer add its BOS token to a text
+# without one at its start; the templates of families other than these two write one there
 TOKENIZERS_BOS_OF_IMAGES = (
     "chat_template: where it writes no BOS token and the tokenizer does by itself, a row begins "
     "with it there, not here"
@@ -141,8 +146,9 @@ IMAGES_OF_COLUMN = (
 
 
 def adapt_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what a tool trains of a vision-language model beside the language model, which is
-    trained alone here.
+    """Converts and reports which parts of a vision-language model a tool trains.
+
+    Here only the language model is trained by default.
     """
     key = _find_image_key(conversion.tool, settings)
     if conversion.images is None and key is not None:
@@ -153,9 +159,10 @@ def adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
         conversion.add_difference(load_key, True, QUANTIZED_PARTS)
-    if conversion.is_factory_v1:  # which freezes no part by itself
-        adapts = settings.get("finetuning_type") == "lora"
-        conversion.add_difference("model_class", "llm", TOWER_ADAPTED if adapts else TRAINED_TOWER)
+    if conversion.is_factory_v1:  # v1 freezes no part by itself
+        has_adapters = settings.get("finetuning_type") == "lora"
+        note = TOWER_ADAPTED if has_adapters else TRAINED_TOWER
+        conversion.add_difference("model_class", "llm", note)
     elif conversion.tool == "LLaMA-Factory":
         _report_frozen(settings, conversion)
     elif conversion.tool == "Automodel":
@@ -170,16 +177,18 @@ UNKNOWN_IMAGES = (
     "rows with images are trained on there; the model's name says no family whose images are read "
     "here, and what else differs for it is not listed"
 )
-# Of torchtune's parts of Llama 3.2 Vision, the layers with cross attention by the models' sizes.
-FUSION_LAYERS = {r"90b": range(3, 100, 5), "": range(3, 40, 5)}
+# indexes of the layers with cross attention in Llama 3.2 Vision, torchtune's "fusion" layers
+FUSION_LAYERS_90B = range(3, 100, 5)
+FUSION_LAYERS_11B = range(3, 40, 5)
 TOWER_ADAPTED = "the vision tower gets adapters too there"
 PROJECTOR_ADAPTED = "the projector gets adapters too there"
 FUSION_MLP = "the MLPs of the layers that read images get adapters too there"
-# MultiHeadAttention of lora_llama3_2_vision_decoder, where a part gets no adapters
+# MultiHeadAttention of lora_llama3_2_vision_decoder, in a part without adapters
 ATTENTION_IN_16_BITS = "the attention of {} is in 16 bits there, in 4 here"
 FUSION_ROWS = "the embedding's rows for images are trained too there"
+# torchtune's data sets that never have images
 TEXTS_ALONE = re.compile(r"torchtune\.datasets\.(?!chat_dataset)\w+")
-# TransformerCrossAttentionLayer of torchtune, and FusionEmbedding beside it
+# torchtune's TransformerCrossAttentionLayer, and FusionEmbedding
 UNREAD = (
     "the rows have no images, and what is trained reads nothing else: the run stops at its first "
     "step here{}"
@@ -189,52 +198,64 @@ DECAYS_ALONE = "; there nothing changes but the embedding's rows for images, by 
 
 
 def adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -> None:
-    """Adds which parts of Llama 3.2 Vision a file trains: the decoder, the layers of cross
-    attention, the tower.
+    """Sets which parts of Llama 3.2 Vision a torchtune file trains, or gives adapters.
+
+    `model` is the file's section; `name` is the model's name. torchtune's parts are the decoder of
+    text, the fusion layers (with cross attention) and the encoder (the vision tower).
     """
     parts = {part: model.get(f"{part}_trainable") for part in ("decoder", "fusion", "encoder")}
-    recipe = conversion.recipe
-    if recipe.get("use_peft"):
-        if parts["encoder"] == "lora":
-            conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
-        if parts["fusion"] == "lora":  # fusion_lora of llama3_2_vision_encoder
-            conversion.add_difference("model.fusion_trainable", "lora", PROJECTOR_ADAPTED)
-        if parts["decoder"] != "lora" and parts["fusion"] == "lora":
-            targets = recipe.get("lora_target_modules") or []
-            own = [each for each in targets if LINEAR_LAYERS.get(each) == "self_attn"]
-            recipe["lora_target_modules"] = [f"cross_attn.{each}" for each in own]
-            if own != targets:
-                conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
-        if recipe.get("load_in_4bit"):
-            _report_fusion_bits(parts, conversion)
+    if conversion.recipe.get("use_peft"):
+        _adapt_fusion_adapters(parts, conversion)
         return
-    if all(value in (True, "full") for value in (parts["decoder"], parts["fusion"])):
+    full = {part for part, value in parts.items() if value in (True, "full")}
+    if {"decoder", "fusion"} <= full:
         trained = ["language_model", "lm_head"]
-    elif parts["fusion"] in (True, "full"):
-        sizes = (layers for pattern, layers in FUSION_LAYERS.items() if pattern in name.lower())
-        trained = [rf"language_model\.layers\.({'|'.join(map(str, next(sizes)))})\."]
+    elif "fusion" in full:
+        indexes = FUSION_LAYERS_90B if "90b" in name.lower() else FUSION_LAYERS_11B
+        trained = [rf"language_model\.layers\.({'|'.join(map(str, indexes))})\."]
         conversion.add_difference("model.fusion_trainable", parts["fusion"], FUSION_ROWS)
     else:
         trained = []
-    if parts["encoder"] in (True, "full"):
+    if "encoder" in full:
         trained += ["vision_model", "multi_modal_projector"]
-    recipe["trainable_modules"] = trained
+    conversion.recipe["trainable_modules"] = trained
+
+
+def _adapt_fusion_adapters(parts: Mapping[str, Any], conversion: Conversion) -> None:
+    """Sets the layers of Llama 3.2 Vision with adapters, and reports those that get none here.
+
+    `parts`: each of torchtune's parts, with its value ("lora", "frozen", true, ...).
+    """
+    recipe = conversion.recipe
+    if parts["encoder"] == "lora":
+        conversion.add_difference("model.encoder_trainable", "lora", TOWER_ADAPTED)
+    if parts["fusion"] == "lora":  # fusion_lora of llama3_2_vision_encoder
+        conversion.add_difference("model.fusion_trainable", "lora", PROJECTOR_ADAPTED)
+    if parts["decoder"] != "lora" and parts["fusion"] == "lora":
+        targets = recipe.get("lora_target_modules") or []
+        attention = [layer for layer in targets if LINEAR_LAYERS.get(layer) == "self_attn"]
+        recipe["lora_target_modules"] = [f"cross_attn.{layer}" for layer in attention]
+        if attention != targets:
+            conversion.add_difference("model.apply_lora_to_mlp", True, FUSION_MLP)
+    if recipe.get("load_in_4bit"):
+        _report_fusion_bits(parts, conversion)
 
 
 def report_unread_parts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that rows without images train nothing where torchtune trains no layers of text."""
+    """Reports that a torchtune file trains parts that only images reach, on rows without images."""
     model = read_section(settings, "model")
-    data = list(find_texts(settings.get("dataset"), "_component_"))
-    are_texts = data and all(map(TEXTS_ALONE.fullmatch, data))
+    data_sets = list(find_texts(settings.get("dataset"), "_component_"))
+    are_texts = data_sets and all(map(TEXTS_ALONE.fullmatch, data_sets))
     decoder = model.get("decoder_trainable", False)
     if conversion.images == "mllama" and are_texts and decoder in (False, "frozen"):
-        has_rows = model.get("fusion_trainable") in (True, "full")
-        there = DECAYS_ALONE if has_rows else STOPS_TOO
+        # full training of the fusion layers includes the embedding's rows for images
+        trains_embedding_rows = model.get("fusion_trainable") in (True, "full")
+        there = DECAYS_ALONE if trains_embedding_rows else STOPS_TOO
         conversion.add_difference("model.decoder_trainable", decoder, UNREAD.format(there))
 
 
 def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> None:
-    """Reports which parts of Llama 3.2 Vision QLoRA has in 4 bits there, or in 16."""
+    """Reports which parts of Llama 3.2 Vision have other bits there under QLoRA: 4 or 16."""
     for part, layers in (("decoder", "layers of text"), ("fusion", "layers that read images")):
         if parts[part] != "lora":
             note = ATTENTION_IN_16_BITS.format(layers)
@@ -243,9 +264,10 @@ def _report_fusion_bits(parts: Mapping[str, Any], conversion: Conversion) -> Non
         conversion.add_difference("load_in_4bit", True, QUANTIZED_TOWER)
 
 
-# apply_parameter_freezing of Automodel's components/utils/model_utils.py: a part is of the tower by
-# its name, which a projector of these names is not
+# words in the names of parts that are the tower for apply_parameter_freezing of Automodel's
+# components/utils/model_utils.py; it freezes a projector with such a name too
 OF_TOWER = ("vision", "visual", "image_encoder")
+# How transformers' classes name the parts of a vision-language model.
 TOWER_PART = re.compile(r"self\.(vision_tower|visual|vision_model|embed_vision) = ")
 PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
 TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
@@ -257,19 +279,23 @@ SOUND_THERE = "the tower of sound is trained there by rows with sound, which are
 
 
 def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds which parts of a vision-language model Automodel trains: its freeze_config freezes the
-    tower, and no projector beside it; without one nothing is frozen.
+    """Sets or reports which parts of a vision-language model Automodel trains.
+
+    Its freeze_config freezes the tower, but not the projector. Without one nothing is frozen.
     """
     frozen = read_section(settings, "freeze_config")
     if frozen.get("freeze_audio_tower") is False:
         conversion.add_remark("freeze_audio_tower", False, SOUND_THERE)
     source = read_family_source(conversion.images or "")
-    parts = sorted(set(PROJECTOR.findall(source)))
-    parts = [part for part in parts if not any(name in part for name in OF_TOWER)]
+    projectors = [
+        part
+        for part in sorted(set(PROJECTOR.findall(source)))
+        if not any(word in part for word in OF_TOWER)
+    ]
     trains_tower = not _freezes_tower(frozen)
     peft = read_section(settings, "peft")
-    if peft:  # adapters alone are trained, of parts that are not frozen
-        _report_adapted_parts(peft, parts, trains_tower, conversion)
+    if peft:  # only adapters are trained, on parts that are not frozen
+        _report_adapted_parts(peft, projectors, trains_tower, conversion)
         if frozen.get("freeze_language_model"):
             conversion.add_difference("freeze_language_model", True, ADAPTERS_OF_TEXT)
         return
@@ -277,23 +303,25 @@ def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     text = sorted(set(TEXT_PART.findall(source)))
     tower = sorted(set(TOWER_PART.findall(source)))
-    if frozen.get("freeze_language_model") or (trains_tower and not (text and tower)):
+    are_parts_known = text and tower
+    if frozen.get("freeze_language_model") or (trains_tower and not are_parts_known):
         _report_frozen({"freeze_vision_tower": not trains_tower} | frozen, conversion)
     elif trains_tower:
-        conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts, *tower]
-    elif parts:
-        conversion.recipe["trainable_modules"] = [*text, "lm_head", *parts]
+        conversion.recipe["trainable_modules"] = [*text, "lm_head", *projectors, *tower]
+    elif projectors:
+        conversion.recipe["trainable_modules"] = [*text, "lm_head", *projectors]
 
 
 def _freezes_tower(frozen: Mapping[str, Any]) -> bool:
-    """Whether a freeze_config freezes the tower, as one that names no modules does by itself.
+    """Whether a freeze_config freezes the tower: by its key, or by default if it lists no modules.
 
     >>> [_freezes_tower(each) for each in ({}, {"freeze_audio_tower": 1}, {"freeze_modules": []})]
     [False, True, False]
     """
-    names_modules = "freeze_modules" in frozen or "unfreeze_modules" in frozen
-    asked = frozen.get("freeze_vision_tower")
-    return bool(frozen) and not names_modules if asked is None else bool(asked)
+    if frozen.get("freeze_vision_tower") is not None:
+        return bool(frozen["freeze_vision_tower"])
+    lists_modules = "freeze_modules" in frozen or "unfreeze_modules" in frozen
+    return bool(frozen) and not lists_modules
 
 
 ADAPTERS_OF_TEXT = "adapters of the language model are frozen there, and trained here"
@@ -303,37 +331,40 @@ PART_ADAPTED = "layers of this part get adapters too there; those of the languag
 def _report_adapted_parts(
     peft: Mapping[str, Any], projectors: Sequence[str], trains_tower: bool, conversion: Conversion
 ) -> None:
-    """Reports which parts beside the language model get adapters there: ModuleMatcher of its
-    components/_peft/module_matcher.py, by names of layers as its own classes have them.
+    """Reports the parts besides the language model that get adapters in Automodel.
+
+    The names of their linear layers, from transformers' source, are matched as ModuleMatcher of
+    components/_peft/module_matcher.py does.
     """
     family = conversion.images or ""
     source = read_family_source(family)
-    of_tower = find_vision_layers(family) or ("q_proj",)  # as in other families' towers
+    tower_layers = find_vision_layers(family) or ("q_proj",)  # a tower of another family has q_proj
     towers = set(TOWER_PART.findall(source)) if trains_tower else set()
-    layers = [f"model.{part}.{name}" for part in towers for name in of_tower]
+    layers = [f"model.{part}.{layer}" for part in towers for layer in tower_layers]
     classes = re.split(r"^(?=class )", source, flags=re.MULTILINE)
-    of_projector = "".join(each for each in classes if re.match(r"class \w*Projector", each))
-    linear = re.findall(r"self\.(\w+) = nn\.Linear", of_projector)
-    layers += [f"model.{part}.{name}" for part in projectors for name in linear]
-    asked = convert_names(peft.get("target_modules")) or []
+    projector_code = "".join(code for code in classes if re.match(r"class \w*Projector", code))
+    projector_layers = re.findall(r"self\.(\w+) = nn\.Linear", projector_code)
+    layers += [f"model.{part}.{layer}" for part in projectors for layer in projector_layers]
+    targets = convert_names(peft.get("target_modules")) or []
     excluded = convert_names(peft.get("exclude_modules")) or []
-    if not (asked or excluded or peft.get("match_all_linear")):
-        asked = ["*_proj"]
+    if not (targets or excluded or peft.get("match_all_linear")):
+        targets = ["*_proj"]
     adapted = [
         name
         for name in layers
         if not any(_matches(pattern, name) for pattern in excluded)
-        and (not asked or any(_matches(pattern, name) for pattern in asked))
+        and (not targets or any(_matches(pattern, name) for pattern in targets))
     ]
-    for part in sorted({name.split(".")[1] for name in adapted}):
+    for part in sorted({name.split(".")[1] for name in adapted}):  # of model.PART.LAYER
         conversion.add_difference("peft", part, PART_ADAPTED)
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether Automodel's pattern names a layer, in full or by its last part."""
+    """Whether Automodel's pattern matches a layer: its full name, or exactly its last part."""
     return pattern == name.rpartition(".")[2] or fnmatch.fnmatchcase(name, pattern)
 
 
+# a key that is false if the part is trained there -> the note that it is frozen here
 FROZEN_HERE = {
     "freeze_vision_tower": TRAINED_TOWER,
     "freeze_multi_modal_projector": (
@@ -344,6 +375,7 @@ FROZEN_HERE = {
 
 
 def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
+    """Reports the parts that are trained on one side only, by the keys `freeze_...` in `frozen`."""
     for key, note in FROZEN_HERE.items():
         if frozen.get(key) is False:
             conversion.add_difference(key, False, note)
@@ -353,27 +385,30 @@ def _report_frozen(frozen: Mapping[str, Any], conversion: Conversion) -> None:
 
 
 def _may_adapt_tower(targets: Any, family: str) -> bool:
-    """Whether a family's vision tower may have a layer by one of these names; in doubt it may."""
-    of_tower = find_vision_layers(family)
-    names = {name.rpartition(".")[2] for name in targets} if isinstance(targets, list) else set()
-    return not of_tower or not names or bool(of_tower & names)
+    """Whether `targets` may be names of layers in the family's vision tower; True if not known."""
+    tower_layers = find_vision_layers(family)
+    if not tower_layers or not isinstance(targets, list) or not targets:
+        return True
+    names = {name.split(".")[-1] for name in targets}
+    return bool(tower_layers & names)
 
 
 def _report_tower(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl trains the vision tower, or adapters on it."""
+    """Reports that Axolotl trains the vision tower, or adapters on it."""
     if not settings.get("adapter"):
         conversion.add_difference("adapter", None, TRAINED_TOWER)
         return
     targets = settings.get("lora_target_modules")
     if settings.get("lora_target_linear"):
         targets = "all-linear"
-    is_of_text = re.search("language_model|text_model", str(targets))
-    if not is_of_text and _may_adapt_tower(targets, str(conversion.images)):
+    names_language_model = re.search("language_model|text_model", str(targets))
+    if not names_language_model and _may_adapt_tower(targets, str(conversion.images)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
 
 
 def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Axolotl trains of a vision-language model and of its rows."""
     if not settings.get("freeze_mm_modules"):  # tower and projector: its utils/freeze.py
         _report_tower(settings, conversion)
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
@@ -381,7 +416,7 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
         settings.get("chat_template") in ROLES_BY_TEMPLATE
         or conversion.images in ROLES_BY_FAMILY
         or any(map(settings.get, ROLES_BY_KEY))
-        or settings.get("rl")  # TRL's
+        or settings.get("rl")  # TRL's trainers read these rows
     )
     if not knows_roles:
         conversion.recipe["assistant_only_loss"] = False
@@ -390,25 +425,23 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     elif "train_on_inputs" not in settings:
         conversion.add_difference("processor_type", settings.get("processor_type"), IMAGE_LABELS)
     if settings.get("rl"):
-        return  # TRL's
-    _report_rows_of_images(settings, conversion)
+        return  # the rest is about rows that Axolotl reads by its own code
+    _report_image_rows(settings, conversion)
     if knows_roles and not settings.get("train_on_inputs"):
-        _report_thoughts_of_images(settings, conversion)
+        _report_image_thoughts(settings, conversion)
 
 
-def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where an image stands in a row, and what the row begins with."""
-    is_common = settings.get("tokenizer_use_mistral_common")
-    conversion.remarks.append(f"datasets: {COLUMN_REFUSED if is_common else IMAGES_OF_COLUMN}")
+def _report_image_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Remarks on where an image stands in Axolotl's rows, and on their BOS token."""
+    note = COLUMN_REFUSED if settings.get("tokenizer_use_mistral_common") else IMAGES_OF_COLUMN
+    conversion.remarks.append(f"datasets: {note}")
     is_pixtral = PIXTRAL in name_model(settings).lower()
     if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
         conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)
 
 
-def _report_thoughts_of_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the thoughts in the one text that Axolotl makes of a row, and trains with its
-    answers.
-    """
+def _report_image_thoughts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which thoughts Axolotl trains: it makes one text of a row, with all its answers."""
     template = settings.get("chat_template")
     if OTHER_TURNS.get(("Axolotl", str(template))) == ONE_TEXT:
         conversion.add_difference("chat_template", template, ONE_TEXT)
@@ -419,7 +452,7 @@ def _report_thoughts_of_images(settings: ToolFile, conversion: Conversion) -> No
 
 
 def _report_marks(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which tokens of an image are trained where all of a row's text is."""
+    """Reports which tokens around an image are trained when all text of a row is."""
     processor = settings.get("processor_type")
     if conversion.images in MARKED_IMAGES or PIXTRAL in name_model(settings).lower():
         conversion.add_difference("processor_type", processor, MARKS_TRAINED)

@@ -1,4 +1,4 @@
-"""What names of published models say: the family, a tower, experts, and why one is refused."""
+"""Guesses a published model's family, vision tower and experts by its name, and refuses some."""
 
 import re
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.value_conversion import read_section
 
-# evidence in a file, the capability that it asks for, whether the file trains
+# (what in a file asks for it, the capability that is missing here, whether the file trains at all)
 Unsupported = tuple[str, str, bool]
-# Names of models -> model_type, the first that fits.
+# (pattern of a model's name in lower case, model_type); the first pattern that matches counts. None
+# is for models that are no causal language models in transformers.
 FAMILIES = (
-    (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
+    (r"nemotron-(super-49b|ultra-253b|nas)", None),  # its code is not in transformers
     (r"distill.*llama|llama-?3\S*nemotron", "llama"),
     (r"distill.*qwen|openthinker|qwq", "qwen2"),
     (r"mixtral|8x\d+b", "mixtral"),
@@ -50,11 +51,11 @@ FAMILIES = (
     (r"qwen-?3(\.\d|[-_.]?5)", "qwen3_5_text"),
     (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"),
     (r"qwen-?3", "qwen3"),
-    # the first generation's, which is not transformers'
+    # the first generation, whose code is not in transformers
     (r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)", None),
     (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"),
     (r"qwen", "qwen2"),
-    # no causal models of text
+    # no causal language models
     (r"(t5|diffusion)-?gemma|paligemma|shieldgemma-2-|embeddinggemma-2", None),
     (r"shieldgemma", "gemma2"),
     (r"embeddinggemma", "gemma3_text"),
@@ -84,7 +85,7 @@ FAMILIES = (
     (r"granite", "granite"),
     (r"olmoe", "olmoe"),
     (r"flex-?olmo", "flex_olmo"),
-    (r"molmo", None),  # with a tower
+    (r"molmo", None),  # a vision-language model
     (r"olmo-?hybrid", "olmo_hybrid"),
     (r"olmo-?3", "olmo3"),
     (r"olmo-?2", "olmo2"),
@@ -129,7 +130,7 @@ FAMILIES = (
     (r"diffllama", "diffllama"),
     (r"llama", "llama"),
 )
-# Of vision-language models, the model_type of the whole.
+# The same for vision-language models: the model_type of the whole model with its tower.
 VISION_FAMILIES = (
     (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"),
     (r"qwen-?3[-_]?vl", "qwen3_vl"),
@@ -177,19 +178,21 @@ VISION_FAMILIES = (
     (r"apertus-v?1\.5", "apertus1p5"),
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio|[-_]tts\b")
-HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")  # beside words
+# models of text that also take sound
+HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\d?\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
     r"minicpm-[vo]|ocr\b|\bovis|\bemu3"
 )
-# Mixtures whose files hold numbers that are not read, whose code is not transformers' own, or that
-# were not tried.
+# Mixtures that are refused: their files have number formats that are not read, their code is not
+# in transformers, or they were not tried.
 MOE_MODEL = re.compile(
     r"deepseek[-_]?v4|minimax-?m3|kimi-k2|ling[-_](mini|flash|1t|[12])|ring[-_](mini|flash)|arctic|"
     r"grok|step-3|"
     r"\bmimo(?!-7b|-v2-flash)"
 )
 MOE_CAUSE = "mixtures of experts whose files or code are of another kind, or not tried yet"
+# the other mixtures of experts
 MIXTURE = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|r1)(?!.*distill)|scout|maverick|\d+b[-_]\d+e\b|llama-?4|"
     r"glm-?5|minimax|mimo-v2|"
@@ -202,12 +205,13 @@ FIRST_QWEN = re.compile(r"(?<![\w.-])qwen-(1[._]8b|7b|14b|72b)")
 DIFFUSION_MODEL = re.compile(
     r"labs-diffusion|diffusiongemma|\bllada|(?<![a-z])dream-(v0|7b|coder)|twotower"
 )
-HYBRID_MODEL = re.compile("nemotron-flash")  # whose code is not transformers'
+HYBRID_MODEL = re.compile("nemotron-flash")  # its code is not in transformers
+# weights in few bits, in other formats than the four after `?!`
 QUANTIZED_MODEL = re.compile(
     r"^(?!.*(gptq|awq|aqlm|nvfp4)).*"
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
-REFUSED_NAMES = {
+REFUSED_NAMES = {  # pattern of a name -> the cause that the refusal names
     AUDIO_MODEL: "audio",
     MULTIMODAL_MODEL: "multimodal",
     MOE_MODEL: MOE_CAUSE,
@@ -216,15 +220,17 @@ REFUSED_NAMES = {
     HYBRID_MODEL: "hybrid or linear attention",
     QUANTIZED_MODEL: "quantized weights",
 }
-BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
-# Whose losses over experts in 4 bits are not proven: the first draws experts at random in training.
+BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # its files are quantized by bitsandbytes
+# Families of mixtures whose losses with experts in 4 bits are not proven: phimoe draws experts at
+# random in training.
 UNTRIED_IN_FEW_BITS = ("phimoe", "bailing_hybrid", "qwen4_exp_text")
-FEW_BITS = (*LOAD_KEYS, "quantization_bit")
+FEW_BITS_KEYS = (*LOAD_KEYS, "quantization_bit")  # each asks for a quantized base
+# each asks for a mixture that is not supported, unless it is off
 MOE_KEYS = ("dsv4_fp4_grouped_mode", "use_moe")
 
 
 def guess_family(name: str) -> str | None:
-    """Returns the model_type that a model's name says; None where it says none.
+    """Returns the model_type of the model `name` by `FAMILIES`; None if the name does not say it.
 
     >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("org/ours")
     ('mixtral', None)
@@ -234,7 +240,7 @@ def guess_family(name: str) -> str | None:
 
 
 def has_tower(name: str) -> bool:
-    """Whether a model's name says that it has a vision tower.
+    """Whether the model `name` has a vision tower, by its name.
 
     >>> has_tower("google/gemma-3-27b-it"), has_tower("google/gemma-3-1b-it")
     (True, False)
@@ -243,7 +249,9 @@ def has_tower(name: str) -> bool:
 
 
 def guess_vision_family(name: str) -> str | None:
-    """Returns the model_type of a model with its tower, by its name; None where it says none.
+    """Returns the model_type of the model `name` with its vision tower.
+
+    Without a tower this is what `guess_family` returns. None if the name does not say it.
 
     >>> (
     ...     guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"),
@@ -252,12 +260,14 @@ def guess_vision_family(name: str) -> str | None:
     ('qwen2_vl', 'llama')
     """
     lower = name.lower()
-    named = next((family for pattern, family in VISION_FAMILIES if re.search(pattern, lower)), None)
-    return named or guess_family(name)
+    vision_family = next(
+        (family for pattern, family in VISION_FAMILIES if re.search(pattern, lower)), None
+    )
+    return vision_family or guess_family(name)
 
 
 def is_mixture(name: str) -> bool:
-    """Whether a model's name says that it is a mixture of experts.
+    """Whether the model `name` is a mixture of experts, by its name.
 
     >>> is_mixture("mistralai/Mixtral-8x7B-v0.1"), is_mixture("google/gemma-4-31B")
     (True, False)
@@ -266,22 +276,22 @@ def is_mixture(name: str) -> bool:
 
 
 def name_model(settings: ToolFile) -> str:
-    """Returns the model of a file, by whatever key the tool has for it."""
+    """Returns the name or path of a file's model, under any tool's key; empty if there is none."""
+    model = settings.get("model")
+    section = read_section(settings, "model")
     return str(
         settings.get("base_model")
         or settings.get("model_name_or_path")
-        or (settings.get("model") if isinstance(settings.get("model"), str) else "")
-        or read_section(settings, "model").get("pretrained_model_name_or_path")
-        or read_section(read_section(settings, "model"), "config").get(
-            "pretrained_model_name_or_path"
-        )
+        or (model if isinstance(model, str) else "")
+        or section.get("pretrained_model_name_or_path")
+        or read_section(section, "config").get("pretrained_model_name_or_path")
         or read_section(settings, "checkpointer").get("checkpoint_dir")
         or ""
     )
 
 
 def _find_sound(settings: ToolFile) -> Iterator[Unsupported]:
-    """Yields the data sets of a model that takes sound in whose names the word audio stands."""
+    """Yields the data sets that have the word "audio" in their names."""
     entries = settings.get("datasets")
     for entry in entries if isinstance(entries, list) else []:
         path = str(entry.get("path")) if isinstance(entry, dict) else ""
@@ -290,7 +300,10 @@ def _find_sound(settings: ToolFile) -> Iterator[Unsupported]:
 
 
 def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
-    """Yields why a file's model is not trained here, by its name and the keys that go with it."""
+    """Yields each reason not to train a file's model, by its name and by keys about it.
+
+    The name of a local model with its config.json is not judged: the rules of a run do that.
+    """
     for key in MOE_KEYS:
         value = settings.get(key)
         if value not in (None, False, 1, ""):
@@ -300,17 +313,17 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     if HEARING_MODEL.search(lower):
         yield from _find_sound(settings)
     if (Path(name).expanduser() / CONFIG_FILE).is_file():
-        return  # by which the rules of a run judge it
+        return
     family = guess_family(name) or ""
     is_untried = family in UNTRIED_IN_FEW_BITS or not has_fused_experts(family)
-    asks = any(settings.get(key) for key in FEW_BITS)
-    is_stored = BITSANDBYTES_MODEL.search(lower)  # whose experts are read as plain numbers
-    if is_mixture(name) and asks and is_untried and not is_stored:
+    asks_for_few_bits = any(settings.get(key) for key in FEW_BITS_KEYS)
+    is_stored_quantized = BITSANDBYTES_MODEL.search(lower)  # its experts are dequantized at reading
+    if is_mixture(name) and asks_for_few_bits and is_untried and not is_stored_quantized:
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in REFUSED_NAMES.items():
-        takes_images = (
+        is_known_image_model = (
             pattern in (MULTIMODAL_MODEL, HYBRID_MODEL)
             and guess_vision_family(lower) in IMAGE_FAMILIES
         )
-        if pattern.search(lower) and not takes_images:
+        if pattern.search(lower) and not is_known_image_model:
             yield name, cause, True
