@@ -15,7 +15,7 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
 from finetune.distributed.model_parts import head_of, trunk_of
 from finetune.errors import UserError
-from finetune.export.logits import RoundInputs, Rows, stream
+from finetune.export.logits import RoundInputs, Rows, stream_values
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, cast_rows
@@ -205,7 +205,7 @@ def measure(
     is_token = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[is_token]
     sums = _Sums(count)
-    with stream(model, variants, round_inputs):
+    with stream_values(model, variants, round_inputs):
         hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state * factors.input_scale
         hidden = hidden.reshape(count, is_token.numel(), -1)[:, is_token]
         vocabulary = plain.config.get_text_config().vocab_size

@@ -41,7 +41,7 @@ from finetune.export.formats.gguf_tokenizer import (
     describe_tokenizer,
     write_tokenizer,
 )
-from finetune.export.logits import CheckpointLogits, Logits, prompts
+from finetune.export.logits import CheckpointLogits, Logits, make_prompts
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -91,7 +91,7 @@ class GgufPlan:
     def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
         """Writes the files into `folder`, and returns a line on each.
 
-        `logits`: of `prompts`; None: unverified.
+        `logits`: of `make_prompts`; None: unverified.
 
         Raises `UserError` where what is read back differs, or llama.cpp computes something else.
         """
@@ -255,7 +255,7 @@ def _compare_with_llama_cpp(
     texts = [(TEXT, True)]
     if plan.tokenizer.chat_template:
         texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
-    logits_found, tokens = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
+    logits_found, tokens = run_llama_cpp(path, make_prompts(plan.vocabulary).tolist(), texts)
     for (text, begins), theirs in zip(texts, tokens, strict=True):
         # no warning of the length
         ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)
