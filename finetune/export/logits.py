@@ -259,7 +259,7 @@ def _compute_linear(
     round_inputs: Sequence[RoundInputs | None],
     inputs: Tensor,
 ) -> Tensor:
-    """Computes a linear layer for each variant of the model, a block of the weight's rows at a time.
+    """Computes a linear layer for each variant of the model, reading the weight in blocks of rows.
 
     Args:
         module: The layer, with its weight on meta.
