@@ -155,7 +155,7 @@ def _describe_origin(source: Source, is_adapter: bool) -> str:
     article = "A"
     if is_adapter:
         noun = f"{_name_adapter_kind(source)} adapter"
-        article = "An" if noun.startswith("OFT") else "A"  # as the letter is spoken
+        article = "An" if noun.startswith("OFT") else "A"
     if source.base_model:
         origin = f"{article} {noun} fine-tuned from {_shorten_path(source.base_model)}"
     else:
