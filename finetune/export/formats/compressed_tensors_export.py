@@ -31,9 +31,9 @@ from finetune.export.logits import CheckpointLogits
 from finetune.export.merge_choice import (
     ComparisonRows,
     MergedScore,
+    make_reader,
     measure,
     read_comparison_rows,
-    rows_of,
 )
 from finetune.export.metadata import write_metadata
 from finetune.export.publish import ExportOptions, is_alone
@@ -219,7 +219,7 @@ class CompressedPlan:
             return "What it costs was not measured: no rows of a run are at hand."
         plain, quantized = measure(
             model,
-            [rows_of(self.plain, self.target), partial(self._read_back, files)],
+            [make_reader(self.plain, self.target), partial(self._read_back, files)],
             rows,
             [None, self._round_inputs],
         )
