@@ -278,8 +278,8 @@ def plan_tensors(values: Sequence[Value], config: Any, where: str) -> list[FileT
 
     The experts of a layer are a tensor each in the folder, and one tensor in the file.
 
-    Raises `UserError` for a tensor that llama.cpp's code of the family has no place for. Its message
-    begins with `where`.
+    Raises `UserError`, with a message that begins with `where`, for a tensor that llama.cpp's code
+    of the family has no place for.
     """
     family = find_llama_cpp(config.model_type)
     architecture = next(
