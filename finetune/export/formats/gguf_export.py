@@ -233,8 +233,8 @@ class _Types:
 def _choose_types(options: ExportOptions, exact: str) -> _Types:
     """Chooses the types to write for the requested ones; without a request, `exact`.
 
-    `exact`: the type that rounds no weight. llama.cpp quantizes a file of this type, so that one may
-    be written without being requested.
+    `exact`: the type that rounds no weight. llama.cpp quantizes a file of this type, which may
+    therefore be written without being requested.
     """
     requested = tuple(options["gguf_types"]) or (exact,)
     quantized = tuple(name for name in requested if name not in FILE_TYPES)
