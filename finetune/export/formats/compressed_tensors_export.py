@@ -127,7 +127,7 @@ def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quanti
     """Makes the quantizer of a scheme in EXPORTED.
 
     Args:
-        keys: Names the scheme and its group size; a group size of None is a scale for each row.
+        keys: Names the scheme and its group size.
         dtype: The dtype in which scales are computed; None: the weight's.
     """
     name = keys.quantization_aware_training
@@ -142,7 +142,10 @@ def make_quantizer(keys: QuantizationAware, dtype: torch.dtype | None) -> Quanti
 
 
 def _make_scheme(scheme: Scheme, group_size: int | None) -> QuantizationScheme:
-    """Returns a scheme of config/quantization.py in the terms of compressed-tensors."""
+    """Returns a scheme of config/quantization.py in the terms of compressed-tensors.
+
+    `group_size`: how many numbers of a row share a scale; None: the whole row.
+    """
     kind = "float" if scheme.is_float else "int"
     if group_size is None:
         strategy: dict[str, Any] = {"strategy": "channel"}
@@ -167,7 +170,7 @@ class CompressedPlan:
 
     source: Source
     target: TargetModel  # its config has the quantization
-    weights: Weights  # the quantized tensors
+    weights: Weights  # the tensors as the files hold them, such as codes and scales
     plain: Mapping[str, Value]  # by name: the tensors of an unquantized export
     quantizer: Quantizer
     layers: frozenset[str]  # names of the layers that are quantized
