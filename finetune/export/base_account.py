@@ -45,7 +45,7 @@ class BaseAccount:
 
     where: str = ""  # the base's folder, as errors name it
     # name of a tensor of the base -> names of the exported tensors that hold its values
-    files_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    exported_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # the base's tensors that the model has no parameter for, and the export copies
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
     # the tensors of `carried` that are stored quantized
@@ -66,7 +66,7 @@ class BaseAccount:
         patterns_in_card = [pattern for pattern in self.left_out if pattern in card]
         present = set(exported)
         lost = []
-        for name, holders in self.files_of.items():
+        for name, holders in self.exported_of.items():
             is_exported = bool(holders) and holders <= present
             if not is_exported and not any(
                 fnmatchcase(name, pattern) for pattern in patterns_in_card
@@ -96,7 +96,7 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     rows = [EXPORT_FORMATS[name] for name in formats]
     if account.carried and not any(row.holds_base for row in rows):
         account = _leave_out(account, f"as {rows[0].title} has no place for it")
-    old_head = [name for name in account.files_of if is_left_out(target.model, name)]
+    old_head = [name for name in account.exported_of if is_left_out(target.model, name)]
     reasons = dict.fromkeys(old_head, "as a head of scores stands in its place")
     account = replace(account, left_out={**account.left_out, **reasons})
     class_name = target.class_name
@@ -110,6 +110,7 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
         )
         sentences.append(f"left out of the base, {why}: {patterns}")
     is_predicting = make_prediction_filter(target.model)
+    # The config promises layers for multi-token prediction, and none is carried over.
     if count_predicting_layers(config) and not any(map(is_predicting, account.carried)):
         keys = " and ".join(list_promising_keys(config))
         why = next(iter(account.left_out.values()), reason)
@@ -229,21 +230,21 @@ def _make_account(
         target.model, {name: tensor.shape for name, tensor in model_tensors.items()}, where
     )
     target = _name_tower_as_published(target, boxes)
-    exported_of: dict[str, set[str]] = {}  # parameter -> exported tensors that hold its values
+    holders_of: dict[str, set[str]] = {}  # parameter -> exported tensors that hold its values
     for name, box in target.files.items():
         for part in box.parts:
-            exported_of.setdefault(part.name, set()).add(name)
-    files_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
+            holders_of.setdefault(part.name, set()).add(name)
+    exported_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
     for parameter, box in boxes.items():
         first = target.tied.get(parameter, parameter)
         for part in box.parts:
-            files_of[model_tensors[part.name].name] |= exported_of.get(first, frozenset())
-    files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
+            exported_of[model_tensors[part.name].name] |= holders_of.get(first, frozenset())
+    exported_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
     left_out = []
     if drop_vision:
-        left_out = sorted(name for name, holders in files_of.items() if not holders)
+        left_out = sorted(name for name, holders in exported_of.items() if not holders)
     reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
-    account = BaseAccount(where, files_of, carried, quantized, reasons, target=target)
+    account = BaseAccount(where, exported_of, carried, quantized, reasons, target=target)
     misfit = _find_vocabulary_misfit(target, boxes, carried)
     if misfit is None:
         return account
@@ -296,10 +297,10 @@ def _find_vocabulary_misfit(
     as many rows as the base's. Returns why nothing can be carried over then; None if all fits.
     """
     embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
-    name = next(
+    embedding_name = next(
         f"{name}.weight" for name, module in target.model.named_modules() if module is embedding
     )
-    name = target.tied.get(name, name)
+    name = target.tied.get(embedding_name, embedding_name)  # of the stored tensor
     base_tokens = boxes[name].shape[0] if name in boxes else 0
     model_tokens = target.shapes[name][0]
     is_by_token = any(tensor.shape[:1] == (base_tokens,) for tensor in carried.values())
