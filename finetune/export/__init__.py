@@ -1,7 +1,7 @@
-"""Exports: makes Hugging Face folders, and other formats, from checkpoints.
+"""From sharded checkpoints to Hugging Face folders: bounded memory, verified, published whole or
+not at all.
 
-Memory stays bounded, the result is verified, and it appears whole or not at all. Each stage is a
-file:
+Each stage of an export is a file:
 
 1. `source` opens what is exported.
 2. `target` describes the model to write.

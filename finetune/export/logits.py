@@ -82,8 +82,8 @@ def stream_logits(model: nn.Module, rows: Rows, choices: Sequence[Tensor] = ()) 
     Args:
         model: The model, on meta.
         rows: Reads the model's values.
-        choices: `Logits.choices` of another model, which this model must take too, whatever its
-            own scores are; empty: it chooses by its scores.
+        choices: The `Logits.choices` that a different model made, and this model must make too,
+            whatever its scores are; empty: it chooses by its scores.
 
     Raises:
         UserError: The model computes with a tensor that has no values.

@@ -1,5 +1,6 @@
-"""Describes a tokenizer in llama.cpp's terms: the vocabulary, how a text is cut into words before
-tokens are merged within them, and the special tokens.
+"""Describes a tokenizer in llama.cpp's terms: vocabulary, pre-tokenizer and special tokens.
+
+The pre-tokenizer cuts a text into words; tokens are merged only within a word.
 """
 
 import json
