@@ -35,8 +35,8 @@ from finetune.models.head_factors import measure_head_factors
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # the most of one row
-# The bounds on the tokens of all rows together, padding included. How many are taken between them
-# depends on the model's size: three models are computed on a CPU in float32, in minutes.
+# The bounds on the tokens of all rows together, padding included. A large model gets fewer, so that
+# computing three models on a CPU in float32 takes minutes.
 MAX_TOKENS = 4096
 MIN_TOKENS = 256
 FLOP_BUDGET = 25e12  # for one of the models
@@ -243,6 +243,7 @@ def measure(
     plain: Any = model
     count = len(variants)
     factors = measure_head_factors(plain)
+    # [variants x rows, tokens]: the same rows for each variant
     inputs = {name: ids.repeat(count, 1) for name, ids in _make_inputs(model, rows).items()}
     # bool[rows x tokens]: False at padding
     is_token = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()

@@ -245,10 +245,11 @@ def _choose_types(options: ExportOptions, exact: str) -> _Types:
 
 
 def _adapt_title(title: str, vocabulary: GgufVocabulary) -> str:
-    """Returns `title` with or without "phi-3", by which llama.cpp decides about spaces.
+    """Returns `title` with "phi-3" in it if the tokenizer strips spaces after special tokens, else
+    without.
 
-    llama.cpp strips the spaces after special tokens if the model's name has "phi-3" in it. Then it
-    fails if some tokens are missing.
+    llama.cpp decides by the model's name: if "phi-3" is in it, llama.cpp strips these spaces, and
+    fails without the needed tokens.
     """
     needed_tokens = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
     if vocabulary.strips_after and needed_tokens <= set(vocabulary.tokens):

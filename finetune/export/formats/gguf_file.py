@@ -31,7 +31,8 @@ from finetune.export.write import fill_file, make_file
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 Kind = gguf.GGMLQuantizationType  # the type of one tensor
-# llama.cpp's process writes this line to stderr after its imports. What follows is llama.cpp's.
+# llama.cpp's process writes this line to stderr after the imports of this module. What follows is
+# llama.cpp's.
 IMPORTED = "finetune: imported"
 # The types of files that are written here: the type of most tensors, and the file's. llama.cpp
 # makes every other type.
