@@ -82,6 +82,7 @@ def check_config(config: Any, where: str) -> list[str]:
     """
     family = find_llama_cpp(config.model_type)
     layers = config.num_hidden_layers
+    # llama.cpp knows the one model that scales queries in another way by its number of layers.
     if layers == family.scales_like_27b:
         query_scalar = config.hidden_size // config.num_attention_heads
     else:
