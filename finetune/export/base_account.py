@@ -1,5 +1,7 @@
-"""What becomes of each tensor in the base's files: exported, converted, tied, carried over, or
-named in the card.
+"""Accounts for every tensor in the base's files: no export loses one without a word.
+
+A tensor of the base is part of a tensor of the model (maybe converted or tied), or carried over
+unchanged since the model has no parameter for it, or left out and named in the card.
 """
 
 from collections.abc import Collection, Mapping
@@ -34,7 +36,7 @@ from finetune.models.load import build_on_meta, read_carried_of
 from finetune.models.quantized_weights import StoredQuantized, split_quantized
 from finetune.models.weights import BoxedTensor, boxes_of_parameters, convert_to_parameters
 
-LISTED = 10  # tensors in an error
+LISTED = 10  # the most tensors that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +44,33 @@ class BaseAccount:
     """The base's tensors, and what an export makes of each. Returned by `account_for_base`."""
 
     where: str = ""  # the base's folder, as errors name it
-    # tensor of the base -> those that hold it
-    files_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # name of a tensor of the base -> names of the exported tensors that hold its values
+    exported_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # the base's tensors that the model has no parameter for, and the export copies
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
-    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `carried`
-    left_out: Mapping[str, str] = field(default_factory=dict)  # pattern of names -> why
+    # the tensors of `carried` that are stored quantized
+    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
+    # pattern of names of the base's tensors that are not exported -> why not
+    left_out: Mapping[str, str] = field(default_factory=dict)
     sentences: tuple[str, ...] = ()  # for the last lines and the model card
-    target: TargetModel | None = None  # with a config that promises what is there
+    # the target with the names and the config that suit the account; None in NOTHING_CARRIED
+    target: TargetModel | None = None
 
     def refuse_lost(self, exported: Collection[str], card: str) -> None:
-        """Raises `UserError` where the `exported` tensors lack one that holds a tensor of the base,
-        and the card does not name the latter as left out.
+        """Raises `UserError` if a tensor of the base is neither exported nor named in the card.
+
+        Args:
+            exported: The names of the exported tensors.
+            card: The model card's text, which must hold the patterns of `left_out`.
         """
-        named = [pattern for pattern in self.left_out if pattern in card]
+        patterns_in_card = [pattern for pattern in self.left_out if pattern in card]
         present = set(exported)
         lost = []
-        for name, holders in self.files_of.items():
+        for name, holders in self.exported_of.items():
             is_exported = bool(holders) and holders <= present
-            if not is_exported and not any(fnmatchcase(name, pattern) for pattern in named):
+            if not is_exported and not any(
+                fnmatchcase(name, pattern) for pattern in patterns_in_card
+            ):
                 lost.append(name)
         if lost:
             more = ""
@@ -78,15 +89,15 @@ NOTHING_CARRIED = BaseAccount()
 def account_for_base(source: Source, target: TargetModel, formats: Collection[str]) -> BaseAccount:
     """Finds what an export of `source` carries over from its base, and what it leaves out.
 
-    Reads no value, but those of which a checkpoint has a fingerprint.
+    It reads values only to compare them with a checkpoint's fingerprint of the base.
     """
     account, reason = _open_base(source, target)
     target = account.target or target
     rows = [EXPORT_FORMATS[name] for name in formats]
     if account.carried and not any(row.holds_base for row in rows):
         account = _leave_out(account, f"as {rows[0].title} has no place for it")
-    replaced = [name for name in account.files_of if is_left_out(target.model, name)]
-    reasons = dict.fromkeys(replaced, "as a head of scores stands in its place")
+    old_head = [name for name in account.exported_of if is_left_out(target.model, name)]
+    reasons = dict.fromkeys(old_head, "as a head of scores stands in its place")
     account = replace(account, left_out={**account.left_out, **reasons})
     class_name = target.class_name
     config = target.config_json
@@ -94,13 +105,16 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     if account.carried:
         sentences.append(describe_carried(account.carried, class_name))
     for why in dict.fromkeys(account.left_out.values()):
-        patterns = ", ".join(pattern for pattern, its in account.left_out.items() if its == why)
+        patterns = ", ".join(
+            pattern for pattern, reason_of in account.left_out.items() if reason_of == why
+        )
         sentences.append(f"left out of the base, {why}: {patterns}")
     is_predicting = make_prediction_filter(target.model)
+    # The config promises layers for multi-token prediction, and none is carried over.
     if count_predicting_layers(config) and not any(map(is_predicting, account.carried)):
         keys = " and ".join(list_promising_keys(config))
         why = next(iter(account.left_out.values()), reason)
-        if _keeps_its_layers(target):
+        if _is_same_without_promise(target):
             target = replace(target, config_json=promise_no_layers(config))
             sentences.append(f"{keys} is 0 in config.json: {why}")
         else:
@@ -112,47 +126,52 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
 
 
 def _open_base(source: Source, target: TargetModel) -> tuple[BaseAccount, str]:
-    """The account of `source`, and why it carries nothing over, where that is so."""
-    nothing = "the base's files hold no layers for multi-token prediction"
+    """Makes the account of `source` with the base's files, if they are known and on this machine.
+
+    Returns:
+        (the account, why it carries over no layers for multi-token prediction). The second means
+        nothing if the account does carry some.
+    """
+    no_layers = "the base's files hold no layers for multi-token prediction"
     drop_vision = bool(source.recipe.get("drop_vision"))
     if source.adapter is not None:
         assert source.base is not None, "an adapter is opened with its base"
         carried, quantized = read_carried_of(target.model, source.base, drop_vision)
-        return _account(
+        account = _make_account(
             source.tensors, str(source.base), target, carried, quantized, drop_vision
-        ), nothing
+        )
+        return account, no_layers
+    # A plain Hugging Face folder: it may hold the tensors to carry over, else its base may.
     if not (source.state or source.names_may_be_prefixed):
         carried = find_carried(
             target.model, convert_to_parameters(target.model, source.tensors, str(source.path))
         )
         if carried or source.base_model is None:
-            return _account(
+            account = _make_account(
                 source.tensors, str(source.path), target, carried, {}, drop_vision
-            ), nothing
+            )
+            return account, no_layers
     if source.base_model is None:
-        is_random = bool(source.recipe.get("model_config"))
-        return (
-            BaseAccount(),
-            "the model was trained from random weights" if is_random else "its base is not known",
-        )
+        if source.recipe.get("model_config"):
+            return BaseAccount(), "the model was trained from random weights"
+        return BaseAccount(), "its base is not known"
     if source.base is None or not any(source.base.glob("*.safetensors")):
         missing = f"the weights of {source.base_model} are not on this machine"
-        gone = f"{missing}; name their folder with --base-model"
-        return BaseAccount(sentences=(f"its list of tensors was not compared: {gone}",)), gone
+        reason = f"{missing}; name their folder with --base-model"
+        return BaseAccount(sentences=(f"its list of tensors was not compared: {reason}",)), reason
     carried, quantized = read_carried_of(target.model, source.base, drop_vision)
-    stored = split_quantized(read_folder(source.base), str(source.base))[0]
-    account = _account(stored, str(source.base), target, carried, quantized, drop_vision)
+    stored, _ = split_quantized(read_folder(source.base), str(source.base))
+    account = _make_account(stored, str(source.base), target, carried, quantized, drop_vision)
     if not carried or _is_the_trained_one(source, source.base, carried):
-        return account, nothing
-    other = (
+        return account, no_layers
+    if source.base_is_named:
+        warning = f"warning: {source.base} is not the base that the run began with"
+        return replace(account, sentences=(warning,)), no_layers
+    reason = (
         f"{source.base} holds other values than when the run began; name that base with "
         "--base-model"
     )
-    if source.base_is_named:
-        return replace(
-            account, sentences=(f"warning: {source.base} is not the base that the run began with",)
-        ), nothing
-    return _leave_out(account, other), other
+    return _leave_out(account, reason), reason
 
 
 def plan_carried(
@@ -163,10 +182,10 @@ def plan_carried(
     *,
     dtype_is_given: bool,
 ) -> list[Value]:
-    """Plans the tensors of the base that training never touched, as values to write.
+    """Plans the carried tensors of `account` as values to write.
 
-    Their dtype is that of the base's files; it is `dtype` where the user named one
-    (`dtype_is_given`), or where the files hold them quantized or in parts.
+    A tensor keeps the dtype of the base's files. It gets `dtype` if the user named one
+    (`dtype_is_given`), or if it is computed from what the files hold, such as by dequantizing.
     """
     read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
     values = []
@@ -187,7 +206,7 @@ def plan_carried(
     return values
 
 
-def _account(
+def _make_account(
     stored: Mapping[str, StoredTensor],
     where: str,
     target: TargetModel,
@@ -195,41 +214,52 @@ def _account(
     quantized: Mapping[str, StoredQuantized],
     drop_vision: bool,
 ) -> BaseAccount:
-    """Finds for each tensor of the base's files the tensors of the export that hold its values."""
-    own = take_language_model(stored) if drop_vision else stored
+    """Finds for each tensor of the base's files the tensors of the export that hold its values.
+
+    Args:
+        stored: The tensors of the base's files.
+        where: The base's folder, as errors name it.
+        target: The model to write.
+        carried: The tensors that the export carries over.
+        quantized: The tensors of `carried` that are stored quantized.
+        drop_vision: Whether the model is the language model of a vision-language base.
+    """
+    # By the names that the model's class knows; each tensor keeps its name in the files.
+    model_tensors = take_language_model(stored) if drop_vision else stored
     boxes = boxes_of_parameters(
-        target.model, {name: tensor.shape for name, tensor in own.items()}, where
+        target.model, {name: tensor.shape for name, tensor in model_tensors.items()}, where
     )
     target = _name_tower_as_published(target, boxes)
-    holders: dict[str, set[str]] = {}
+    holders_of: dict[str, set[str]] = {}  # parameter -> exported tensors that hold its values
     for name, box in target.files.items():
         for part in box.parts:
-            holders.setdefault(part.name, set()).add(name)
-    files_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
+            holders_of.setdefault(part.name, set()).add(name)
+    exported_of = {tensor.name: frozenset[str]() for tensor in stored.values()}
     for parameter, box in boxes.items():
         first = target.tied.get(parameter, parameter)
         for part in box.parts:
-            files_of[own[part.name].name] |= holders.get(first, frozenset())
-    files_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
+            exported_of[model_tensors[part.name].name] |= holders_of.get(first, frozenset())
+    exported_of |= {tensor.name: frozenset({name}) for name, tensor in carried.items()}
     left_out = []
     if drop_vision:
-        left_out = sorted(name for name, its in files_of.items() if not its)
+        left_out = sorted(name for name, holders in exported_of.items() if not holders)
     reasons = dict.fromkeys(list_patterns(left_out), "as drop_vision asks")
-    account = BaseAccount(where, files_of, carried, quantized, reasons, target=target)
-    other_rows = _find_other_rows(target, boxes, carried)
-    if other_rows is None:
+    account = BaseAccount(where, exported_of, carried, quantized, reasons, target=target)
+    misfit = _find_vocabulary_misfit(target, boxes, carried)
+    if misfit is None:
         return account
-    return _leave_out(account, other_rows)
+    return _leave_out(account, misfit)
 
 
 def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, BoxedTensor]) -> TargetModel:
-    """`target` with the names of the base's files for the tensors of a tower, which is never
-    trained.
+    """Returns `target` with the names of the base's files for the tensors of a vision tower.
 
-    transformers may write others since the base was published (5.23 does for Gemma 3), which
-    servers do not know.
+    A newer transformers may write other names (5.23 does for Gemma 3), which servers do not know.
+    Only a tensor that is a whole tensor of the base gets the base's name.
 
-    boxes: For each parameter the tensors of the base's files that it is made of.
+    Args:
+        target: The model to write.
+        boxes: For each parameter, the tensors of the base's files that fill it.
     """
     files = {}
     for name, box in target.files.items():
@@ -243,53 +273,63 @@ def _name_tower_as_published(target: TargetModel, boxes: Mapping[str, BoxedTenso
         ):
             files[origin.parts[0].name] = box
         else:
-            files[name] = box
+            files[name] = box  # keeps the name that transformers writes
     return replace(target, files=files)
 
 
 def _is_the_trained_one(source: Source, base: Path, carried: Mapping[str, StoredTensor]) -> bool:
-    """Whether `base` still holds what a full run began with, as far as its checkpoint knows."""
+    """Whether `base` still holds the values that a full run began with.
+
+    The checkpoint has a hash of all weights, or only of the carried tensors; True if it has none.
+    """
     inputs = source.state.get("inputs") or {}
     if "base" in inputs:
         return bool(hash_weights(base) == inputs["base"])
     return "carried" not in inputs or bool(hash_tensors(carried) == inputs["carried"])
 
 
-def _find_other_rows(
+def _find_vocabulary_misfit(
     target: TargetModel, boxes: Mapping[str, BoxedTensor], carried: Mapping[str, StoredTensor]
 ) -> str | None:
-    """Why nothing is carried over where some of it has a row for each token of the base, and the
-    model has more.
+    """Finds out whether the carried tensors fit another number of tokens than the model has.
+
+    That is so if the model's embedding has not as many rows as the base's, and a carried tensor has
+    as many rows as the base's. Returns why nothing can be carried over then; None if all fits.
     """
     embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
-    name = next(
+    embedding_name = next(
         f"{name}.weight" for name, module in target.model.named_modules() if module is embedding
     )
-    name = target.tied.get(name, name)
-    before = boxes[name].shape[0] if name in boxes else 0
-    after = target.shapes[name][0]
-    if before == after or not any(tensor.shape[:1] == (before,) for tensor in carried.values()):
+    name = target.tied.get(embedding_name, embedding_name)  # of the stored tensor
+    base_tokens = boxes[name].shape[0] if name in boxes else 0
+    model_tokens = target.shapes[name][0]
+    is_by_token = any(tensor.shape[:1] == (base_tokens,) for tensor in carried.values())
+    if base_tokens == model_tokens or not is_by_token:
         return None
-    return f"it has a row for each of the base's {before:,} tokens, and the model {after:,}"
+    return (
+        f"it has a row for each of the base's {base_tokens:,} tokens, and the model "
+        f"{model_tokens:,}"
+    )
 
 
 def _leave_out(account: BaseAccount, why: str) -> BaseAccount:
+    """Returns `account` with nothing carried over: the carried tensors are left out for `why`."""
     names = [tensor.name for tensor in account.carried.values()]
     reasons = {**account.left_out, **dict.fromkeys(list_patterns(names), why)}
     return replace(account, carried={}, quantized={}, left_out=reasons)
 
 
-def _keeps_its_layers(target: TargetModel) -> bool:
-    """Whether the class has the same tensors where the config promises no layers for multi-token
-    prediction.
+def _is_same_without_promise(target: TargetModel) -> bool:
+    """Whether the class has the same tensors with a config that promises no layers for multi-token
+    prediction. False if the class rejects such a config.
     """
     config: Any = target.model.config
     try:
-        other = build_on_meta(
+        model = build_on_meta(
             type(config).from_dict(promise_no_layers(target.config_json)), torch.float32
         )
     except Exception:  # each family reads its config in its own way
         return False
-    return {name: tensor.shape for name, tensor in other.state_dict().items()} == {
-        name: tensor.shape for name, tensor in target.model.state_dict().items()
-    }
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    target_shapes = {name: tensor.shape for name, tensor in target.model.state_dict().items()}
+    return shapes == target_shapes

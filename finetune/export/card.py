@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, on which data, how, and how it is used."""
+"""The model card of an export: what was trained, on which data and how, and how to use it."""
 
 import json
 import math
@@ -30,6 +30,7 @@ from finetune.files.run_files import (
 )
 
 CARD_FILE = "README.md"
+# keys of the recipe whose values the card shows
 RECIPE_KEYS = (
     "learning_rate",
     "lr_scheduler_type",
@@ -56,11 +57,12 @@ RECIPE_KEYS = (
     "use_dora",
     "oft_block_size",
 )
-# the hub's fields; the last two where the first is "other"
+# the hub's fields for a license; the last two are there if the first is "other"
 LICENSE_KEYS = ("license", "license_name", "license_link")
 UNKNOWN_LICENSE = "unknown"
-# names in the card -> keys of a checkpoint's state, or of metrics.jsonl
+# name in the card -> key of a checkpoint's state
 COUNTS = {"Steps": "step", "Tokens read": "tokens", "Tokens trained on": "trained_tokens"}
+# name in the card -> key of metrics.jsonl
 LOSSES = {"Loss": "loss", "Held-out loss": "eval_loss"}
 PREFERENCES = {
     "Reward margin, last": "rewards/margins",
@@ -117,73 +119,80 @@ def model_card(
     formats: Sequence[str] = ("safetensors",),
     of_base: Sequence[str] = (),
 ) -> str:
-    """Writes the text of README.md for an export.
+    """Makes the text of README.md for an export.
 
     Args:
         source: What is exported.
-        name: The title.
-        is_adapter: The card is that of the adapter alone.
-        merge: How an adapter was merged onto a quantized base.
-        formats: Those of the export.
-        of_base: Sentences on the base's tensors.
+        name: The card's title.
+        is_adapter: Whether the card is for an adapter's folder; False: for a model's.
+        merge: How an adapter was merged onto a quantized base; None if it was not.
+        formats: The formats of the export.
+        of_base: Sentences about the base's tensors that were not trained.
     """
-    front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
+    front = yaml.safe_dump(
+        _make_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True
+    )
     sections = [
         f"---\n{front}---",
         f"# {name}",
         _describe_origin(source, is_adapter),
         OTHER_BASE if source.base_differs else "",
-        _section("Training", _training(source)),
-        _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
-        _section("Base", "\n".join(f"- {sentence}" for sentence in of_base)),
-        _section("Data", _data(source)),
-        _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
-        _section("Use", "\n\n".join(_uses(source, is_adapter, formats))),
+        _make_section("Training", _describe_training(source)),
+        _make_section(
+            "Merge", _describe_merge(merge, source.quantization) if merge is not None else ""
+        ),
+        _make_section("Base", "\n".join(f"- {sentence}" for sentence in of_base)),
+        _make_section("Data", _describe_data(source)),
+        _make_section("Recipe", _make_table(("Key", "Value"), _make_recipe_rows(source))),
+        _make_section("Use", "\n\n".join(_list_uses(source, is_adapter, formats))),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def _describe_origin(source: Source, is_adapter: bool) -> str:
-    """Says in a sentence what the export is and from what it was trained."""
-    what = "model"
+    """Makes the sentence about what the export is and from which model it was trained."""
+    noun = "model"
     article = "A"
     if is_adapter:
-        what = f"{_adapter_kind(source)} adapter"
-        article = "An" if what.startswith("OFT") else "A"
+        noun = f"{_name_adapter_kind(source)} adapter"
+        article = "An" if noun.startswith("OFT") else "A"
     if source.base_model:
-        origin = f"{article} {what} fine-tuned from {_shown_path(source.base_model)}"
+        origin = f"{article} {noun} fine-tuned from {_shorten_path(source.base_model)}"
     else:
-        origin = f"A causal language {what}"
+        origin = f"A causal language {noun}"
         if source.recipe.get("model_config"):
             origin += ", trained from random weights"
     teacher = source.recipe.get("teacher_model_name_or_path")
     if teacher:
-        origin += f", distilled from {_shown_path(str(teacher))}"
+        origin += f", distilled from {_shorten_path(str(teacher))}"
     return f"{origin}."
 
 
-def _adapter_kind(source: Source) -> str | None:
-    """The name of an adapter's method; None without an adapter."""
+def _name_adapter_kind(source: Source) -> str | None:
+    """Returns "OFT" or "LoRA", the kind of the source's adapter; None without an adapter."""
     if source.adapter is None:
         return None
     return "OFT" if source.adapter.config.get("oft_block_size") else "LoRA"
 
 
 def add_evaluation(card: str, results: Sequence[BenchmarkResult]) -> str:
-    """Writes a section on `results` into a card, in place of an earlier one."""
-    body = f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}"
+    """Returns `card` with a section "Evaluation" on `results`, in place of an earlier one."""
+    body = f"{_make_table(*benchmark_table(results))}\n\n{_describe_harness(results)}"
     return insert_section(card, "Evaluation", body)
 
 
 def insert_section(card: str, title: str, body: str) -> str:
-    """Writes a section before that on its use, in place of an earlier one of this title."""
-    others = re.sub(rf"## {title}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL)
-    before, use, after = others.partition("## Use\n")
-    return f"{before.rstrip()}\n\n{_section(title, body)}\n\n{use}{after}".rstrip() + "\n"
+    """Returns `card` with a section before "Use", in place of an earlier section of this title."""
+    without_section = re.sub(rf"## {title}\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL)
+    before, use_title, after = without_section.partition("## Use\n")
+    return (
+        f"{before.rstrip()}\n\n{_make_section(title, body)}\n\n{use_title}{after}".rstrip() + "\n"
+    )
 
 
-def _measured_by(results: Sequence[BenchmarkResult]) -> str:
-    bases = sorted({_shown_path(result.base_model) for result in results if result.base_model})
+def _describe_harness(results: Sequence[BenchmarkResult]) -> str:
+    """Makes the sentence about the program that measured `results`, and the bases compared with."""
+    bases = sorted({_shorten_path(result.base_model) for result in results if result.base_model})
     versions = ", ".join(sorted({result.lm_eval for result in results}))
     harness = (
         f"[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) {versions}"
@@ -191,67 +200,75 @@ def _measured_by(results: Sequence[BenchmarkResult]) -> str:
     return f"Measured with {harness}" + (f"; the base is {', '.join(bases)}." if bases else ".")
 
 
-def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
-    """The fields by which the hub finds a model; without those that say nothing."""
+def _make_front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
+    """Makes the card's front matter, by which the hub lists a model. Empty fields are left out."""
     base = source.base_model
-    method = source.recipe.get("method")
-    adapter = _adapter_kind(source)
-    paths = [str(entry.get("path")) for entry in _entries(source.recipe, "datasets")]
+    adapter = _name_adapter_kind(source)
+    tags = ("finetune", source.recipe.get("method"), adapter and adapter.lower())
+    paths = [str(entry.get("path")) for entry in _list_entries(source.recipe, "datasets")]
     front: dict[str, Any] = {
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else _name_library(source),
         "pipeline_tag": _find_pipeline(source),
-        **_license(source),
-        "tags": [tag for tag in ("finetune", method, adapter and adapter.lower()) if tag],
+        **_find_license(source),
+        "tags": [tag for tag in tags if tag],
         "datasets": [path for path in paths if _is_hub_name(path)],
     }
     return {key: value for key, value in front.items() if value}
 
 
 def _name_library(source: Source) -> str:
+    """Names the library that loads the exported model, as the hub's `library_name`."""
     if is_embedder(source.recipe) or is_reranker(source.recipe):
         return "sentence-transformers"
     return "transformers"
 
 
-def _license(source: Source) -> dict[str, Any]:
-    """The base model's license, as its own card or config says; no one else can grant one."""
+def _find_license(source: Source) -> dict[str, Any]:
+    """Finds the license in the card or config.json of the base, else of the source's own folder.
+
+    The fields are copied: nobody but the base's authors can grant a license.
+    """
     for folder in filter(None, (source.base, source.description)):
-        for front in (_front_of(folder / CARD_FILE), read_json_object(folder / CONFIG_FILE)):
+        for front in (
+            _read_front_matter(folder / CARD_FILE),
+            read_json_object(folder / CONFIG_FILE),
+        ):
             if isinstance(front.get("license"), str):
                 return {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
     return {"license": UNKNOWN_LICENSE}
 
 
-def _front_of(card: Path) -> dict[str, Any]:
-    """The front matter of a model card; empty where there is none."""
+def _read_front_matter(card: Path) -> dict[str, Any]:
+    """Reads the front matter of a model card; {} if there is none, or if it is unreadable."""
     if not card.is_file():
         return {}
     text = card.read_text(encoding="utf-8", errors="replace")
     match = re.match(r"---\s*\n(.{0,65536}?)\n---", text, re.DOTALL)
     if match is None:
         return {}
-    front = read_value(match[1], "front", str(card))[0].value
-    return front if isinstance(front, dict) else {}
+    entry, _ = read_value(match[1], "front", str(card))
+    return entry.value if isinstance(entry.value, dict) else {}
 
 
-def _training(source: Source) -> str:
-    """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued
-    after it.
+def _describe_training(source: Source) -> str:
+    """Makes the section on the training: warnings, and a table of counts and metrics.
+
+    Metrics count up to the exported checkpoint only, since the run may have continued after it.
     """
     lines = read_metrics(source.run)
-    rows = [*_count_rows(source), *_metric_rows(lines, source.state.get("step"))]
-    return "\n\n".join([*_find_warnings(source, lines), _table(("", ""), rows)])
+    rows = [*_make_count_rows(source), *_make_metric_rows(lines, source.state.get("step"))]
+    return "\n\n".join([*_find_warnings(source, lines), _make_table(("", ""), rows)])
 
 
-def _count_rows(source: Source) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the method and of what the checkpoint has counted."""
+def _make_count_rows(source: Source) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) for the method, and for each count in the checkpoint's state."""
     if source.recipe:
-        # a teacher's key may hold a path
-        shown = {
+        # The keys of a teacher are left out: one may hold a path.
+        values = {
             key: value for key, value in source.recipe.items() if not key.startswith("teacher")
         }
-        yield "Method", describe_method(shown)
+        yield "Method", describe_method(values)
     state = source.state
     for name, key in COUNTS.items():
         if isinstance(state.get(key), int):
@@ -260,28 +277,36 @@ def _count_rows(source: Source) -> Iterator[tuple[str, str]]:
         yield "Epochs", f"{state['epoch']:.3g}"
 
 
-def _metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the metrics that the run has, up to `last_step`."""
+def _make_metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) for each metric that `lines` of metrics.jsonl have up to `last_step`."""
     for name, key in LOSSES.items():
-        points = _series(lines, key, last_step)
+        points = _find_points(lines, key, last_step)
         if points:
-            yield f"{name}, first and last", f"{points[0][1]:.4f} → {points[-1][1]:.4f}"
+            _, first = points[0]
+            _, last = points[-1]
+            yield f"{name}, first and last", f"{first:.4f} → {last:.4f}"
         if points and key == "eval_loss":
             best_step, best = min(points, key=lambda point: point[1])
             yield f"{name}, best", f"{best:.4f} at step {best_step:,}"
-    for name, key in PREFERENCES.items():
-        for shown, held_out in ((name, key), (f"{name}, held out", f"eval_{key}")):
-            points = _series(lines, held_out, last_step)
+    for training_name, training_key in PREFERENCES.items():
+        held_out = (f"{training_name}, held out", f"eval_{training_key}")
+        for name, key in ((training_name, training_key), held_out):
+            points = _find_points(lines, key, last_step)
             if points:
-                yield shown, f"{points[-1][1]:.3g}"
+                _, last = points[-1]
+                yield name, f"{last:.3g}"
     for name, key in HELD_OUT.items():
-        points = _series(lines, key, last_step)
+        points = _find_points(lines, key, last_step)
         if points:
-            yield name, f"{points[-1][1]:.4f}"
+            _, last = points[-1]
+            yield name, f"{last:.4f}"
 
 
 def _find_warnings(source: Source, lines: list[dict[str, Any]]) -> list[str]:
-    """Sentences on a run that diverged, and on metrics that are incomplete."""
+    """Makes up to two sentences: one if the run diverged, one if metrics.jsonl lacks lines.
+
+    Only the steps up to the exported checkpoint count. `lines` are those of metrics.jsonl.
+    """
     step = source.state.get("step")
     warnings = []
     diverged = find_divergence(losses_of(lines, step))
@@ -294,9 +319,10 @@ def _find_warnings(source: Source, lines: list[dict[str, Any]]) -> list[str]:
     return warnings
 
 
-def _merge(merge: MergeChoice, quantization: Quantization) -> str:
-    """Says what the adapter was merged onto, and compares both possible merges with the trained
-    model.
+def _describe_merge(merge: MergeChoice, quantization: Quantization) -> str:
+    """Makes the section on which base the adapter was merged onto, and why.
+
+    If the choice was measured, a table compares the possible merges with the trained model.
     """
     text = (
         f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto "
@@ -315,11 +341,14 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
             label = f"merged onto the {name} base"
         label += " (this one)" if name == merge.onto else ""
         rows.append((label, f"{score.loss:.4f}", f"{score.logit_difference:.3g}"))
-    return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
+    return f"{text}\n\n{_make_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
 
 
-def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
-    """Returns (step, value) of the lines up to `last_step` that have a number under `key`."""
+def _find_points(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
+    """Returns (step, value) of the lines up to `last_step` that have a finite number under `key`.
+
+    If `last_step` is no int, as without a checkpoint's state, all lines count.
+    """
     last = last_step if isinstance(last_step, int) else math.inf
     points = []
     for line in lines:
@@ -333,47 +362,55 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
 
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without those that cannot be read."""
+    """Reads the lines of a run's metrics.jsonl that hold an object; [] without a run."""
     if run:
         return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None]
     return []
 
 
-def _data(source: Source) -> str:
-    """A table of what was trained on and what the held-out loss was measured on."""
+def _describe_data(source: Source) -> str:
+    """Makes the section on data: a table of the sources for training and for the held-out loss."""
     report = read_json_object(source.run / "data_report.json") if source.run else {}
     rows = []
     for key, report_key, use in DATA_KEYS:
-        entries = _entries(source.recipe, key)
-        reported = report.get(report_key)
-        if not isinstance(reported, list) or len(reported) != len(entries):
-            reported = [{}] * len(entries)
-        for entry, of_entry in zip(entries, reported, strict=True):
-            rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
-    table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
+        entries = _list_entries(source.recipe, key)
+        reports = report.get(report_key)
+        if not isinstance(reports, list) or len(reports) != len(entries):
+            reports = [{}] * len(entries)  # without a report, or with one on other sources
+        for entry, entry_report in zip(entries, reports, strict=True):
+            if not isinstance(entry_report, dict):
+                entry_report = {}
+            rows.append((use, *_make_data_cells(entry, entry_report)))
+    table = _make_table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
     size = source.recipe.get("eval_split_size")
     if not isinstance(size, int | float):
         return table
-    number = f"{size:.3g}" if size >= 1 else f"{size:.3%}"
-    return f"{table}\n\nHeld out from these: {number} of the rows."
+    share = f"{size:.3g}" if size >= 1 else f"{size:.3%}"  # from 1 on it is a number of rows
+    return f"{table}\n\nHeld out from these: {share} of the rows."
 
 
-def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
-    """Path, split, format, weight and examples of one source; `reported` is its entry in
-    data_report.json.
+def _make_data_cells(entry: Mapping[str, Any], entry_report: Mapping[str, Any]) -> tuple[str, ...]:
+    """Makes the table's cells for one source: path, split, format, weight and size.
+
+    Args:
+        entry: The source in the recipe.
+        entry_report: The source in data_report.json; {} if it is not there.
     """
-    formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
+    formats = entry_report.get("formats")
+    examples = entry_report.get("examples")
+    pairs = entry_report.get("pairs")
+    # Without `type` the format of each row was recognized. The report lists the formats.
     if isinstance(formats, list) and formats:
         recognized = ", ".join(map(str, formats))
     else:
-        recognized = "recognized"
+        recognized = "recognized"  # a word for readers: which formats is unknown
     size = ""
     if pairs:
         size = f"{pairs:,} pairs"
     elif isinstance(examples, int):
         size = f"{examples:,}"
     return (
-        _shown_path(str(entry.get("function") or entry.get("path"))),
+        _shorten_path(str(entry.get("function") or entry.get("path"))),
         str(entry.get("split", "")),
         str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
@@ -381,22 +418,25 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
     )
 
 
-def _recipe_rows(source: Source) -> list[tuple[str, str]]:
-    """Rows of (key, value) for those of RECIPE_KEYS that the recipe sets."""
+def _make_recipe_rows(source: Source) -> list[tuple[str, str]]:
+    """Makes rows of (key, value) for the keys of RECIPE_KEYS, and of quantization, that are set.
+
+    The keys of LoRA are left out if the run had no adapter.
+    """
     recipe = source.recipe
     bits = source.quantization.bits
     unused = set() if recipe.get("use_peft") else set(keys_of(Lora)) - {"use_peft"}
-    shown = [key for key in RECIPE_KEYS if key not in unused]
-    shown += [key for key in keys_of(Quantization) if f"{bits}bit" in key]
-    values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}
+    keys = [key for key in RECIPE_KEYS if key not in unused]
+    keys += [key for key in keys_of(Quantization) if f"{bits}bit" in key]  # none if bits is None
+    values = {key: recipe[key] for key in keys if recipe.get(key) not in (None, [], {})}
     adapter = values.get("adapter_name_or_path")
     if isinstance(adapter, str):
-        values["adapter_name_or_path"] = _shown_path(adapter)
+        values["adapter_name_or_path"] = _shorten_path(adapter)
     return [(f"`{key}`", f"`{json.dumps(value)}`") for key, value in values.items()]
 
 
-def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
-    """Yields a paragraph for each way in which the export is used."""
+def _list_uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
+    """Yields a paragraph for each way to use the export."""
     if is_embedder(source.recipe) and not is_adapter:
         yield USE
         return
@@ -405,14 +445,14 @@ def _uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[
     if fills_masks(source.recipe):
         yield USE_MASKED.format(json.dumps(source.recipe.get("mask_token")))
     if "safetensors" in formats:
-        yield _use(source, is_adapter)
+        yield _show_loading(source, is_adapter)
     yield from filter(None, (EXPORT_FORMATS[name].card for name in formats))
 
 
-def _use(source: Source, is_adapter: bool) -> str:
-    """The lines of Python that load the export."""
+def _show_loading(source: Source, is_adapter: bool) -> str:
+    """Makes the Markdown that shows how Python loads the export: an adapter onto its base."""
     if is_adapter and source.quantization.bits is not None:
-        return _use_on_quantized(source)
+        return _show_quantized_loading(source)
     head = _read_head(source)
     auto_class = _name_auto_class(source, head)
     if not is_adapter:
@@ -429,18 +469,23 @@ def _use(source: Source, is_adapter: bool) -> str:
             'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")',
         ]
     else:
-        lines = [*_load_base(auto_class, head), PEFT_MODEL]
+        lines = [*_show_base_loading(auto_class, head), PEFT_MODEL]
     return "\n".join(["```python", *lines, "```"])
 
 
-def _load_base(auto_class: str, head: ScoreHead) -> list[str]:
-    """The lines of Python that load an adapter's base with the head that it was trained with."""
+def _show_base_loading(auto_class: str, head: ScoreHead) -> list[str]:
+    """Makes the lines of Python that load an adapter's base, with a head like the trained one.
+
+    Args:
+        auto_class: transformers' class that loads the base.
+        head: The head of scores; without names: the base has its own head for the vocabulary.
+    """
     imported = auto_class
-    before = []
+    config_lines = []
     options = ""
     if head.reads_tokens:
         imported = f"AutoConfig, {auto_class}"
-        before = [
+        config_lines = [
             f'config = AutoConfig.from_pretrained("BASE", num_labels={len(head.names)})',
             "config.token_classification_bias = False",
         ]
@@ -451,13 +496,13 @@ def _load_base(auto_class: str, head: ScoreHead) -> list[str]:
         "from peft import PeftModel",
         f"from transformers import {imported}",
         "",
-        *before,
+        *config_lines,
         f'base = {auto_class}.from_pretrained("BASE"{options})',
     ]
 
 
-def _use_on_quantized(source: Source) -> str:
-    """How an adapter is loaded onto the quantized base that it was trained on."""
+def _show_quantized_loading(source: Source) -> str:
+    """Makes the paragraph on how to load an adapter onto the quantized base of its training."""
     quantization = source.quantization
     settings = f"load_in_{quantization.bits}bit=True"
     if quantization.bits == 4:
@@ -472,6 +517,7 @@ def _use_on_quantized(source: Source) -> str:
 
 
 def _name_auto_class(source: Source, head: ScoreHead) -> str:
+    """Names the class of transformers that loads the model, by its head and its inputs."""
     if head.reads_tokens:
         return "AutoModelForTokenClassification"
     if head.names:
@@ -482,7 +528,7 @@ def _name_auto_class(source: Source, head: ScoreHead) -> str:
 
 
 def _read_head(source: Source) -> ScoreHead:
-    """The head of a reward model or classifier; a language model's has no names."""
+    """Reads the head of scores from config.json. For a language model the result has no names."""
     config = read_json_object(source.description / CONFIG_FILE)
     classes = config.get("architectures")
     if not names_class(classes, SCORING_CLASS, TOKEN_SCORING_CLASS):
@@ -492,8 +538,9 @@ def _read_head(source: Source) -> ScoreHead:
 
 
 def _find_pipeline(source: Source) -> str:
+    """Finds the hub's `pipeline_tag` of the model; "" if no pipeline opens it."""
     if fills_masks(source.recipe):
-        return ""  # none of the hub's opens it
+        return ""
     if is_embedder(source.recipe):
         return "sentence-similarity"
     if is_reranker(source.recipe):
@@ -510,20 +557,23 @@ def _is_vision_language(source: Source) -> bool:
     return names_vision_language(read_json_object(source.description / CONFIG_FILE))
 
 
-def _section(title: str, body: str) -> str:
+def _make_section(title: str, body: str) -> str:
+    """Makes a section of Markdown; "" without a body."""
     return f"## {title}\n\n{body}" if body else ""
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table; no text without rows."""
+def _make_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Makes a Markdown table of `rows` under the titles `head`; "" without rows."""
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     if not cells:
         return ""
-    lines = map(" | ".join, [head, ["---"] * len(head), *cells])
+    rule = ["---"] * len(head)
+    lines = map(" | ".join, [head, rule, *cells])
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def _list_entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Lists the entries of `datasets` or `eval_datasets` that name a path or a function."""
     entries = recipe.get(key) or []
     return [
         entry
@@ -532,9 +582,10 @@ def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     ]
 
 
-def _shown_path(path: str) -> str:
-    """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is
-    private.
+def _shorten_path(path: str) -> str:
+    """Shortens a local path to its last part, since the rest is private; a hub name stays.
+
+    The path of a run's export/ becomes the run's name.
     """
     local = PurePath(path)
     if _is_hub_name(path):
@@ -544,6 +595,7 @@ def _shown_path(path: str) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
+    """Whether `name` looks like OWNER/NAME on the hub, and not like a local file or folder."""
     is_file = Path(name).suffix.startswith((".json", ".parquet", ".csv", ".txt", ".arrow"))
     return (
         re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None

@@ -1,4 +1,4 @@
-"""`finetune export`."""
+"""The command `finetune export`."""
 
 import argparse
 import ctypes
@@ -14,13 +14,13 @@ from finetune.export.reload_process import start_reload
 from finetune.files.network import check_push, push_folder
 
 EXIT_NOT_PUSHED = 1
-M_ARENA_MAX = -8  # of glibc's malloc.h
+M_ARENA_MAX = -8  # from glibc's malloc.h: sets the largest number of heaps
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    """Exports `arguments.source` to `arguments.output`.
+    """Exports `arguments.source` to `arguments.output`, and pushes the result if that is asked for.
 
-    Returns 0, or 1 if complete but not pushed.
+    Returns the exit code: 0, or EXIT_NOT_PUSHED if the export is complete and the push failed.
     """
     source = Path(arguments.source)
     output = Path(arguments.output)
@@ -39,29 +39,33 @@ def export_command(arguments: argparse.Namespace) -> int:
     check_request(source, output, options)
     if arguments.push_to_hub is not None:
         check_push(arguments.push_to_hub)
-    # glibc's: else each thread keeps freed blocks in a heap of its own
-    if hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-    with ExitStack() as beside:
-        beside.enter_context(exit_on_signals())
-        is_opened = options.verify and options.model and "safetensors" in options.formats
+    # glibc alone has `mallopt`. With more than one heap, each thread keeps freed blocks in its own.
+    c_library = ctypes.CDLL(None)
+    if hasattr(c_library, "mallopt"):
+        c_library.mallopt(M_ARENA_MAX, 1)
+    with ExitStack() as stack:
+        stack.enter_context(exit_on_signals())
+        is_reloaded = options.verify and options.model and "safetensors" in options.formats
         reload = None
-        if is_opened:
-            reload = beside.enter_context(start_reload())
-        # it would walk through half a million objects that imports make, a third of their time
+        if is_reloaded:
+            # Started early: its imports take seconds.
+            reload = stack.enter_context(start_reload())
+        # Imports make half a million objects. Walking through them takes the collector a third of
+        # the imports' time.
         gc.disable()
-        beside.callback(gc.enable)
+        stack.callback(gc.enable)
         with ThreadPoolExecutor(max_workers=1) as pool:
-            from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401  # opening needs them
+            from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401  # `open_source` needs them
 
             from finetune.export.source import open_source
 
-            # From here on the main thread imports nothing: of modules that import each other, each
-            # thread may see half. opening waits meanwhile: for the disk, or a process that imports
+            # From here on the main thread imports nothing. Where modules import each other, two
+            # threads that import at once may each see a half-made module. `open_source` mostly
+            # waits: for the disk, or for a process that imports.
             importing = pool.submit(_import_export)
             opened = open_source(source, base_model=arguments.base_model)
             export_source = importing.result()
-        gc.freeze()
+        gc.freeze()  # the collector skips the objects that exist now
         gc.enable()
         exported = export_source(opened, output, options, reload=reload)
     if arguments.push_to_hub is not None and not push_folder(exported, arguments.push_to_hub):
@@ -70,7 +74,7 @@ def export_command(arguments: argparse.Namespace) -> int:
 
 
 def _import_export() -> Callable[..., Path]:
-    """`export_source`, once all that it imports, which takes seconds, has been imported."""
+    """Imports all that an export needs, which takes seconds, and returns `export_source`."""
     from finetune.export.export import export_source
     from finetune.export.target import import_transformers
 

@@ -64,19 +64,18 @@ def export(
     log: Callable[[str], object] = print,
     **others: Any,
 ) -> Path:
-    """Makes the Hugging Face folder `output` from a run, a checkpoint, or another tool's folder
-    (see export/source.py).
+    """Makes the folder `output` from a run, a checkpoint, or another tool's folder.
 
-    One process is enough, without a GPU or a process group. Memory stays bounded: a few blocks of
-    rows, and in verification one tensor. `output` appears when it is complete and verified, or not
-    at all.
+    One process does it, without a GPU or a process group. Memory stays bounded: a few blocks of
+    rows, and one tensor during the verification. `output` appears when it is complete and verified,
+    or not at all.
 
     Args:
-        run_or_checkpoint: The source.
+        run_or_checkpoint: The source; export/source.py lists the kinds of folders.
         output: The folder to make.
-        formats: Of config/export_formats.py.
-        adapter_only: LoRA: the PEFT folder alone, nothing merged.
-        base_model: The base, where the checkpoint does not name it.
+        formats: Names of formats in config/export_formats.py.
+        adapter_only: LoRA: whether to make only the PEFT folder, without a merged model.
+        base_model: A folder or hub name of the base, if the checkpoint does not name it.
         push_to_hub: The repository to upload to. A failed push is logged, not raised.
         log: Takes the lines that say what was made.
         others: `dtype`, `max_shard_size`, `verify`, `overwrite`, `trust_remote_code`,
@@ -84,14 +83,17 @@ def export(
             config/export_formats.py.
 
     Raises:
-        UserError: Where the source or the result is wrong, or an argument is unknown.
+        UserError: The source or the result is wrong, or an argument is unknown.
     """
-    given = {
+    fields_of_options = {
         field.name: others.pop(field.name)
         for field in fields(ExportOptions)
         if field.name in others
     }
-    options = ExportOptions(model=not adapter_only, formats=tuple(formats), keys=others, **given)
+    # What remains in `others` are keys of formats.
+    options = ExportOptions(
+        model=not adapter_only, formats=tuple(formats), keys=others, **fields_of_options
+    )
     check_request(Path(run_or_checkpoint), Path(output), options)
     if push_to_hub is not None:
         check_push(push_to_hub)
@@ -110,12 +112,19 @@ def export_run(
     log: Callable[[str], object] = print,
     phases: Phases | None = None,
 ) -> Path:
-    """Writes a finished run's `export/`, and for LoRA `adapter/`.
+    """Exports a finished run to its folder `export/`, and for LoRA also to `adapter/`.
 
-    One process calls it, after the last checkpoint.
+    One process calls it, after the last checkpoint. Earlier exports of the run are replaced.
 
-    The source is `checkpoint`, by default the run's newest. Earlier exports of the run are
-    replaced. `phases` gets the seconds of the export and of its check.
+    Args:
+        run: The run's folder.
+        checkpoint: The checkpoint to export; None: the run's newest.
+        verify: Whether the result is read back and compared.
+        log: Takes the lines that say what was made.
+        phases: Takes the seconds of the export and of its check.
+
+    Returns:
+        The folder `export/`.
     """
     phases = phases or Phases()
     with phases.timed("export"):
@@ -125,6 +134,7 @@ def export_run(
 def _export_run(
     run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases
 ) -> Path:
+    """Does what `export_run` describes, with the formats and keys of the run's recipe."""
     source = open_source(checkpoint or run, log=log)
     trust_remote_code = bool(source.recipe.get("trust_remote_code"))
     options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
@@ -144,17 +154,19 @@ def export_source(
     reload: ReloadProcess | None = None,
     phases: Phases | None = None,
 ) -> Path:
-    """Exports an open source, as `export` does.
-
-    The model card's title is the name of `output`, or of the run that it belongs to.
+    """Exports an open source to the folder `output`, which it returns as an absolute path.
 
     Args:
         source: The model, opened by `open_source`.
-        output: The folder to make.
+        output: The folder to make. The model card's title is its name, or the run's name if it is
+            in the run's folder.
         options: What to export, and how.
         log: Takes the lines that say what was made.
-        reload: The separate process of the verification; None starts one.
+        reload: The separate process of the verification; None: one is started if it is needed.
         phases: Takes the seconds of the verification.
+
+    Raises:
+        UserError: The source or the result is wrong, or there is no room for the result.
     """
     phases = phases or Phases()
     output = output.absolute()
@@ -168,25 +180,26 @@ def export_source(
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
         refuse_idle(source.adapter, str(source.path))
-    # With all of torch's threads: this computes more than it reads.
+    # Outside of `one_torch_thread`, since this computes more than it reads.
     merge = choose_merge(source, target, options, log)
-    # An export works in several threads and a process: torch's own for each of them would outnumber
-    # the cores and wait for each other, and on busy cores a cast takes eight times its CPU time.
+    # The rest works in several threads and one more process. If torch started threads for each of
+    # them, they would outnumber the cores and wait for each other; on busy cores a cast takes eight
+    # times its CPU time.
     with one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        account = NOTHING_CARRIED  # of the base's tensors that were not trained
+        account = NOTHING_CARRIED  # an adapter alone carries nothing over from its base
         if options.model:
             account = account_for_base(source, target, options.formats)
         target = account.target or target
         weights = plan_weights(source, target, options, merge, account)
-        others = [
+        planned_formats = [
             plan(source, target, weights, options, title, log)
             for plan in load_planners(options.formats)
         ]
-        planned = PlannedFiles(source, target, weights, options, others)
-        check_disk_space(folder, planned.byte_count)
+        files = PlannedFiles(source, target, weights, options, planned_formats)
+        check_disk_space(folder, files.byte_count)
         write_metadata(folder, source, target, weights, title, options)
-        lines = planned.write(folder, output, reload, phases)
-    lines += describe_use(_find_commands(source, target, weights, options, output))
+        lines = files.write(folder, output, reload, phases)
+    lines += format_commands(_find_commands(source, target, weights, options, output))
     for line in lines:
         log(line)
     return output
@@ -194,54 +207,57 @@ def export_source(
 
 @dataclass(frozen=True, slots=True)
 class PlannedFiles:
-    """The files with values that an export will have."""
+    """The files with tensors that an export will have, in all of its formats."""
 
     source: Source
     target: TargetModel
     weights: Weights
     options: ExportOptions
-    others: Sequence[PlannedFormat]  # formats beside or without the Hugging Face folder
+    planned_formats: Sequence[PlannedFormat]  # the formats other than safetensors
 
     @property
-    def is_folder(self) -> bool:
-        """Whether a Hugging Face folder is written."""
+    def has_safetensors(self) -> bool:
+        """Whether a Hugging Face folder of safetensors is among the formats."""
         return SAFETENSORS in self.options.formats
 
     @property
-    def is_proven(self) -> bool:
-        """Whether the model's logits are compared with the checkpoint's."""
+    def compares_logits(self) -> bool:
+        """Whether the checkpoint's logits are computed, and the result's compared with them."""
         return self.options.verify and bool(self.weights.model)
 
     @property
     def byte_count(self) -> int:
-        of_folder = self.weights.byte_count if self.is_folder else 0
-        return of_folder + sum(planned.byte_count for planned in self.others)
+        """The largest number of bytes that the export holds on disk at once."""
+        byte_count = self.weights.byte_count if self.has_safetensors else 0
+        return byte_count + sum(planned.byte_count for planned in self.planned_formats)
 
     def write(
         self, folder: Path, output: Path, reload: ReloadProcess | None, phases: Phases
     ) -> list[str]:
-        """Writes and verifies all files; returns the lines that say what was made.
+        """Writes and verifies all files, and returns the lines that say what was made.
 
         Args:
-            folder: Where they are written.
-            output: What `folder` will be renamed to.
-            reload: The separate process of the verification; None starts one.
+            folder: Where the files are written.
+            output: What `folder` will be renamed to, for the lines.
+            reload: The separate process of the verification; None: one is started if it is needed.
             phases: Takes the seconds of the verification.
         """
         lines = []
-        computed_logits: AbstractContextManager[Any] = nullcontext()
-        if self.is_proven:
-            trusted = self.options.trust_remote_code
-            computed_logits = start_logits(self.source, self.target, self.weights, trusted)
-        with computed_logits as logits:
-            if self.is_folder:
+        checkpoint_logits: AbstractContextManager[Any] = nullcontext()
+        if self.compares_logits:
+            trust_remote_code = self.options.trust_remote_code
+            checkpoint_logits = start_logits(
+                self.source, self.target, self.weights, trust_remote_code
+            )
+        with checkpoint_logits as logits:
+            if self.has_safetensors:
                 verdict = self._write_folder(folder, logits, reload, phases)
-                lines.append(f"{output}: {_describe(self.source, self.weights)}{verdict}")
+                lines.append(f"{output}: {_describe_result(self.source, self.weights)}{verdict}")
                 lines += [f"base    {sentence}" for sentence in self.weights.account.sentences]
             if self.source.has_critic:
-                place = self.source.path
-                lines.append(f"critic  left out; {place} keeps it, and only training reads it")
-            for planned in self.others:
+                path = self.source.path
+                lines.append(f"critic  left out; {path} keeps it, and only training reads it")
+            for planned in self.planned_formats:
                 lines += [f"{output}/{line}" for line in planned.write(folder, logits)]
         return lines
 
@@ -252,7 +268,11 @@ class PlannedFiles:
         reload: ReloadProcess | None,
         phases: Phases,
     ) -> str:
-        """Writes the values of a Hugging Face folder, verifies them, and returns the verdict."""
+        """Writes and verifies the weights of the Hugging Face folder.
+
+        Returns the verdict for the last line. Raises `UserError` if the weights are wrong, or if
+        they lack a tensor of the base that the card does not name.
+        """
         make_files(folder, self.weights)
         with start_verification(folder, self.weights, self.options, logits, reload) as (
             on_disk,
@@ -261,19 +281,18 @@ class PlannedFiles:
             written = write_weights(folder, self.weights, on_disk)
             with phases.timed("check"):
                 verdict = verify(written)
-        if self.is_proven:
+        if self.compares_logits:
             exported = read_files(folder / shard.name for shard in self.weights.model)
-            # the card must name what is not written
             card = (folder / CARD_FILE).read_text(encoding="utf-8")
             self.weights.account.refuse_lost(exported.keys(), card)
         return verdict
 
 
 def export_for_vllm(folder: Path, output: Path) -> Path:
-    """Returns a folder from which vLLM loads the adapter in the PEFT folder `folder`.
+    """Returns a folder from which vLLM can load the adapter that the PEFT folder `folder` holds.
 
-    It is `folder`, unless vLLM has other names for the adapted modules; then it is `output`, a copy
-    under these names.
+    That is `folder`, unless vLLM has other names for some adapted modules. Then it is `output`, and
+    a copy of the adapter with these names is written there.
     """
     source = open_source(folder, log=lambda line: None)
     config = read_json_object(source.description / CONFIG_FILE)
@@ -286,42 +305,48 @@ def export_for_vllm(folder: Path, output: Path) -> Path:
 def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
-    """Finds the commands with which a person uses the export: program -> command."""
+    """Finds the commands that use the export: {program: command}. Empty if there are none."""
     if fills_masks(source.recipe):
-        return {}  # these programs write one token after another
-    of_files = _find_file_commands(weights, options, output)
+        return {}  # the programs write one token after another, and cannot sample from this model
+    file_commands = _find_file_commands(weights, options, output)
     if not weights.model:
         if source.adapter is None or SAFETENSORS not in options.formats:
-            return of_files
+            return file_commands
         model_type = str(target.config_json.get("model_type"))
-        of_adapter = use_adapter(
+        adapter_commands = _list_adapter_commands(
             output,
             source.base_model,
             dict(weights.adapter_config),
             model_type,
             other_names=has_other_names(source.adapter.tensors, model_type),
         )
-        return of_adapter | of_files
-    folders = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
-    if not folders:
-        return of_files
-    # Without safetensors the first format's folder is used: `output`, or one in it beside others.
-    is_in_output = SAFETENSORS not in folders and not is_alone(folders[0], options)
-    folder = output / folders[0] if is_in_output else output
+        return adapter_commands | file_commands
+    folder_formats = [name for name in options.formats if EXPORT_FORMATS[name].is_folder]
+    if not folder_formats:
+        return file_commands
+    # Safetensors lie in `output`. Any other format lies there if it is the only one, else in a
+    # folder of its own.
+    is_quantized = SAFETENSORS not in folder_formats
+    first_format = folder_formats[0]
+    is_nested = is_quantized and not is_alone(first_format, options)
+    folder = output / first_format if is_nested else output
     if is_reranker(source.recipe):
         call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
-        return {"sentence-transformers": _use_library("CrossEncoder", folder, call)}
+        return {"sentence-transformers": _make_library_command("CrossEncoder", folder, call)}
     if has_scores(target.model):
-        return {"transformers": _score_by_pipeline(folder, scores_tokens(target.model.config))}
+        command = _make_scoring_command(folder, scores_tokens(target.model.config))
+        return {"transformers": command}
     if is_embedder(source.recipe):
         call = f"encode_query('{QUESTION}')"
-        return {"sentence-transformers": _use_library("SentenceTransformer", folder, call)}
-    is_quantized = SAFETENSORS not in folders
-    return _find_folder_commands(source, target, folder, is_quantized=is_quantized) | of_files
+        return {"sentence-transformers": _make_library_command("SentenceTransformer", folder, call)}
+    return _find_folder_commands(source, target, folder, is_quantized=is_quantized) | file_commands
 
 
 def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) -> dict[str, str]:
-    """Finds the commands for formats of one file, such as GGUF: program -> command."""
+    """Finds the commands for formats that are single files, such as GGUF: {program: command}.
+
+    A command names the first file of its format in `output`, which must be written already.
+    """
     commands = dict[str, str]()
     for name in options.formats:
         row = EXPORT_FORMATS[name]
@@ -334,13 +359,14 @@ def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) 
 def _find_folder_commands(
     source: Source, target: TargetModel, folder: Path, *, is_quantized: bool
 ) -> dict[str, str]:
-    """Finds the commands for a folder with a model that writes text: program -> command."""
+    """Finds the commands for a folder with a model that writes text: {program: command}."""
     config = target.config_json
     model_type = str(config.get("model_type"))
     kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
     rope = config.get("rope_parameters") or {}
+    # mlx-lm ignores YaRN's attention_factor, and fails on LongRoPE.
     has_mlx_rope = not {"attention_factor", "long_factor"} & rope.keys()
-    return use_model(
+    return _list_model_commands(
         folder,
         has_template=has_chat_template(source.description),
         is_vision_language=bool(target.beside),
@@ -350,8 +376,8 @@ def _find_folder_commands(
 
 
 def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOptions) -> None:
-    """Raises `UserError` where a format cannot hold the head of scores, or the pooling, of the
-    model.
+    """Raises `UserError` if the model has a head of scores or a pooling, and a format other than
+    safetensors is asked for: only safetensors can hold them.
     """
     others = sorted(set(options.formats) - {SAFETENSORS})
     missing = "pooling" if is_embedder(source.recipe) else ""
@@ -364,11 +390,14 @@ def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOp
 
 
 def _check_output_is_apart(source: Source, output: Path) -> None:
-    """Raises `UserError` where replacing `output` would remove the source, or the base model under
-    it.
+    """Raises `UserError` if `output` holds a file of the source, or of the base under its adapter.
+
+    Replacing `output` would remove that file.
     """
-    adapter = source.adapter.tensors.values() if source.adapter is not None else ()
-    files = {part.path for tensor in (*source.tensors.values(), *adapter) for part in tensor.parts}
+    tensors = list(source.tensors.values())
+    if source.adapter is not None:
+        tensors += source.adapter.tensors.values()
+    files = {part.path for tensor in tensors for part in tensor.parts}
     if any(
         path.resolve().is_relative_to(output.resolve())
         for path in (source.path, source.description, *files)
@@ -376,8 +405,10 @@ def _check_output_is_apart(source: Source, output: Path) -> None:
         raise UserError(f"{output}: holds what is exported; choose another --output")
 
 
-def _describe(source: Source, weights: Weights) -> str:
-    """Describes the export for the last line: its size, its dtype, and a missing tokenizer."""
+def _describe_result(source: Source, weights: Weights) -> str:
+    """Describes the export for the last line: its size, its dtype, and whether a tokenizer is
+    missing.
+    """
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))
@@ -386,30 +417,42 @@ def _describe(source: Source, weights: Weights) -> str:
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
 
 
-QUESTION = "What can you do?"
+QUESTION = "What can you do?"  # the text in commands
 
 
-def _score_by_pipeline(folder: Path, scores_tokens: bool) -> str:
-    """The command that scores a text by an exported reward model or classifier."""
+def _make_scoring_command(folder: Path, scores_tokens: bool) -> str:
+    """Makes the command that scores a text by an exported reward model or classifier.
+
+    `scores_tokens`: whether the model scores each token instead of the whole text.
+    """
     if scores_tokens:
-        scored = f"pipeline('token-classification', {str(folder)!r}, ignore_labels=[])"
+        pipeline = f"pipeline('token-classification', {str(folder)!r}, ignore_labels=[])"
     else:
-        scored = (
+        pipeline = (
             f"pipeline('text-classification', {str(folder)!r}, top_k=None, "
             "function_to_apply='none')"
         )
     return shlex.join(
-        ["python", "-c", f"from transformers import pipeline; print({scored}('{QUESTION}'))"]
+        ["python", "-c", f"from transformers import pipeline; print({pipeline}('{QUESTION}'))"]
     )
 
 
-def _use_library(name: str, folder: Path, call: str) -> str:
-    """The command that embeds a text by an exported embedder, or ranks documents by a reranker."""
-    code = f"from sentence_transformers import {name}; print({name}({str(folder)!r}).{call})"
+def _make_library_command(class_name: str, folder: Path, call: str) -> str:
+    """Makes the command that opens `folder` by sentence-transformers and prints a method's result.
+
+    Args:
+        class_name: The class of sentence-transformers.
+        folder: The export.
+        call: The method with its arguments.
+    """
+    code = (
+        f"from sentence_transformers import {class_name}; "
+        f"print({class_name}({str(folder)!r}).{call})"
+    )
     return shlex.join(["python", "-c", code])
 
 
-def use_model(
+def _list_model_commands(
     folder: Path,
     *,
     has_template: bool,
@@ -417,30 +460,31 @@ def use_model(
     is_served: bool,
     opens_in_mlx: bool,
 ) -> dict[str, str]:
-    """Returns the commands that use a Hugging Face folder, by the program.
+    """Lists the commands that use a Hugging Face folder: {program: command}.
 
     Args:
         folder: The export.
-        has_template: Whether its tokenizer has a chat template.
-        is_vision_language: Whether it reads images.
-        is_served: Whether vLLM was seen to serve its family.
-        opens_in_mlx: Whether mlx-lm opens it.
+        has_template: Whether the tokenizer has a chat template.
+        is_vision_language: Whether the model reads images.
+        is_served: Whether vLLM was seen to serve the model's family.
+        opens_in_mlx: Whether mlx-lm opens the folder.
     """
     if has_template:
-        asked = f"[dict(role='user', content='{QUESTION}')]"
-        answer = "[0]['generated_text'][-1]['content']"
+        prompt = f"[dict(role='user', content='{QUESTION}')]"
+        index_of_answer = "[0]['generated_text'][-1]['content']"
     else:
-        asked = f"'{QUESTION}'"
-        answer = "[0]['generated_text']"
+        prompt = f"'{QUESTION}'"
+        index_of_answer = "[0]['generated_text']"
     code = (
         "from transformers import pipeline; print(pipeline('text-generation', "
-        f"{str(folder)!r})({asked}){answer})"
+        f"{str(folder)!r})({prompt}){index_of_answer})"
     )
-    if set(code) & set('"$`\\!'):  # characters that a shell reads within double quotes
+    # Double quotes are easier to read, but a shell interprets these characters between them.
+    if set(code) & set('"$`\\!'):
         commands = {"transformers": shlex.join(["python", "-c", code])}
     else:
         commands = {"transformers": f'python -c "{code}"'}
-    # another pipeline, which an image's message fits better than a line of a shell
+    # transformers opens it by another pipeline, whose messages with images are too long for a line.
     if is_vision_language:
         chat = ["finetune", "chat", str(folder), "--image", "IMAGE", "--prompt", "What is this?"]
         commands = {"finetune": shlex.join(chat)}
@@ -453,38 +497,44 @@ def use_model(
     return commands
 
 
-def use_adapter(
-    folder: Path, base: str | None, config: Mapping[str, Any], family: str, *, other_names: bool
+def _list_adapter_commands(
+    folder: Path, base: str | None, config: Mapping[str, Any], model_type: str, *, other_names: bool
 ) -> dict[str, str]:
-    """The commands that use an adapter's folder on its base, of the model_type `family`; vLLM's
-    where it was seen to work.
+    """Lists the commands that use an adapter's folder on its base: {program: command}.
 
-    other_names: Whether vLLM loads the adapter under other names than peft, from a copy beside it.
+    vLLM is among them only if it was seen to serve such an adapter of this family.
+
+    Args:
+        folder: The adapter's folder.
+        base: A folder or hub name of the base; None if it is not known.
+        config: The content of adapter_config.json.
+        model_type: The base's family.
+        other_names: Whether vLLM needs a copy of the adapter with other names than PEFT's.
     """
     commands = dict[str, str]()
-    served = folder
-    before = ""
+    served_folder = folder
+    rename_first = ""
     has_peft_names = NAMES_KEY not in config
     if has_peft_names:
         commands["finetune"] = f"finetune chat {shlex.quote(str(folder))}"
     if other_names and has_peft_names:
-        served = folder.with_name(f"{folder.name}-vllm")
-        rename = ["finetune", "export", str(folder), "--output", str(served)]
-        before = f"{shlex.join([*rename, '--adapter-only', '--adapter-names', 'vllm'])} && "
-    serve = serve_adapter(served, base, config)
-    if serve is not None and was_served(family, list_kinds_of_adapter(config)):
-        commands["vLLM"] = before + shlex.join(serve)
+        served_folder = folder.with_name(f"{folder.name}-vllm")
+        rename = ["finetune", "export", str(folder), "--output", str(served_folder)]
+        rename_first = f"{shlex.join([*rename, '--adapter-only', '--adapter-names', 'vllm'])} && "
+    serve = serve_adapter(served_folder, base, config)
+    if serve is not None and was_served(model_type, list_kinds_of_adapter(config)):
+        commands["vLLM"] = rename_first + shlex.join(serve)
     return commands
 
 
-def describe_use(commands: Mapping[str, str]) -> list[str]:
-    """The commands, for the terminal.
+def format_commands(commands: Mapping[str, str]) -> list[str]:
+    """Formats {program: command} as lines for the terminal; the first one begins with "use".
 
-    >>> describe_use({"vLLM": "vllm serve out"})
+    >>> format_commands({"vLLM": "vllm serve out"})
     ['use     vLLM          vllm serve out']
     """
-    width = 0
-    if commands:
-        width = max(14, *(len(program) + 2 for program in commands))
+    if not commands:
+        return []
+    width = max(14, *(len(program) + 2 for program in commands))
     lines = [f"{program:<{width}}{command}" for program, command in commands.items()]
     return [f"{'use' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]

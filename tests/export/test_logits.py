@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.export.logits import Logits, prompts, stream_logits
+from finetune.export.logits import Logits, make_prompts, stream_logits
 from finetune.export.merge_choice import ComparisonRows, measure
 from finetune.export.target import describe_target, read_rows
 from finetune.files.tensors import read_folder
@@ -33,7 +33,7 @@ def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
         return read_rows(stored[target.tied.get(name, name)], start, stop)
 
     with torch.no_grad():
-        truth = model(input_ids=prompts(model.config.vocab_size), use_cache=False).logits
+        truth = model(input_ids=make_prompts(model.config.vocab_size), use_cache=False).logits
     for _ in range(2):  # the second time on the model as the first has left it
         found = stream_logits(target.model, rows).values
         assert float((found - truth).norm() / truth.norm()) < 1e-5

@@ -1,5 +1,6 @@
-"""The formats that are written beside a Hugging Face folder, or instead of one, by their rows in
-config/.
+"""The formats that are written beside a Hugging Face folder of safetensors, or instead of it.
+
+Their rows are in config/export_formats.py; each row names the planner, a function of a file here.
 """
 
 import importlib
@@ -16,35 +17,41 @@ from finetune.export.write import Weights
 
 
 class PlannedFormat(Protocol):
-    """The files that a format will write: planned, down to their size, before a byte is written."""
+    """The files that a format will write, planned with their sizes before a byte is written."""
 
     @property
     def byte_count(self) -> int:
-        """The bytes on disk at once, at most."""
+        """The largest number of bytes that `write` holds on disk at once."""
 
     def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
-        """Writes into `folder`, and returns a line on each file.
+        """Writes the files into `folder`, verifies them, and returns a line for each file.
 
-        `logits`: the checkpoint's; None: nothing is verified.
+        Args:
+            folder: The folder of the export.
+            logits: The checkpoint's logits, to compare with those of the files; None: they are not
+                compared.
 
-        Raises `UserError` where what is read back is not the model.
+        Raises:
+            UserError: The files that were read back do not hold the model.
         """
 
 
+# (source, target, weights, options, title, log) -> the planned files. `title` is the model card's,
+# and `log` takes lines for the user.
 Planner = Callable[
     [Source, TargetModel, Weights, ExportOptions, str, Callable[[str], object]], PlannedFormat
 ]
 
 
 def load_planners(formats: Sequence[str]) -> list[Planner]:
-    """The functions that plan these formats, without the Hugging Face folder.
+    """Imports the functions that plan `formats`; safetensors has none, and is skipped.
 
-    Imports packages that may be missing.
+    Raises `ImportError` if a format's package is not installed.
     """
     planners = []
     for name in formats:
-        place = EXPORT_FORMATS[name].plan
-        if place is not None:
-            module, _, function = place.partition(":")
+        planner = EXPORT_FORMATS[name].plan  # MODULE:FUNCTION
+        if planner is not None:
+            module, _, function = planner.partition(":")
             planners.append(getattr(importlib.import_module(module), function))
     return planners

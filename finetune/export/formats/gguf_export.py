@@ -1,6 +1,4 @@
-"""GGUF beside or instead of safetensors: the files of a model and of an adapter, and the proof that
-they are right.
-"""
+"""The format GGUF: plans, writes and verifies the files of a model, or those of an adapter."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +39,7 @@ from finetune.export.formats.gguf_tokenizer import (
     describe_tokenizer,
     write_tokenizer,
 )
-from finetune.export.logits import CheckpointLogits, Logits, prompts
+from finetune.export.logits import CheckpointLogits, Logits, make_prompts
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -51,13 +49,16 @@ from finetune.export.write import Weights
 from finetune.files.tensors import StoredTensor
 from finetune.units import counted, disk_size
 
-# The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type explains: llama.cpp
-# rounds not only the weights, but what it multiplies them with. What it quantizes itself is
-# printed, and bounded by a wrong tensor's error.
+# The largest ‖llama.cpp − checkpoint‖ / ‖checkpoint‖ of the logits that a type of file explains:
+# llama.cpp rounds the weights, and also the inputs that it multiplies with them.
 BOUNDS = {"f32": 1e-3, "f16": 0.02, "bf16": 0.1, "q8_0": 0.1}
+# The same for the types that llama.cpp makes. Their errors are printed; only an error as large as
+# that of a wrong tensor is refused.
 QUANTIZED_BOUND = 1.0
 INCOMPLETE = "not exported: the file does not hold what the model needs"
+# the type of file that holds numbers of a dtype without rounding
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# The conversation and the text that llama.cpp and transformers must cut into the same tokens.
 CONVERSATION = [
     {"role": "user", "content": "What's 12,345 + 1?"},
     {"role": "assistant", "content": "It's 12,346."},
@@ -72,30 +73,36 @@ TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class GgufPlan:
-    """The files of an export. Returned by `plan_gguf`."""
+    """The files of a model. Returned by `plan_gguf`."""
 
-    files: tuple[PlannedFile, ...]  # that are written here; the first is what llama.cpp quantizes
-    types: Names  # of `files`
-    quantized: tuple[tuple[str, str], ...]  # name and type of the files that llama.cpp makes
-    asked: frozenset[str]  # the names that stay
-    tokenizer: Any  # transformers'
-    vocabulary: int  # the model's
+    files: tuple[PlannedFile, ...]  # written here; llama.cpp quantizes the first one
+    types: Names  # the type of each of `files`
+    quantized: tuple[tuple[str, str], ...]  # (name, type) of each file that llama.cpp makes
+    # names of the files that the user asks for; the others are removed in the end
+    requested: frozenset[str]
+    tokenizer: Any  # of transformers
+    vocab_size: int  # the rows of the model's embedding
 
     @property
     def byte_count(self) -> int:
+        """The most bytes on disk: a quantized file counts as much as the file it is made from."""
         return (
             sum(file.byte_count for file in self.files)
             + len(self.quantized) * self.files[0].byte_count
         )
 
     def write(self, folder: Path, logits: CheckpointLogits | None) -> list[str]:
-        """Writes the files into `folder`, and returns a line on each.
+        """Writes and verifies the files, and returns a line for each requested file.
 
-        `logits`: of `prompts`; None: unverified.
+        Args:
+            folder: The folder to write into.
+            logits: The checkpoint's logits; None: nothing is verified.
 
-        Raises `UserError` where what is read back differs, or llama.cpp computes something else.
+        Raises:
+            UserError: The values that were read back differ, or llama.cpp computes other tokens or
+                logits.
         """
-        said = []
+        descriptions = list[tuple[str, str]]()  # (name of a file, what is said of it)
         with progress_bar("writing GGUF", sum(file.byte_count for file in self.files)) as advance:
             for file, file_type in zip(self.files, self.types, strict=True):
                 written = write_file(folder, file, advance)
@@ -105,24 +112,25 @@ class GgufPlan:
                         find_differences(folder / file.name, file, written),
                         f"{file.name}: {INCOMPLETE}",
                     )
-                    if file.name in self.asked:
-                        ran = _compare_with_llama_cpp(
+                    if file.name in self.requested:
+                        agreement = _compare_with_llama_cpp(
                             folder / file.name, self, logits, BOUNDS[file_type]
                         )
-                        verdict = f"verified: every tensor, {ran}"
-                said.append((file.name, f"{disk_size(file.byte_count)}, {verdict}"))
+                        verdict = f"verified: every tensor, {agreement}"
+                descriptions.append((file.name, f"{disk_size(file.byte_count)}, {verdict}"))
         for name, file_type in self.quantized:
             quantize(folder / self.files[0].name, folder / name, file_type)
             verdict = "not verified"
             if logits is not None:
-                error = _largest_error(folder / name, self.files[0])
-                ran = _compare_with_llama_cpp(folder / name, self, logits, QUANTIZED_BOUND)
-                verdict = f"verified: every tensor within {error:.2g} of its norm, {ran}"
-            said.append((name, f"{disk_size((folder / name).stat().st_size)}, {verdict}"))
+                error = _find_largest_error(folder / name, self.files[0])
+                agreement = _compare_with_llama_cpp(folder / name, self, logits, QUANTIZED_BOUND)
+                verdict = f"verified: every tensor within {error:.2g} of its norm, {agreement}"
+            size = disk_size((folder / name).stat().st_size)
+            descriptions.append((name, f"{size}, {verdict}"))
         for file in self.files:
-            if file.name not in self.asked:
+            if file.name not in self.requested:
                 (folder / file.name).unlink()
-        return [f"{name}: {text}" for name, text in said if name in self.asked]
+        return [f"{name}: {text}" for name, text in descriptions if name in self.requested]
 
 
 def plan_gguf(
@@ -133,11 +141,20 @@ def plan_gguf(
     title: str,
     log: Callable[[str], object],
 ) -> "GgufPlan | AdapterPlan":
-    """Plans the files of the model, or of the adapter alone, down to the header of each.
+    """Plans the files of the model, or of the adapter alone, and makes their headers.
 
-    Reads no values.
+    It reads no values, and logs what llama.cpp does differently.
 
-    Raises `UserError` where llama.cpp would compute another model, or has no such tokenizer.
+    Args:
+        source: What is exported.
+        target: The model to write.
+        weights: The weights of the Hugging Face folder.
+        options: What to export.
+        title: The model's name in the files.
+        log: Takes the notes.
+
+    Raises:
+        UserError: llama.cpp would compute a different model, or has no such tokenizer.
     """
     if not options.model:
         return _plan_adapter(source, target, options, title)
@@ -160,6 +177,7 @@ def plan_gguf(
             "for"
         )
     notes += vocabulary.notes
+    # Otherwise llama.cpp itself is run, and its tokens are compared.
     if not (options.verify and is_installed("llama_cpp")):
         notes += vocabulary.doubts
     for note in notes:
@@ -171,21 +189,25 @@ def plan_gguf(
     write_keys = partial(
         _write_keys, config=config, vocabulary=vocabulary, title=title, where=where
     )
-    names = {each: f"{file_name(title)}-{each.upper()}.gguf" for each in types.all}
+    names = {
+        file_type: f"{file_name(title)}-{file_type.upper()}.gguf"
+        for file_type in (*types.written, *types.quantized)
+    }
     return GgufPlan(
         files=tuple(
-            plan_file(names[each], architecture, tensors, each, write_keys)
-            for each in types.written
+            plan_file(names[file_type], architecture, tensors, file_type, write_keys)
+            for file_type in types.written
         ),
         types=types.written,
-        quantized=tuple((names[each], each) for each in types.quantized),
-        asked=frozenset(names[each] for each in types.asked),
+        quantized=tuple((names[file_type], file_type) for file_type in types.quantized),
+        requested=frozenset(names[file_type] for file_type in types.requested),
         tokenizer=tokenizer,
-        vocabulary=config.vocab_size,
+        vocab_size=config.vocab_size,
     )
 
 
 def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
+    """Loads the source's tokenizer by transformers. Raises `UserError` if it does not load."""
     from transformers import AutoTokenizer
 
     try:
@@ -201,36 +223,36 @@ def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Types of GGUF files, by who writes them."""
+    """The types of the GGUF files of an export."""
 
-    asked: Names
-    written: Names  # here; llama.cpp quantizes the first
-    quantized: Names  # by llama.cpp
-
-    @property
-    def all(self) -> Names:
-        return (*self.written, *self.quantized)
+    requested: Names  # by the user
+    written: Names  # that this package writes; llama.cpp quantizes the first one
+    quantized: Names  # that llama.cpp makes
 
 
 def _choose_types(options: ExportOptions, exact: str) -> _Types:
-    """Which types are written for those asked for. `exact`: the one that rounds no weight."""
-    asked = tuple(options["gguf_types"]) or (exact,)
-    quantized = tuple(each for each in asked if each not in FILE_TYPES)
-    written = [each for each in asked if each in FILE_TYPES and each != exact]
-    if exact in asked or quantized:
-        written.insert(0, exact)
-    return _Types(asked, tuple(written), quantized)
+    """Chooses the types to write for the requested ones; without a request, `exact`.
 
-
-def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
-    """`title`, so that llama.cpp strips the spaces after special tokens where the tokenizer does.
-
-    It decides that by whether the name has "phi-3" in it, and fails where these tokens are missing
-    then.
+    `exact`: the type that rounds no weight. llama.cpp quantizes a file of this type, which may
+    therefore be written without being requested.
     """
-    if vocabulary.strips_after and {"</s>", "<unk>", "<s>", "<|endoftext|>"} <= set(
-        vocabulary.tokens
-    ):
+    requested = tuple(options["gguf_types"]) or (exact,)
+    quantized = tuple(name for name in requested if name not in FILE_TYPES)
+    written = [name for name in requested if name in FILE_TYPES and name != exact]
+    if exact in requested or quantized:
+        written.insert(0, exact)
+    return _Types(requested, tuple(written), quantized)
+
+
+def _adapt_title(title: str, vocabulary: GgufVocabulary) -> str:
+    """Returns `title` with "phi-3" in it if the tokenizer strips spaces after special tokens, else
+    without.
+
+    llama.cpp decides by the model's name: if "phi-3" is in it, llama.cpp strips these spaces, and
+    fails without the needed tokens.
+    """
+    needed_tokens = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
+    if vocabulary.strips_after and needed_tokens <= set(vocabulary.tokens):
         if re.search("phi-?3", title, re.IGNORECASE):
             return title
         return f"{title} (phi-3)"
@@ -240,8 +262,9 @@ def _shown_name(title: str, vocabulary: GgufVocabulary) -> str:
 def _write_keys(
     writer: Any, config: Any, vocabulary: GgufVocabulary, title: str, where: str
 ) -> list[FileTensor]:
+    """Adds a model's keys to a `gguf.GGUFWriter`, and returns the tensors that RoPE needs."""
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(_shown_name(title, vocabulary))
+    writer.add_name(_adapt_title(title, vocabulary))
     write_sizes(writer, config)
     write_tokenizer(writer, vocabulary)
     return write_rope(writer, config, where)
@@ -250,25 +273,45 @@ def _write_keys(
 def _compare_with_llama_cpp(
     path: Path, plan: GgufPlan, logits: CheckpointLogits, bound: float
 ) -> str:
+    """Runs a file under llama.cpp, and compares tokens and logits with those of the checkpoint.
+
+    Args:
+        path: The file.
+        plan: The plan of the files.
+        logits: The checkpoint's logits.
+        bound: The largest relative difference of the logits that is allowed.
+
+    Returns:
+        What agrees, or that llama.cpp is not installed, for the file's line.
+
+    Raises:
+        UserError: The tokens differ, or the logits differ by more than `bound`.
+    """
     if not is_installed("llama_cpp"):
         return f"not run under llama.cpp, which is not installed ({LLAMA_CPP})"
     texts = [(TEXT, True)]
     if plan.tokenizer.chat_template:
+        # A chat template writes BOS itself.
         texts.append((plan.tokenizer.apply_chat_template(CONVERSATION, tokenize=False), False))
-    logits_found, tokens = run_llama_cpp(path, prompts(plan.vocabulary).tolist(), texts)
-    for (text, begins), theirs in zip(texts, tokens, strict=True):
-        # no warning of the length
-        ours = plan.tokenizer.encode(text, add_special_tokens=begins, verbose=False)
-        _compare_tokens(path.name, plan.tokenizer, text, ours, theirs)
+    prompts = make_prompts(plan.vocab_size).tolist()
+    prompt_logits, tokens = run_llama_cpp(path, prompts, texts)
+    for (text, begins_document), llama_ids in zip(texts, tokens, strict=True):
+        ids = plan.tokenizer.encode(
+            text,
+            add_special_tokens=begins_document,
+            verbose=False,  # no warning about the text's length
+        )
+        _compare_tokens(path.name, plan.tokenizer, ids, llama_ids)
     expected = logits.result()
-    found = Logits(torch.from_numpy(np.stack(logits_found)), [])
-    difference = found.differ_from(expected)
+    computed = Logits(torch.from_numpy(np.stack(prompt_logits)), [])
+    difference = computed.differ_from(expected)
     agreement = "logits"
     if expected.choices and difference > bound:
-        # rounding sends some tokens to other experts, and llama.cpp does not say which
-        difference = found.median_difference(expected)
+        # In a mixture rounding sends some tokens to other experts, and llama.cpp does not report
+        # which. Then at least half of the tokens must agree.
+        difference = computed.median_difference(expected)
         agreement = "logits of half of the tokens"
-    if not difference <= bound:
+    if not difference <= bound:  # also if it is NaN
         raise UserError(
             f"{path.name}: not exported: under llama.cpp the logits differ by {difference:.2g} "
             f"from the checkpoint's; its type explains at most {bound:g}"
@@ -277,110 +320,123 @@ def _compare_with_llama_cpp(
 
 
 def _compare_tokens(
-    name: str, tokenizer: Any, text: str, ours: Sequence[int], theirs: Sequence[int]
+    name: str, tokenizer: Any, ids: Sequence[int], llama_ids: Sequence[int]
 ) -> None:
-    """Raises `UserError` where llama.cpp cuts a text into other tokens than transformers."""
-    if list(ours) == list(theirs):
-        return
-    place = next(
-        (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
-        len(theirs),
-    )
-    shown = [
-        tokenizer.convert_ids_to_tokens(list(ids[place : place + 3])) for ids in (ours, theirs)
-    ]
-    raise UserError(
-        f"{name}: not exported: after {tokenizer.decode(ours[:place])[-20:]!r} llama.cpp reads the "
-        f"tokens {shown[1]}, the tokenizer {shown[0]}; it cuts texts in a way that llama.cpp does "
-        "not have"
-    )
+    """Raises `UserError` if llama.cpp cuts a text into other tokens than transformers.
 
-
-def _largest_error(path: Path, of: PlannedFile) -> float:
-    """The largest ‖quantized − value‖ / ‖value‖ of a tensor in a file that llama.cpp made.
-
-    Raises `UserError` where a tensor is missing, unexpected, of another shape, or another one.
+    Args:
+        name: The file's name.
+        tokenizer: The tokenizer, of transformers.
+        ids: The tokens of transformers.
+        llama_ids: The tokens of llama.cpp.
     """
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    names = {tensor.name for tensor, _ in of.tensors}
-    problems = [f"{name}: in one file only" for name in sorted(names ^ tensors.keys())]
+    if list(ids) == list(llama_ids):
+        return
+    pairs = enumerate(zip(ids, llama_ids, strict=False))
+    # If one list is the beginning of the other, they differ where llama.cpp's ends.
+    start = next((index for index, (one, other) in pairs if one != other), len(llama_ids))
+    tokens = tokenizer.convert_ids_to_tokens(list(ids[start : start + 3]))
+    llama_tokens = tokenizer.convert_ids_to_tokens(list(llama_ids[start : start + 3]))
+    raise UserError(
+        f"{name}: not exported: after {tokenizer.decode(ids[:start])[-20:]!r} llama.cpp reads the "
+        f"tokens {llama_tokens}, the tokenizer {tokens}; it cuts texts in a way that llama.cpp "
+        "does not have"
+    )
+
+
+def _find_largest_error(path: Path, unquantized: PlannedFile) -> float:
+    """Finds the largest ‖quantized − value‖ / ‖value‖ of a tensor in a file that llama.cpp made.
+
+    Args:
+        path: The file that llama.cpp made.
+        unquantized: The file that llama.cpp quantized.
+
+    Raises:
+        UserError: A tensor is missing or unexpected, has another shape, or differs so much that it
+            must be another one.
+    """
+    quantized_tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = {tensor.name for tensor, _ in unquantized.tensors}
+    problems = [f"{name}: in one file only" for name in sorted(names ^ quantized_tensors.keys())]
     refuse_differences(problems, f"{path.name}: {INCOMPLETE}")
-    worst = 0.0
-    for tensor, _ in of.tensors:
-        theirs = tensors[tensor.name]
-        position = 0
-        squares = 0.0
-        errors = 0.0
-        rows = theirs.data.reshape(-1, theirs.data.shape[-1])
+    largest = 0.0
+    for tensor, _ in unquantized.tensors:
+        quantized = quantized_tensors[tensor.name]
+        start = 0
+        square_sum = 0.0  # of the values
+        error_sum = 0.0  # of the squared errors
+        quantized_rows = quantized.data.reshape(-1, quantized.data.shape[-1])
         for block in tensor.blocks():
             block = block.reshape(-1, tensor.shape[-1])
-            part = gguf.quants.dequantize(
-                rows[position : position + len(block)], theirs.tensor_type
+            rows = gguf.quants.dequantize(
+                quantized_rows[start : start + len(block)], quantized.tensor_type
             )
-            if part.shape != tuple(block.shape):
+            if rows.shape != tuple(block.shape):
                 raise UserError(
                     f"{path.name}: not exported: {tensor.name}: the file has rows of "
-                    f"{part.shape[-1]} numbers, the checkpoint of {block.shape[-1]}"
+                    f"{rows.shape[-1]} numbers, the checkpoint of {block.shape[-1]}"
                 )
-            squares += float(block.square().sum())
-            errors += float(
-                (torch.from_numpy(np.array(part, dtype=np.float32)) - block).square().sum()
-            )
-            position += len(block)
-        relative = (errors / squares) ** 0.5 if squares else errors
-        if relative > QUANTIZED_BOUND / 2:
+            square_sum += float(block.square().sum())
+            difference = torch.from_numpy(np.array(rows, dtype=np.float32)) - block
+            error_sum += float(difference.square().sum())
+            start += len(block)
+        # A tensor of zeros has no norm to divide by.
+        error = (error_sum / square_sum) ** 0.5 if square_sum else error_sum
+        if error > QUANTIZED_BOUND / 2:
             raise UserError(
-                f"{path.name}: not exported: {tensor.name}: differs by {relative:.2g} from the "
+                f"{path.name}: not exported: {tensor.name}: differs by {error:.2g} from the "
                 "checkpoint"
             )
-        worst = max(worst, relative)
-    return worst
+        largest = max(largest, error)
+    return largest
 
 
-A = ".lora_A.weight"
-B = ".lora_B.weight"
+# how the names of an adapter's two factors end
+A_END = ".lora_A.weight"
+B_END = ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """The files of an adapter, one of each type. Returned by `plan_gguf`."""
+    """The files of an adapter, one for each type. Returned by `plan_gguf`."""
 
     files: tuple[PlannedFile, ...]
-    verify: bool
+    verify: bool  # whether the files are read back and compared
 
     @property
     def byte_count(self) -> int:
+        """The bytes of all files."""
         return sum(file.byte_count for file in self.files)
 
     def write(self, folder: Path, logits: object) -> list[str]:
-        """Writes the files into `folder`, and returns a line on each.
+        """Writes the files into `folder`, verifies them, and returns a line for each.
 
-        Logits would need the base in GGUF.
+        `logits` are not compared: llama.cpp would need the base as GGUF to compute them.
+
+        Raises `UserError` if the values that were read back differ.
         """
-        said = []
+        lines = []
         with progress_bar("writing GGUF", self.byte_count) as advance:
             for file in self.files:
                 written = write_file(folder, file, advance)
+                verdict = "not verified"
                 if self.verify:
                     refuse_differences(
                         find_differences(folder / file.name, file, written),
                         f"{file.name}: not exported: the file does not hold the adapter",
                     )
-                if self.verify:
                     verdict = "verified: every tensor"
-                else:
-                    verdict = "not verified"
-                said.append(f"{file.name}: an adapter of {disk_size(file.byte_count)}, {verdict}")
-        return said
+                lines.append(f"{file.name}: an adapter of {disk_size(file.byte_count)}, {verdict}")
+        return lines
 
 
 def _plan_adapter(
     source: Source, target: TargetModel, options: ExportOptions, title: str
 ) -> AdapterPlan:
-    """Plans the files of the adapter of `source`.
+    """Plans the files of the source's adapter, one for each requested type; by default f32.
 
-    Raises `UserError` where llama.cpp would apply another adapter: it knows A and B of linear
-    layers alone.
+    Raises `UserError` if llama.cpp would apply a different adapter: it knows only the factors A and
+    B of linear layers.
     """
     adapter = source.adapter
     where = str(source.path)
@@ -388,32 +444,35 @@ def _plan_adapter(
     assert adapter is not None
     config = model.config.get_text_config()
     _refuse_unknown_adapter(adapter, options, where)
-    modules = [name.removesuffix(A) for name in adapter.tensors if name.endswith(A)]
+    modules = [name.removesuffix(A_END) for name in adapter.tensors if name.endswith(A_END)]
     scales = {module: scale_of(adapter.config, module, where) for module in modules}
     alpha = _find_common_alpha(scales.values())
+    # Planning the base's weights gives their names and the order of their rows; they are not read.
     names = [f"{module}.weight" for module in modules]
-    bases = [Value(name, target.shapes[name], torch.float32, _no_rows) for name in names]
+    bases = [Value(name, target.shapes[name], torch.float32, _refuse_to_read) for name in names]
     tensors = []
     for module, base in zip(modules, plan_tensors(bases, config, where), strict=True):
-        scale = 1.0 if alpha is not None else scales[module][0]
+        scale, _ = scales[module]
+        if alpha is not None:
+            scale = 1.0  # llama.cpp itself scales by alpha / rank
         tensors += _plan_factors(
-            adapter.tensors[module + A], adapter.tensors[module + B], base, scale
+            adapter.tensors[module + A_END], adapter.tensors[module + B_END], base, scale
         )
     types = tuple(options["gguf_types"]) or ("f32",)
     architecture = find_llama_cpp(config.model_type).architecture
-    keys = partial(_write_adapter_keys, title=title, alpha=alpha)
+    write_keys = partial(_write_adapter_keys, title=title, alpha=alpha)
     files = []
     for file_type in types:
         name = f"{file_name(title)}-lora-{file_type.upper()}.gguf"
-        files.append(plan_file(name, architecture, tensors, file_type, keys))
+        files.append(plan_file(name, architecture, tensors, file_type, write_keys))
     return AdapterPlan(tuple(files), options.verify)
 
 
 def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str) -> None:
-    """Raises `UserError` for an adapter that llama.cpp does not know, and for types in which none
-    is written.
+    """Raises `UserError` if llama.cpp does not know this kind of adapter, or if a requested type is
+    none in which adapters are written.
     """
-    unknown = [name for name in sorted(adapter.tensors) if not name.endswith((A, B))]
+    unknown = [name for name in sorted(adapter.tensors) if not name.endswith((A_END, B_END))]
     if adapter.config.get("target_parameters"):
         unknown.append("target_parameters")
     if adapter.config.get("use_dora"):
@@ -424,18 +483,17 @@ def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str
             f"{where}: {reason}: llama.cpp has no adapter of this kind; export the merged model as "
             "GGUF"
         )
-    wrong = [file_type for file_type in options["gguf_types"] if file_type not in FILE_TYPES]
-    if wrong:
+    wrong_types = [file_type for file_type in options["gguf_types"] if file_type not in FILE_TYPES]
+    if wrong_types:
         raise UserError(
-            f"--gguf-type: {wrong[0]}: an adapter is written as {', '.join(FILE_TYPES)}"
+            f"--gguf-type: {wrong_types[0]}: an adapter is written as {', '.join(FILE_TYPES)}"
         )
 
 
 def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
-    """The alpha of all modules, by their (scale, rank); None where they differ, and B is scaled
-    instead.
+    """Finds the alpha that all modules have, from the (scale, rank) of each; None if they differ.
 
-    llama.cpp has one alpha for all modules.
+    llama.cpp has one alpha for all modules. If they differ, each B is scaled in the file instead.
     """
     alphas = {scale * rank for scale, rank in scales}
     return alphas.pop() if len(alphas) == 1 else None
@@ -444,27 +502,38 @@ def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
 def _plan_factors(
     a: StoredTensor, b: StoredTensor, base: FileTensor, scale: float
 ) -> list[FileTensor]:
-    """A and B of the linear layer `base`, in fp32; B is scaled, and its rows are in the order of
-    the base's rows.
+    """Plans the tensors of the factors A and B of one linear layer.
+
+    Args:
+        a: A, as it is stored.
+        b: B, as it is stored.
+        base: The layer's weight as a file of the model would hold it. B's rows get the same order.
+        scale: What B is multiplied by.
     """
     a_values = (stored_value(a, a.name, torch.float32),)
     b_values = (stored_value(b, b.name, torch.float32),)
-    change = partial(_scaled, scale, base.change)
+    change = partial(_change_and_scale, scale, base.change)
     return [
         FileTensor(f"{base.name}.lora_a", a.shape, a_values),
         replace(base, name=f"{base.name}.lora_b", shape=b.shape, values=b_values, change=change),
     ]
 
 
-def _no_rows(start: int, stop: int) -> Tensor:
+def _refuse_to_read(start: int, stop: int) -> Tensor:
+    """Stands in for the rows of the base's weights, of which only the names are needed."""
     raise AssertionError("the base is not read")
 
 
-def _scaled(scale: float, change: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
-    return (change(rows) if change is not None else rows) * scale
+def _change_and_scale(
+    scale: float, change: Callable[[Tensor], Tensor] | None, rows: Tensor
+) -> Tensor:
+    """Returns the rows of B as the file holds them: changed as the base's rows are, and scaled."""
+    changed_rows = change(rows) if change is not None else rows
+    return changed_rows * scale
 
 
 def _write_adapter_keys(writer: Any, title: str, alpha: float | None) -> list[FileTensor]:
+    """Adds an adapter's keys to a `gguf.GGUFWriter`; there are no tensors that go with them."""
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_name(title)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")

@@ -1,5 +1,6 @@
-"""A tokenizer as llama.cpp reads it: the vocabulary, how a text is cut before it is merged, and the
-special tokens.
+"""Describes a tokenizer in llama.cpp's terms: vocabulary, pre-tokenizer and special tokens.
+
+The pre-tokenizer cuts a text into words; tokens are merged only within a word.
 """
 
 import json
@@ -16,6 +17,9 @@ from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 
 SPACE = "\u2581"  # SentencePiece writes it for a space
+# Regular expressions, and parts of them, by which byte-level tokenizers cut a text into words. The
+# last %s of END and CASES is how many digits a word may have, such as {1,3}. The first two of CASES
+# are for contractions.
 END = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -26,8 +30,8 @@ CASES = (
     f"?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*"
 )
 CASES += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-# (how tokenizer.json cuts a text, whether a whole word in the vocabulary is taken unmerged) ->
-# llama.cpp's name for it. Source: llama-vocab.cpp, which has the expressions of each name.
+# (how tokenizer.json cuts a text, whether a word that is a token is taken without merging) ->
+# llama.cpp's name of this pre-tokenizer. Source: llama-vocab.cpp has the expressions of each name.
 PRE_TOKENIZERS: Mapping[tuple[str, bool], str] = {
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
@@ -37,9 +41,11 @@ PRE_TOKENIZERS: Mapping[tuple[str, bool], str] = {
     (CASES % ("", "", ""), True): "tekken",
     (CASES % (f"{CONTRACTIONS}?", f"{CONTRACTIONS}?", "{1,3}"), False): "gpt-4o",
 }
-# llama.cpp wants one; of words that no merge makes, this one never applies
+# llama.cpp expects at least one merge, of two tokens with a space between. No merge makes these two
+# words, so that this one never applies.
 NO_MERGES = ["never merged"]
-# of byte-level tokenizers; llama.cpp takes a text as it is, which mostly is NFC
+# The normalizers that a byte-level tokenizer may have. llama.cpp normalizes nothing, and most texts
+# are NFC already.
 NORMALIZERS = ({"NFC"}, set[str]())
 
 
@@ -47,107 +53,117 @@ NORMALIZERS = ({"NFC"}, set[str]())
 class GgufVocabulary:
     """A tokenizer in llama.cpp's terms. Returned by `describe_tokenizer`."""
 
-    # "llama": SentencePiece's BPE; "gpt2": byte-level BPE; "gemma4": the first with merges
+    # "llama": SentencePiece's BPE by scores; "gemma4": SentencePiece's BPE by merges; "gpt2":
+    # byte-level BPE
     model: str
-    pre_tokenizer: str
-    tokens: list[str]
-    types: list[int]
-    # of SentencePiece: the pair with the highest score is merged first
+    pre_tokenizer: str  # llama.cpp's name for how a text is cut into words
+    tokens: list[str]  # by id, one for each row of the embedding
+    types: list[int]  # by id, each a `gguf.TokenType`
+    # for "llama", by id: the two tokens that make the token with the highest score are merged first
     scores: list[float] | None = None
-    merges: list[str] | None = None  # of byte-level BPE
-    adds_space: bool | None = None  # of SentencePiece, in front of a text
-    special: dict[str, int] = field(default_factory=dict)  # "bos" -> id
+    # for "gpt2" and "gemma4": two tokens with a space between; the first are merged first
+    merges: list[str] | None = None
+    adds_space: bool | None = None  # for "llama": whether a text gets a space in front
+    special: dict[str, int] = field(default_factory=dict)  # such as "bos" -> id
     adds_bos: bool = False
     adds_eos: bool = False
-    template: Any = None
-    strips_after: bool = False  # whether special tokens take the spaces after them, as Phi-3's do
-    notes: tuple[str, ...] = ()  # what llama.cpp does otherwise
-    doubts: tuple[str, ...] = ()  # where llama.cpp may cut a text otherwise
+    template: Any = None  # chat template: a text, {name: text}, or None
+    # whether special tokens swallow the spaces after them, as Phi-3's do
+    strips_after: bool = False
+    notes: tuple[str, ...] = ()  # sentences on what llama.cpp does differently
+    # sentences on where llama.cpp may cut a text into other tokens
+    doubts: tuple[str, ...] = ()
 
 
 def describe_tokenizer(
-    tokenizer: Any, rows: int, folder: Path, pre_tokenizer: str | None
+    tokenizer: Any, vocab_size: int, folder: Path, pre_tokenizer: str | None
 ) -> GgufVocabulary:
-    """Describes a tokenizer of transformers, loaded from `folder`, for a model whose embedding has
-    `rows` rows.
+    """Describes a tokenizer in llama.cpp's terms.
 
     Args:
-        pre_tokenizer: llama.cpp's name for how a text is cut, where tokenizer.json is not one of
-            those known here.
+        tokenizer: The tokenizer, of transformers.
+        vocab_size: The number of rows of the model's embedding.
+        folder: The folder that the tokenizer was loaded from.
+        pre_tokenizer: llama.cpp's name for how a text is cut into words, as the user says; None: it
+            is found.
 
-    Raises `UserError` where llama.cpp has no tokenizer of its kind.
+    Raises:
+        UserError: llama.cpp has no tokenizer of this kind.
     """
-    described = _read_bpe(tokenizer, rows, folder)
-    model = described["model"]
+    tokenizer_json = _read_bpe(tokenizer, vocab_size, folder)
+    model = tokenizer_json["model"]
     pairs = [
         tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
         for pair in model["merges"]
     ]
-    common = _describe_tokens(tokenizer, rows, folder, model)
-    parts = _list_parts(described.get("pre_tokenizer"))
-    kinds = {part["type"] for part in parts}
+    common_fields = _describe_tokens(tokenizer, vocab_size, folder, model)
+    steps = _list_steps(tokenizer_json.get("pre_tokenizer"))
+    kinds = {step["type"] for step in steps}
     if not model.get("byte_fallback") and "ByteLevel" in kinds:
-        pre = pre_tokenizer or _name_pre_tokenizer(
-            described, parts, has_merges=bool(pairs), folder=folder
+        name = pre_tokenizer or _name_pre_tokenizer(
+            tokenizer_json, steps, has_merges=bool(pairs), folder=folder
         )
-        merges = [" ".join(map(_spell, pair)) for pair in pairs] or NO_MERGES
-        return GgufVocabulary("gpt2", pre, merges=merges, **common)
+        merges = [" ".join(map(_replace_spaces, pair)) for pair in pairs] or NO_MERGES
+        return GgufVocabulary("gpt2", name, merges=merges, **common_fields)
     if not model.get("byte_fallback") or kinds - {"Metaspace", "Split"}:
         raise UserError(
             f"{folder}: a BPE that is neither byte-level nor SentencePiece's; export safetensors"
         )
     doubts = _find_doubts(model["vocab"], set(pairs))
     adds_space = tokenizer.tokenize("a")[0].startswith(SPACE)
-    # Gemma's kind, whose merges newer versions of llama.cpp follow.
-    if doubts and common["adds_bos"] and not adds_space:
-        return GgufVocabulary(
-            "gemma4", "gemma4", merges=[" ".join(pair) for pair in pairs], **common
-        )
-    scores = _score_tokens(common["tokens"], pairs)
+    # Gemma's kind: newer versions of llama.cpp follow its merges.
+    if doubts and common_fields["adds_bos"] and not adds_space:
+        merges = [" ".join(pair) for pair in pairs]
+        return GgufVocabulary("gemma4", "gemma4", merges=merges, **common_fields)
+    scores = _score_tokens(common_fields["tokens"], pairs)
     return GgufVocabulary(
-        "llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common
+        "llama", "default", scores=scores, adds_space=adds_space, doubts=doubts, **common_fields
     )
 
 
-def _read_bpe(tokenizer: Any, rows: int, folder: Path) -> dict[str, Any]:
-    """Returns the content of tokenizer.json; `UserError` unless it is a BPE, all of whose ids are
-    below `rows`.
+def _read_bpe(tokenizer: Any, vocab_size: int, folder: Path) -> dict[str, Any]:
+    """Returns the content of tokenizer.json, which must describe a BPE.
+
+    Raises `UserError` if it does not, or if a token's id is not below `vocab_size`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        described: dict[str, Any] = json.loads(backend.to_str())
+        tokenizer_json: dict[str, Any] = json.loads(backend.to_str())
     else:
-        described = {}
-    kind = (described.get("model") or {}).get("type")
+        tokenizer_json = {}  # a tokenizer in Python, which has no such file
+    kind = (tokenizer_json.get("model") or {}).get("type")
     if kind != "BPE":
         kind = kind or type(tokenizer).__name__
         raise UserError(
             f"{folder}: a tokenizer of the kind {kind}, which is not exported as GGUF; export "
             "safetensors"
         )
-    if max(tokenizer.get_vocab().values()) >= rows:
+    if max(tokenizer.get_vocab().values()) >= vocab_size:
         raise UserError(
-            f"{folder}: the tokenizer has ids beyond the model's {rows:,} embeddings; export its "
-            "own one"
+            f"{folder}: the tokenizer has ids beyond the model's {vocab_size:,} embeddings; export "
+            "its own one"
         )
-    return described
+    return tokenizer_json
 
 
 def _describe_tokens(
-    tokenizer: Any, rows: int, folder: Path, model: Mapping[str, Any]
+    tokenizer: Any, vocab_size: int, folder: Path, model: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The fields of `GgufVocabulary` that every kind of tokenizer has."""
-    tokens, types = _list_tokens(tokenizer, rows, model)
+    """Makes the fields of `GgufVocabulary` that every kind of tokenizer has.
+
+    `model`: the section "model" of tokenizer.json.
+    """
+    tokens, types = _list_tokens(tokenizer, vocab_size, model)
     bos = [tokenizer.bos_token_id]
     eos = [tokenizer.eos_token_id]
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    complete = tokenizer.encode("a", add_special_tokens=True)
+    plain_ids = tokenizer.encode("a", add_special_tokens=False)
+    complete_ids = tokenizer.encode("a", add_special_tokens=True)
     return {
         "tokens": tokens,
         "types": types,
         "special": _find_special(tokenizer, folder),
-        "adds_bos": bos != [None] and complete[:1] == bos != plain[:1],
-        "adds_eos": eos != [None] and complete[-1:] == eos != plain[-1:],
+        "adds_bos": bos != [None] and complete_ids[:1] == bos and plain_ids[:1] != bos,
+        "adds_eos": eos != [None] and complete_ids[-1:] == eos and plain_ids[-1:] != eos,
         "template": tokenizer.chat_template,
         "notes": _list_hidden(tokenizer),
         "strips_after": any(token.rstrip for token in tokenizer.added_tokens_decoder.values()),
@@ -155,8 +171,10 @@ def _describe_tokens(
 
 
 def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> list[float]:
-    """SentencePiece's score of each token: minus the place of the first of the merges `pairs` that
-    makes it.
+    """Computes SentencePiece's score of each token. By scores llama.cpp merges as `pairs` do.
+
+    The score is minus the rank of the first pair that makes the token. Tokens that no pair makes
+    get the lowest score.
     """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
@@ -164,32 +182,34 @@ def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> li
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
 
 
-def _spell(token: str) -> str:
-    # a space separates the two of a pair; of byte-level BPE none has one
+def _replace_spaces(token: str) -> str:
+    """Writes a token of byte-level BPE without spaces, since a space separates a merge's tokens."""
     return token.replace(" ", "\u0120")
 
 
 def _list_tokens(
-    tokenizer: Any, rows: int, model: Mapping[str, Any]
+    tokenizer: Any, vocab_size: int, model: Mapping[str, Any]
 ) -> tuple[list[str], list[int]]:
-    """The token of each row of the embedding, and its kind; rows without one get a name that no
-    text has.
+    """Lists the token of each row of the embedding.
+
+    Returns:
+        (tokens, a `gguf.TokenType` for each). A row without a token gets a name that no text has.
     """
-    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    token_of = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
     types = gguf.TokenType
     tokens = list[str]()
     kinds = list[int]()
-    for number in range(rows):
-        token = names.get(number, f"[PAD{number}]")
-        if number not in names:
+    for token_id in range(vocab_size):
+        token = token_of.get(token_id, f"[PAD{token_id}]")
+        if token_id not in token_of:
             kind = types.UNUSED
-        elif number in added and (added[number].special or _looks_special(token)):
+        elif token_id in added and (added[token_id].special or _looks_special(token)):
             if token == model.get("unk_token"):
                 kind = types.UNKNOWN
             else:
                 kind = types.CONTROL
-        elif number in added:
+        elif token_id in added:
             token = token.replace(SPACE, " ")
             kind = types.USER_DEFINED
         elif token == model.get("unk_token"):
@@ -204,8 +224,9 @@ def _list_tokens(
 
 
 def _looks_special(token: str) -> bool:
-    """Whether an added token is a mark, though its tokenizer does not call it special, as in
-    Gemma's.
+    """Whether an added token is written like a special one, as llama.cpp's converter judges it.
+
+    Some tokenizers, such as Gemma's, do not call all of these tokens special.
 
     >>> _looks_special("<|im_end|>"), _looks_special("<unused7>"), _looks_special("<tool_call>")
     (True, True, False)
@@ -223,8 +244,9 @@ def _looks_special(token: str) -> bool:
 
 
 def _list_hidden(tokenizer: Any) -> tuple[str, ...]:
-    """At most one sentence: the added tokens that llama.cpp does not print, though transformers
-    does.
+    """Names the added tokens that transformers prints and llama.cpp does not.
+
+    Returns a tuple of one sentence; empty if there are no such tokens.
     """
     added = tokenizer.added_tokens_decoder.values()
     hidden = [
@@ -244,7 +266,8 @@ def _list_hidden(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _is_byte(token: str) -> bool:
-    """
+    """Whether a token of SentencePiece stands for one byte.
+
     >>> _is_byte("<0x0A>"), _is_byte("<0xZZ>")
     (True, False)
     """
@@ -252,74 +275,83 @@ def _is_byte(token: str) -> bool:
 
 
 def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
-    """The ids of special tokens.
+    """Finds the ids of special tokens: {"bos", "eos", "unk", "pad", "eot" or "eom": id}.
 
-    What ends an answer beside eos, as generation_config.json says, is "eot" and "eom".
+    generation_config.json may name several tokens that end an answer. Up to two that are not EOS
+    become "eot" and "eom".
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    ends = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
-    ends = [
-        number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)
-    ]
+    listed = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
+    ends = listed if isinstance(listed, list) else [listed]
+    ends = [token_id for token_id in ends if isinstance(token_id, int)]
     if ends and ids["eos"] not in ends:
         ids["eos"] = ends[0]
-    others = (number for number in ends if number != ids["eos"])
-    ids |= dict(zip(("eot", "eom"), others, strict=False))
-    return {key: number for key, number in ids.items() if number is not None}
+    other_ends = [token_id for token_id in ends if token_id != ids["eos"]]
+    ids |= dict(zip(("eot", "eom"), other_ends[:2], strict=False))  # there may be fewer than two
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def _list_parts(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _list_steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Lists the steps of a pre-tokenizer in tokenizer.json, with nested sequences laid out flat.
+
+    Empty if there is no pre-tokenizer.
+    """
     if pre_tokenizer is None:
         return []
-    if pre_tokenizer["type"] == "Sequence":
-        inner = pre_tokenizer.get("pretokenizers", [])
-    else:
-        inner = [pre_tokenizer]
-    return [
-        part
-        for each in inner
-        for part in (_list_parts(each) if each["type"] == "Sequence" else [each])
-    ]
+    if pre_tokenizer["type"] != "Sequence":
+        return [pre_tokenizer]
+    inner = pre_tokenizer.get("pretokenizers", [])
+    return [step for each in inner for step in _list_steps(each)]
 
 
 def _name_pre_tokenizer(
-    described: Mapping[str, Any],
-    parts: Iterable[Mapping[str, Any]],
+    tokenizer_json: Mapping[str, Any],
+    steps: Iterable[Mapping[str, Any]],
     *,
     has_merges: bool,
     folder: Path,
 ) -> str:
-    """llama.cpp's name for how a byte-level tokenizer cuts a text.
+    """Finds llama.cpp's name for how a byte-level tokenizer cuts a text into words.
 
-    Raises `UserError` where it has none.
+    Args:
+        tokenizer_json: The content of tokenizer.json.
+        steps: The steps of its pre-tokenizer.
+        has_merges: Whether its BPE has any merges.
+        folder: The tokenizer's folder, for errors.
+
+    Raises:
+        UserError: llama.cpp has no name for it.
     """
     if not has_merges:
         return "gpt-2"  # every byte is a token: nothing depends on where a text is cut
-    names: list[str] = []
-    for part in parts:
-        if part["type"] == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
-            names += part["pattern"].values()
-        elif part["type"] == "Digits" and part["individual_digits"]:
-            names.append("Digits")
-        elif part["type"] == "ByteLevel" and not part["add_prefix_space"]:
-            names += ["ByteLevel"] if part["use_regex"] else []
+    cuts: list[str] = []
+    for step in steps:
+        if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
+            cuts += step["pattern"].values()
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            cuts.append("Digits")
+        elif step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+            if step["use_regex"]:  # else this step cuts nothing
+                cuts.append("ByteLevel")
         else:
-            names.append(f"{part['type']} with other settings")
-    cut = (" ".join(names), bool(described["model"].get("ignore_merges")))
-    normalizers = {part["type"] for part in _list_normalizers(described.get("normalizer"))}
-    if cut in PRE_TOKENIZERS and normalizers in NORMALIZERS:
-        return PRE_TOKENIZERS[cut]
-    more = ""
+            cuts.append(f"{step['type']} with other settings")
+    all_cuts = " ".join(cuts)
+    key = (all_cuts, bool(tokenizer_json["model"].get("ignore_merges")))
+    normalizers = {step["type"] for step in _list_normalizers(tokenizer_json.get("normalizer"))}
+    if key in PRE_TOKENIZERS and normalizers in NORMALIZERS:
+        return PRE_TOKENIZERS[key]
+    after = ""
     if normalizers not in NORMALIZERS:
-        more = f" after {' and '.join(sorted(normalizers))}"
+        after = f" after {' and '.join(sorted(normalizers))}"
     raise UserError(
         f"{folder}: llama.cpp is not known to cut a text as this tokenizer does "
-        f"({cut[0][:60]!r}{more}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "
+        f"({all_cuts[:60]!r}{after}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "
         "safetensors"
     )
 
 
 def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Lists the steps of a normalizer in tokenizer.json; [] if there is none."""
     if normalizer is None:
         return []
     if normalizer["type"] == "Sequence":
@@ -330,14 +362,23 @@ def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str,
 
 
 def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> tuple[str, ...]:
-    """Finds a text that llama.cpp may cut otherwise: it merges any two tokens whose text is a
-    token, which a tokenizer that SentencePiece has not made may not.
+    """Finds two tokens that llama.cpp merges, and this tokenizer does not.
+
+    llama.cpp merges any two tokens that make a third one. A tokenizer that was not made by
+    SentencePiece may have no such merge.
+
+    Args:
+        vocabulary: {token: id}.
+        pairs: The tokenizer's merges.
+
+    Returns:
+        A tuple of one sentence, on the first such tokens; empty if there are none.
     """
     for token in vocabulary:
         if not _is_byte(token):
-            for cut in range(1, len(token)):
-                first = token[:cut]
-                second = token[cut:]
+            for border in range(1, len(token)):
+                first = token[:border]
+                second = token[border:]
                 if first in vocabulary and second in vocabulary and (first, second) not in pairs:
                     return (
                         f"llama.cpp may cut some texts otherwise: it merges {first!r} with "
@@ -358,14 +399,14 @@ def write_tokenizer(writer: Any, vocabulary: GgufVocabulary) -> None:
         writer.add_token_merges(vocabulary.merges)
     if vocabulary.adds_space is not None:
         writer.add_add_space_prefix(vocabulary.adds_space)
-    for name, number in vocabulary.special.items():  # bos, eos, eot, eom, unk, pad
-        getattr(writer, f"add_{name}_token_id")(number)
+    for name, token_id in vocabulary.special.items():  # bos, eos, eot, eom, unk, pad
+        getattr(writer, f"add_{name}_token_id")(token_id)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
-    if vocabulary.template:
-        named = vocabulary.template
+    template = vocabulary.template
+    if isinstance(template, str) and template:
+        writer.add_chat_template(template)
+    elif template:
         writer.add_chat_template(
-            named
-            if isinstance(named, str)
-            else [{"name": name, "template": each} for name, each in named.items()]
+            [{"name": name, "template": text} for name, text in template.items()]
         )
