@@ -713,12 +713,13 @@ def _take_factory_columns(entry: DataSetEntry, is_chat: bool, method: str) -> di
     text_column = entry.take("columns.prompt")
     answer_columns = {name: entry.take(f"columns.{name}") for name in ("chosen", "rejected")}
     entry.take("ranking")  # the method of the recipe says that the data are preferences
-    if entry.unread.get("columns.query") == "input":  # our reader joins it to `instruction`
-        entry.take("columns.query")
     if is_chat:
         prompt = messages_column or "conversations"
     else:
         prompt = text_column or "instruction"
+    # Our reader joins the column `input` to `instruction`, and to no other. A chat has no query.
+    if (is_chat or prompt == "instruction") and entry.unread.get("columns.query") == "input":
+        entry.take("columns.query")
     if method == "kto":
         return _take_rated_columns(entry, prompt, is_chat)
     keys: dict[str, Any] = {}

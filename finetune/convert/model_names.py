@@ -306,7 +306,8 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     """
     for key in MOE_KEYS:
         value = settings.get(key)
-        if value not in (None, False, 1, ""):
+        is_dense = value in (None, False, 1, "") and value is not True
+        if not is_dense:
             yield f"{key}: {value}", MOE_CAUSE, True
     name = name_model(settings)
     lower = name.lower()

@@ -203,3 +203,9 @@ def test_its_losses_are_those_of_transformers_peft_and_bitsandbytes(
     folder = recipes[family].parent
     runs = train_families(folder, recipes, [(family, "single", 1)], [])
     assert_losses(runs(family, "single", 1), reference.losses(recipes[family]))
+
+
+def test_a_key_of_mixtures_refuses_true_as_a_number_of_experts() -> None:
+    """Though True equals 1 in Python."""
+    for value, is_refused in ((True, True), (2, True), (1, False), (False, False)):
+        assert bool(list(find_refused_models({"use_moe": value}))) == is_refused

@@ -240,6 +240,16 @@ def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
         )
 
 
+def test_a_query_is_joined_to_instruction_alone(tmp_path: Path) -> None:
+    """A run here joins `input` to no other prompt, so that it is to be said."""
+    (tmp_path / "data").mkdir()
+    columns = {"prompt": "q", "query": "input", "chosen": "chosen", "rejected": "rejected"}
+    entry = {"hf_hub_url": "a/pairs", "ranking": True, "columns": columns}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    found = convert(FACTORY + "stage: dpo\n", tmp_path)
+    assert any("columns.query" in line for line in found.differences)
+
+
 REWARD_AXOLOTL = (
     AXOLOTL
     + "reward_model: true\nchat_template: llama3\n"
