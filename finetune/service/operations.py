@@ -220,7 +220,7 @@ class Operations:
             whole: Its gradients by parameter name, unsharded.
             backward: The batch whose gradients they are, and its loss on this rank.
         """
-        tensors: list[Tensor | None] = [*self._adapters.share_gradients(whole)]
+        tensors: list[Tensor | None] = [*self._adapters.shard_gradients(whole)]
         before = self._gradients.get(model, Gradients([None] * len(tensors), []))
         for index, earlier in enumerate(before.tensors):
             added = tensors[index]
