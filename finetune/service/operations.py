@@ -21,7 +21,7 @@ from finetune.models.log_probabilities import choose_label_head, head_log_probab
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
-from finetune.service.datums import Limits, by_datum, make_batch
+from finetune.service.datums import Limits, group_by_datum, make_batch
 from finetune.service.losses import LOSSES
 from finetune.service.served_adapters import ServedAdapters
 from finetune.service.stack import AdapterStack, can_stack
@@ -361,7 +361,7 @@ class Operations:
             for micro_batch in make_batch(data, session.recipe, session.world).micro_batches:
                 inputs = micro_batch.to(session.world.device).inputs
                 values = session.model(**inputs, head_function=head)
-                scored |= by_datum(micro_batch, values.cpu(), data)
+                scored |= group_by_datum(micro_batch, values.cpu(), data)
         scores = iter(self._gather(scored, len(data)))
         return [next(scores) if len(prompt) > 1 else [] for prompt in prompts]
 
@@ -422,7 +422,7 @@ def _make_measure(
             return log_probabilities * 0.0
         documents = micro_batch.trained_documents
         assert micro_batch.columns is not None and documents is not None
-        scores.update(by_datum(micro_batch, log_probabilities.detach(), data))
+        scores.update(group_by_datum(micro_batch, log_probabilities.detach(), data))
         losses = row.compute(log_probabilities, micro_batch.columns, chosen, documents)
         return losses if micro_batch.targets is None else losses.sum(1)
 
