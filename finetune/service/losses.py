@@ -56,7 +56,7 @@ def _clip(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
 
 
 def _cispo(new_logprobs: Tensor, inputs: Inputs, options: Options, documents: Tensor) -> Tensor:
-    """CISPO (MiniMax 2025, eq. 4): the clipped ratio weighs the log-probability, and is constant."""
+    """CISPO (MiniMax 2025, eq. 4): the clipped ratio, a constant, weighs the log-probability."""
     ratio = (new_logprobs.detach() - inputs["logprobs"]).exp()
     clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     return -clipped * inputs["advantages"] * new_logprobs
@@ -75,7 +75,7 @@ def _gspo(new_logprobs: Tensor, inputs: Inputs, options: Options, documents: Ten
     that of the token's own log-probability.
     """
     mask = (inputs["sequence_ratio_mask"] != 0).to(new_logprobs.dtype)
-    # a sum for each datum; longer than needed, as there are fewer datums than positions
+    # has room for a sum of each datum, as there are at least as many positions as datums
     zeros = torch.zeros_like(new_logprobs, requires_grad=False)
     log_ratios = zeros.index_add(0, documents, (new_logprobs.detach() - inputs["logprobs"]) * mask)
     tokens = zeros.index_add(0, documents, mask)
