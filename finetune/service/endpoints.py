@@ -207,7 +207,7 @@ def create_session(service: Service, sent: Sent) -> Body:
         "finished": False,
         "at": time.time(),
     }
-    with ledger.held():
+    with ledger.locked():
         sessions = ledger.records("session").values()
         count = sum(not session["finished"] for session in sessions)
         if count >= service.most_sessions:
