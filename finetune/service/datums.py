@@ -201,7 +201,7 @@ def _collate(
     if not len(indexes):
         return make_filler(is_packed)
     # The datums of an adapter are adjacent in `data`, so this also sorts by adapter, as
-    # `AdapterStack.deal` requires.
+    # `AdapterStack.assign_tokens` requires.
     in_order = np.sort(indexes)
     chosen = [examples[index] for index in in_order]
     micro_batch = pack_documents(chosen) if is_packed else pad_documents(chosen, 0)

@@ -206,7 +206,7 @@ class Operations:
         session.model.train()
         with session.computing(), without_gradient_sync(session.model), stack.in_model():
             for micro_batch in batch.micro_batches:
-                stack.deal(micro_batch, owners)
+                stack.assign_tokens(micro_batch, owners)
                 on_device = micro_batch.to(device)
                 head = choose_label_head(on_device.targets)
                 log_probabilities = session.model(**on_device.inputs, head_function=head)
