@@ -101,7 +101,7 @@ def prepare(recipe: Recipe) -> Recipe:
 def refuse_layout(sharding: Sharding) -> None:
     """Raises `UserError` for a layout that a service does not support."""
     is_served = sharding.layout in ("single", "ddp", "fsdp2")
-    shares_rows = sharding.ranks_per_row > 1 or sharding.pipeline_parallel_size > 1
+    shares_rows = sharding.ranks_per_batch > 1
     if not is_served or shares_rows or sharding.mixed_precision == "fp16":
         raise UserError(
             "serve-training: one process, DDP and FSDP2 are served, in bf16 or float32; choose "
