@@ -223,7 +223,7 @@ class Service:
 
     def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
         """Returns a request as one of the `parts` of `Operations.forward_backward_together`."""
-        model = self._find_made(request)
+        model = self._find_started(request)
         return {
             "model": request.queue,
             "form": model["form"],
@@ -250,7 +250,7 @@ class Service:
         Returns:
             The result, and the new record.
         """
-        model = self._find_made(request)
+        model = self._find_started(request)
         if request.arguments["name"] is None:
             return self._save_for_sampler(request, model)
         return self._save_by_name(request, model)
