@@ -223,7 +223,7 @@ def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> 
     Raises:
         UserError: An image cannot be read.
     """
-    return ask([*system_message(system), user_message(prompt, images)])
+    return make_question([*system_message(system), user_message(prompt, images)])
 
 
 def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
@@ -234,7 +234,7 @@ def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
     return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
 
 
-def ask(messages: Sequence[Message]) -> Conversation:
+def make_question(messages: Sequence[Message]) -> Conversation:
     """Makes a conversation to be answered. A content may be a list of parts.
 
     Raises:

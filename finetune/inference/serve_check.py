@@ -28,7 +28,7 @@ from finetune.errors import UserError
 from finetune.export.export import export_for_vllm
 from finetune.files.json_files import read_json_object
 from finetune.files.network import send
-from finetune.inference.conversation import encode_prompt, end_ids
+from finetune.inference.conversation import encode_prompt, find_end_ids
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_inference_model
 from finetune.inference.inputs import ModelLocation, find_model, read_prompts
 
@@ -442,8 +442,8 @@ def _ask_transformers(
         )
         of_prompt = torch.log_softmax(model.model(input_ids=given).logits[0, :-1].float(), -1)
     tokens = made.sequences[0, len(ids) :].tolist()
-    ends = end_ids(model)
-    if tokens and tokens[-1] in ends:  # servers do not show it
+    end_ids = find_end_ids(model)
+    if tokens and tokens[-1] in end_ids:  # servers do not show it
         tokens = tokens[:-1]
     best_two = [
         torch.log_softmax(logits[0].float(), -1).topk(2) for logits in made.logits[: len(tokens)]
