@@ -317,7 +317,8 @@ def read_piped_prompt() -> str:
 def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
     """Reads the prompts of a file, one from each row, or from each line of a text file.
 
-    Rows are those of JSON, CSV, Parquet or Arrow. The prompt of a row is its messages without the last answer, or a column for prompts.
+    Rows are those of JSON, CSV, Parquet or Arrow. The prompt of a row is its messages without the
+    last answer, or a column for prompts.
 
     Args:
         path: The file.
