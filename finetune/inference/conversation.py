@@ -295,15 +295,16 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
     event: Event
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Returns bool[rows]: whether the answer of each row stops."""
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Yields an event that the first Ctrl-C in the block sets. The second raises
-    `KeyboardInterrupt`.
+    """Yields an event that the first Ctrl-C in the block sets.
 
-    Only the main thread gets signals: in other threads the event is never set.
+    The second Ctrl-C raises `KeyboardInterrupt`. Only the main thread gets signals: in other
+    threads the event is never set.
     """
     pressed = Event()
     if current_thread() is not main_thread():
