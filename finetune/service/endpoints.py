@@ -219,7 +219,7 @@ def create_session(service: Service, sent: Sent) -> Body:
         "finished": False,
         "at": time.time(),
     }
-    with ledger.locked():
+    with ledger.locked():  # so that no other thread opens a session between count and write
         sessions = ledger.records("session").values()
         count = sum(not session["finished"] for session in sessions)
         if count >= service.most_sessions:
