@@ -1,5 +1,6 @@
-"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, and compare it
-with its base.
+"""`finetune chat` and `finetune evaluate`: talk to a trained model, or measure it.
+
+Both can compare the model with its base.
 """
 
 import argparse
@@ -43,16 +44,16 @@ if TYPE_CHECKING:
     from finetune.inference.conversation import AnswerOptions, Speaker
 
 
-# options of chat that --rank does not take
-UNRANKED = ("compare", "compare_with", "system", "image", "chat_template", "base_model")
+# The options of chat that cannot be combined with --rank.
+ANSWER_FLAGS = ("compare", "compare_with", "system", "image", "chat_template", "base_model")
 
 
 def chat_command(options: argparse.Namespace) -> int:
     """Answers prompts, or talks in the terminal if there are none.
 
-    Returns 0, or 130 if Ctrl-C ended it.
+    Returns the exit code, as `_answer_all` does for prompts, else 0.
     """
-    _check_numbers(options)
+    _check_options(options)
     location = find_model(options.source)
     compared = _find_compared(options, location)
     prompts = _read_prompts(options)  # before torch is imported: a mistake is reported at once
@@ -79,11 +80,14 @@ def chat_command(options: argparse.Namespace) -> int:
 def _rank(
     options: argparse.Namespace, location: ModelLocation, prompts: Sequence[Conversation]
 ) -> int:
-    """Ranks the lines of a file for each prompt, or for each typed query. Returns 0."""
-    given = [flag for flag in UNRANKED if getattr(options, flag) not in (None, False, [])]
-    if given:
+    """Ranks the lines of a file for each prompt, or if there are none, for queries that are typed.
+
+    Returns 0.
+    """
+    refused = [flag for flag in ANSWER_FLAGS if getattr(options, flag) not in (None, False, [])]
+    if refused:
         raise UserError(
-            f"--{given[0].replace('_', '-')}: is for answers, and --rank writes none; remove one"
+            f"--{refused[0].replace('_', '-')}: is for answers, and --rank writes none; remove one"
         )
     if options.nearest < 1:
         raise UserError(f"--nearest {options.nearest}: at least one line is shown")
@@ -110,9 +114,9 @@ def _rank(
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
-    """Measures the model and its base on lm-eval's tasks; prints and keeps the results.
+    """Measures the model, and under --compare its base, on lm-eval's tasks.
 
-    Returns 0.
+    Prints the results and writes them to files. Returns 0.
     """
     tasks = _read_tasks(options)
     location = find_model(options.source)
@@ -147,7 +151,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
 
 
 def _read_tasks(options: argparse.Namespace) -> Names:
-    """Returns the tasks to measure. Raises `UserError` for an invalid option of evaluate."""
+    """Reads --tasks, and checks the other options of evaluate. Raises `UserError` for a mistake."""
     tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
     if not tasks:
         raise UserError(
@@ -169,25 +173,30 @@ def _read_tasks(options: argparse.Namespace) -> Names:
 
 
 def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | None]) -> None:
-    """Raises `UserError` for tasks that no file of the folders names.
+    """Raises `UserError` for a task whose name is in no YAML file of the folders.
 
-    lm-eval finds them too, but takes 20 seconds to start.
+    lm-eval finds it too, but takes 20 seconds to start. Patterns with * and files are left to
+    lm-eval.
     """
-    left = {task for task in tasks if re.fullmatch(r"[\w.+-]+", task) and not Path(task).is_file()}
-    named = [Path(folder) for folder in folders if folder is not None]
-    for path in chain.from_iterable(folder.rglob("*.yaml") for folder in named):
-        if not left:
+    word = r"[\w.+-]+"
+    unknown = {task for task in tasks if re.fullmatch(word, task) and not Path(task).is_file()}
+    existing = [Path(folder) for folder in folders if folder is not None]
+    for path in chain.from_iterable(folder.rglob("*.yaml") for folder in existing):
+        if not unknown:
             return
-        left -= set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8", errors="replace")))
-    if left:
+        unknown -= set(re.findall(word, path.read_text(encoding="utf-8", errors="replace")))
+    if unknown:
         raise UserError(
-            f"--tasks: {', '.join(sorted(left))}: no such task of lm-eval {version('lm_eval')}; "
+            f"--tasks: {', '.join(sorted(unknown))}: no such task of lm-eval {version('lm_eval')}; "
             "`lm-eval ls tasks` lists them, and --include-path names a folder with your own"
         )
 
 
 def _find_base(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
-    """Locates the base model to measure; None if not asked for. Reports one that is unknown."""
+    """Locates the base model to measure.
+
+    Returns None without --compare. Returns None and logs the reason if the base is not known.
+    """
     if not options.compare:
         return None
     if options.base_model is not None:
@@ -200,28 +209,37 @@ def _find_base(options: argparse.Namespace, location: ModelLocation) -> ModelLoc
 
 
 def _check_output(path: Path) -> None:
-    """Raises `UserError` where --output cannot be written, before hours of measuring."""
+    """Raises `UserError` if --output cannot be written: before the hours of measuring."""
     if path.is_dir():
         raise UserError(f"--output {path}: a folder; name a file in it")
     if not path.parent.is_dir():
         raise UserError(
             f"--output {path}: {path.parent} is no folder; make it, or name another file"
         )
-    written = path if path.exists() else path.parent
-    if not os.access(written, os.W_OK):
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK):
         raise UserError(f"--output {path}: cannot be written; name a file in a folder of yours")
 
 
 def keep_results(
     results: Sequence[BenchmarkResult], location: ModelLocation, output: str | None
 ) -> Iterator[Path]:
-    """Writes the results to the run's benchmarks.json, to `output`, and to its exports' cards.
+    """Writes the results to the run's benchmarks.json, to `output`, and to the exports' cards.
 
-    Yields the path of each file after it was written. Raises `UserError` where one cannot be.
+    Args:
+        results: The results.
+        location: The model that was measured.
+        output: The path of --output; None: it is not given.
+
+    Yields:
+        The path of each file after it was written.
+
+    Raises:
+        UserError: A file cannot be written.
     """
     from finetune.export.card import CARD_FILE, add_evaluation  # imports torch
 
-    path: Path | None = None
+    path: Path | None = None  # the file that is being written, for the error
     try:
         if location.run is not None:
             path = location.run / BENCHMARKS
@@ -235,7 +253,7 @@ def keep_results(
             return
         exports = [location.run / name for name in (EXPORT, ADAPTER)]
         if Path(location.name).resolve() not in [folder.resolve() for folder in exports]:
-            return  # a checkpoint was measured, and may not be the exported one
+            return  # the cards are not of this checkpoint: a different one may be exported
         for folder in exports:
             path = folder / CARD_FILE
             if path.is_file():
@@ -247,7 +265,7 @@ def keep_results(
         ) from None
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Raises `UserError` for an option of chat that is out of range, or contradicts another."""
     if options.max_new_tokens < 1:
         raise UserError(
@@ -269,7 +287,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the value of --chat-template-kwargs. Raises `UserError` where it is invalid."""
+    """Reads --chat-template-kwargs; {} if not given. Raises `UserError` for an invalid value."""
     text = options.chat_template_kwargs
     try:
         variables = parse_json(text or "{}")
@@ -280,14 +298,19 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
             f'--chat-template-kwargs {text}: a JSON object, as {{"enable_thinking": false}}, is '
             "expected"
         )
-    own = sorted(OWN_VARIABLES & variables.keys())
-    if own:
-        raise UserError(f"--chat-template-kwargs: {own[0]} is set by rendering itself; remove it")
+    reserved = sorted(OWN_VARIABLES & variables.keys())
+    if reserved:
+        raise UserError(
+            f"--chat-template-kwargs: {reserved[0]} is set by rendering itself; remove it"
+        )
     return variables
 
 
 def _find_compared(options: argparse.Namespace, location: ModelLocation) -> ModelLocation | None:
-    """Locates the model to compare with: that of --compare-with, or the base under --compare."""
+    """Locates the model to compare with: --compare-with, or the base under --compare.
+
+    Returns None with neither option.
+    """
     if options.compare_with:
         return find_model(options.compare_with)
     if not options.compare:
@@ -298,7 +321,10 @@ def _find_compared(options: argparse.Namespace, location: ModelLocation) -> Mode
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
-    """Returns the prompts of --prompt and --prompts, or that of a pipe; none in a terminal."""
+    """Reads the prompts of --prompt and --prompts, or without these options the prompt of a pipe.
+
+    Returns an empty list if there are none and the user can type them.
+    """
     check_utf8(options.system or "", "--system")
     if options.image and not options.prompt:
         raise UserError(
@@ -322,6 +348,7 @@ def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
 
 
 def _is_terminal(stream: object) -> bool:
+    """Whether a standard stream is a terminal; False for None and for a stream without isatty."""
     isatty: Callable[[], bool] | None = getattr(stream, "isatty", None)
     return isatty is not None and isatty()
 
@@ -329,7 +356,13 @@ def _is_terminal(stream: object) -> bool:
 def _load_speakers(
     options: argparse.Namespace, location: ModelLocation, compared: ModelLocation | None
 ) -> "list[Speaker]":
-    """Loads the models; first the one to compare with, if there is one."""
+    """Loads the model, and the one to compare with, which comes first in the result.
+
+    Args:
+        options: The options of chat.
+        location: The model.
+        compared: The model to compare with; None: there is none.
+    """
     import torch
 
     from finetune.inference.conversation import Chat, Speaker
@@ -356,12 +389,12 @@ def _load_speakers(
     if compared is None:
         return [Speaker("", Chat(model))]
     if options.compare_with is not None:
-        before = load_inference_model(compared, load_options, _log, default_template=model.template)
-        speakers = [Speaker(before.name, Chat(before)), Speaker(model.name, Chat(model))]
+        other = load_inference_model(compared, load_options, _log, default_template=model.template)
+        speakers = [Speaker(other.name, Chat(other)), Speaker(model.name, Chat(model))]
     else:
-        before = load_base(model, compared, load_options, _log)
-        speakers = [Speaker("base", Chat(before)), Speaker("trained", Chat(model))]
-    _log(f"beside  {before.name}")
+        other = load_base(model, compared, load_options, _log)
+        speakers = [Speaker("base", Chat(other)), Speaker("trained", Chat(model))]
+    _log(f"beside  {other.name}")
     return speakers
 
 
@@ -372,23 +405,29 @@ def _answer_all(
     *,
     as_json: bool,
 ) -> int:
-    """Prints the answers of every model to every prompt: the text as it is made, or JSON lines.
+    """Prints the answers of every model to every prompt.
 
-    Several prompts or several models get labels.
+    A text is printed as it is made. If there are several prompts or models, they get labels.
+
+    Args:
+        speakers: The models.
+        prompts: The prompts.
+        sampling: The options of sampling.
+        as_json: Prints a JSON line for each prompt instead.
 
     Returns:
-        The exit code: 2 where a prompt could not be answered, 130 after Ctrl-C, else 0.
+        The exit code: 2 if a prompt could not be answered, 130 after Ctrl-C, else 0.
     """
     from finetune.inference.conversation import answer, write_piece
 
-    code = 0
+    exit_code = 0
     for number, prompt in enumerate(prompts, start=1):
         answers: list[dict[str, Any]] = []
-        where = f"prompt {number}: " if len(prompts) > 1 else ""
-        if where and not as_json:
+        label = f"prompt {number}: " if len(prompts) > 1 else ""
+        if label and not as_json:
             empty_line = "\n" if number > 1 else ""
-            shown = prompt.messages[-1]["content"].replace(IMAGE, "[image] ")
-            print(f"{empty_line}> {shown}")
+            question = prompt.messages[-1]["content"].replace(IMAGE, "[image] ")
+            print(f"{empty_line}> {question}")
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
@@ -396,9 +435,9 @@ def _answer_all(
             try:
                 answered = answer(speaker.chat.model, prompt, sampling, write)
             except UserError as error:  # of this prompt: it may be too long, for example
-                _log(f"{where}{error}")
+                _log(f"{label}{error}")
                 answers.append({"model": speaker.chat.model.name, "error": str(error)})
-                code = EXIT_USER_ERROR
+                exit_code = EXIT_USER_ERROR
                 continue
             if not as_json:
                 print()
@@ -414,12 +453,13 @@ def _answer_all(
                 return EXIT_INTERRUPTED
         if as_json:
             print(write_json_line({"messages": prompt.messages, "answers": answers}), flush=True)
-    return code
+    return exit_code
 
 
 def _write_nothing(_: str) -> None:
-    pass
+    """Takes the pieces of an answer that is printed as JSON."""
 
 
 def _log(line: str) -> None:
+    """Prints a line on stderr."""
     print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Answers that transformers' `generate` makes piece by piece, and conversations in the terminal."""
+"""Answers by transformers' `generate`, piece by piece, and conversations in the terminal."""
 
 import signal
 import sys
@@ -34,13 +34,13 @@ from finetune.data.tokenizer import (
 from finetune.distributed.model_parts import has_scores
 from finetune.errors import UserError, print_styled
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.inputs import ask, check_utf8, system_message, user_message
+from finetune.inference.inputs import check_utf8, make_question, system_message, user_message
 from finetune.models.vision import with_read_tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """The options of sampling. None: that of the model's generation_config.json."""
+    """The options of sampling. None: the model's generation_config.json decides."""
 
     max_new_tokens: int = 512
     temperature: float | None = None  # 0: greedy
@@ -52,10 +52,11 @@ class Answer:
     """A model's answer. Returned by `answer`."""
 
     text: str
-    tokens: int
+    tokens: int  # 0 for scores
     seconds: float
     is_cut: bool = False  # at max_new_tokens, or at the model's limit
-    limit: int | None = None  # the tokens that the model can read, where it cut the answer
+    # the tokens that the model can read, if they leave less room than max_new_tokens; else None
+    limit: int | None = None
     is_interrupted: bool = False  # by Ctrl-C
 
 
@@ -65,13 +66,20 @@ def answer(
     sampling: AnswerOptions,
     write: Callable[[str], object],
 ) -> Answer:
-    """Answers a conversation, and calls `write` with each piece of the text as it is made.
+    """Answers a conversation.
 
-    Ctrl-C stops the answer, which is returned as far as it was made. A model with a score head
-    answers with its scores.
+    A model with a score head answers with its scores. Ctrl-C stops the answer; the part that was
+    made until then is returned.
 
-    Raises `UserError` where the chat template rejects the messages, or they are longer than the
-    model can read.
+    Args:
+        model: The model.
+        conversation: The conversation, without the answer.
+        sampling: The options of sampling.
+        write: Called with each piece of the text as it is made.
+
+    Raises:
+        UserError: The chat template rejects the messages, or they are longer than the model can
+            read.
     """
     input_ids = encode_prompt(model, conversation)
     if has_scores(model.whole):
@@ -86,10 +94,10 @@ def answer(
             f"{model.name}: the conversation has {len(input_ids):,} tokens, and the model reads "
             f"{limit:,} at most"
         )
-    streamer = _Pieces(model.tokenizer, write)
+    streamer = _PieceWriter(model.tokenizer, write)
     started = time.monotonic()
     with interruptible() as interrupted:
-        options = _sampling_options(model, sampling)
+        options = _make_generate_options(model, sampling)
         options["max_new_tokens"] = room
         options["streamer"] = streamer
         options["stopping_criteria"] = [_StopWhen(interrupted)]
@@ -98,7 +106,7 @@ def answer(
         text=streamer.text,
         tokens=len(new_ids),
         seconds=time.monotonic() - started,
-        is_cut=len(new_ids) >= room and new_ids[-1] not in end_ids(model),
+        is_cut=len(new_ids) >= room and new_ids[-1] not in find_end_ids(model),
         limit=limit if room < sampling.max_new_tokens else None,
         is_interrupted=interrupted.is_set(),
     )
@@ -111,9 +119,16 @@ def _generate(
     images: Sequence[EncodedImage],
     options: Mapping[str, Any],
 ) -> list[int]:
-    """Returns the tokens that transformers' `generate` makes after `input_ids`.
+    """Generates the tokens after `input_ids`.
 
-    Raises `UserError` where it refuses a setting of the model, or memory runs out.
+    Args:
+        model: The model.
+        input_ids: The token ids of the prompt.
+        images: The images of the prompt.
+        options: The other arguments of transformers' `generate`.
+
+    Raises:
+        UserError: `generate` refuses the model's generation_config.json, or memory runs out.
     """
     ids = torch.tensor([input_ids], device=model.model.device)
     inputs: Mapping[str, Any] = {}
@@ -142,10 +157,10 @@ def _generate(
 def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
     """Returns the token ids of a conversation, rendered as in training.
 
-    The generation prompt follows, except for a model that scores. Without a chat template the
-    contents of the messages are joined.
+    The generation prompt comes last, unless the model scores. Without a chat template the contents
+    of the messages are joined.
 
-    Raises `UserError` where the chat template rejects the conversation.
+    Raises `UserError` if the chat template rejects the conversation, or the model takes no images.
     """
     is_scoring = has_scores(model.whole)
     if model.template is None:
@@ -161,7 +176,7 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
     try:
         renderer = make_renderer(model.tokenizer, assistant_only=True)
         if conversation.images:
-            find_image_token(renderer)  # raises `BadRow` where the model takes no images
+            find_image_token(renderer)  # raises `BadRow` if the model takes no images
             renderer = read_parts(renderer)
         renderer = add_variables(renderer, {**model.variables, **conversation.variables})
         messages = read_messages(conversation, renderer)
@@ -176,7 +191,10 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
 
 
 def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], object]) -> Answer:
-    """Answers with a reward model's scores or a classifier's probabilities, the largest first."""
+    """Answers with a reward model's scores or a classifier's probabilities, the largest first.
+
+    write: Called with the whole text.
+    """
     started = time.monotonic()
     ids = torch.tensor([input_ids], device=model.model.device)
     with model.computing(), torch.inference_mode():
@@ -194,24 +212,26 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
     return Answer(text=text, tokens=0, seconds=time.monotonic() - started)
 
 
-def end_ids(model: InferenceModel) -> list[int]:
-    """Returns the tokens that end an answer by the model's generation config or its tokenizer."""
-    own = model.model.generation_config.eos_token_id
-    listed = own if isinstance(own, list) else [own]
+def find_end_ids(model: InferenceModel) -> list[int]:
+    """Returns the ids that end an answer by the model's generation config or by its tokenizer."""
+    configured = model.model.generation_config.eos_token_id  # an id, a list of ids, or None
+    listed = configured if isinstance(configured, list) else [configured]
     valid = [token for token in listed if type(token) is int and token >= 0]
     return sorted({*valid, *end_of_answer_ids(model.tokenizer)})
 
 
-def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
-    """Returns the arguments of `generate` for `sampling`."""
-    ends = end_ids(model)
-    pad = model.tokenizer.pad_token_id
+def _make_generate_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:
+    """Makes the arguments of `generate` for one answer by `sampling`."""
+    end_ids = find_end_ids(model)
+    pad_id = model.tokenizer.pad_token_id
+    if pad_id is None:  # one answer has no padding: any id will do
+        pad_id = end_ids[0] if end_ids else 0
     options: dict[str, Any] = {
         "num_return_sequences": 1,  # a streamer takes one answer
         "num_beams": 1,
         "return_dict_in_generate": False,
-        "eos_token_id": ends or None,
-        "pad_token_id": pad if pad is not None else (ends or [0])[0],
+        "eos_token_id": end_ids or None,
+        "pad_token_id": pad_id,
     }
     if sampling.temperature == 0:
         return options | {
@@ -221,15 +241,15 @@ def _sampling_options(model: InferenceModel, sampling: AnswerOptions) -> dict[st
             "top_k": None,
             "min_p": None,
         }
-    named = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    given = {name: value for name, value in named.items() if value is not None}
-    if given:
+    all_settings = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    settings = {name: value for name, value in all_settings.items() if value is not None}
+    if settings:
         options["do_sample"] = True
-    return options | given
+    return options | settings
 
 
-class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
-    """Writes the text as it grows, without special tokens.
+class _PieceWriter(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
+    """A streamer of `generate` that writes the text as it grows, without special tokens.
 
     A character of several tokens is written once it is complete.
     """
@@ -241,23 +261,28 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
         self._ids: list[int] | None = None  # None: the prompt, which comes first, is expected
 
     def put(self, value: Tensor) -> None:
+        """Takes the prompt in the first call, then the next token ids, and writes their text."""
         if self._ids is None:
             self._ids = []
             return
         self._ids += value.flatten().tolist()
         text = self._decode()
-        if text.startswith(self.text) and not text.endswith("\ufffd"):
-            self._show(text)
+        is_complete = not text.endswith("\ufffd")  # how an incomplete character is decoded
+        if text.startswith(self.text) and is_complete:
+            self._write_rest(text)
 
     def end(self) -> None:
+        """Writes what is left, even an incomplete character."""
         text = self._decode()
         if text.startswith(self.text):
-            self._show(text)
+            self._write_rest(text)
 
     def _decode(self) -> str:
+        """Decodes all ids of the answer so far."""
         return str(self._tokenizer.decode(self._ids or [], skip_special_tokens=True))
 
-    def _show(self, text: str) -> None:
+    def _write_rest(self, text: str) -> None:
+        """Writes the part of `text` that has not been written."""
         if piece := text[len(self.text) :]:
             self.text = text
             self._write(piece)
@@ -265,19 +290,21 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]  # transformers is untyped
 
 @dataclass
 class _StopWhen(StoppingCriteria):  # type: ignore[misc]
-    """Stops the generation once `event` is set."""
+    """A stopping criterion of `generate`, which stops it once `event` is set."""
 
     event: Event
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Returns bool[rows]: whether the answer of each row stops."""
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
 @contextmanager
 def interruptible() -> Iterator[Event]:
-    """Yields an event that the first Ctrl-C sets; the second raises `KeyboardInterrupt`.
+    """Yields an event that the first Ctrl-C in the block sets.
 
-    Only the main thread gets signals; in others the event is never set.
+    The second Ctrl-C raises `KeyboardInterrupt`. Only the main thread gets signals: in other
+    threads the event is never set.
     """
     pressed = Event()
     if current_thread() is not main_thread():
@@ -289,11 +316,11 @@ def interruptible() -> Iterator[Event]:
             raise KeyboardInterrupt
         pressed.set()
 
-    before = signal.signal(signal.SIGINT, stop)
+    previous_handler = signal.signal(signal.SIGINT, stop)
     try:
         yield pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 HELP = """\
@@ -323,8 +350,8 @@ class Chat:
 
         Args:
             prompt: The user's turn.
-            max_new_tokens: The length at which the answer is cut.
-            temperature: 0: greedy; None: that of the model's generation_config.json.
+            max_new_tokens: The number of tokens at which the answer is cut.
+            temperature: 0 is greedy; None: the model's generation_config.json decides.
             images: The paths of images that the prompt is about.
 
         Raises:
@@ -341,42 +368,50 @@ def take_turn(
     sampling: AnswerOptions,
     on_piece: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """Answers `message`, and adds message and answer to the conversation.
+    """Answers `message` in a chat, and adds the message and the answer to the chat.
 
-    Without a chat template, and by a model that scores, each message is answered on its own.
+    Without a chat template, or if the model scores, nothing is added: each message is answered
+    without the earlier ones.
 
     on_piece: Called with each piece of the text as it is made.
     """
-    asked = [*chat.messages, message]
-    answered = answer(chat.model, ask(asked), sampling, on_piece)
+    messages = [*chat.messages, message]
+    answered = answer(chat.model, make_question(messages), sampling, on_piece)
     has_turns = chat.model.template is not None and not has_scores(chat.model.whole)
     if has_turns:
-        chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
+        chat.messages = [*messages, {"role": "assistant", "content": answered.text}]
     return answered
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """A model in the terminal's conversation."""
+    """A model in the terminal's conversation, or in the answers to prompts."""
 
-    label: str
+    label: str  # printed above the answers if there are several models
     chat: Chat
 
     def ask(self, message: Message, sampling: AnswerOptions) -> None:
-        """Prints the answer as it is made; reports a message that cannot be answered."""
+        """Prints the answer to a message as it is made, or the error on stderr."""
         try:
             finish_answer(take_turn(self.chat, message, sampling, write_piece), sampling)
         except UserError as error:
             print(error, file=sys.stderr)
 
     def start_over(self, system: str | None) -> None:
+        """Empties the conversation but for a system message, if there is one."""
         self.chat.messages = system_message(system)
 
 
 def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str | None) -> None:
-    """Asks for lines and prints the answers of every speaker, until the user ends it."""
+    """Reads turns from the terminal and prints the answer of every speaker, until the user ends it.
+
+    Args:
+        speakers: The models.
+        sampling: The options of sampling.
+        system: The system message to start with; None: there is none.
+    """
     with suppress(ImportError):
-        import readline  # noqa: F401  # arrow keys and a history for `input`, where Python has it
+        import readline  # noqa: F401  # gives `input` arrow keys and a history, if Python has it
     images: list[str] = []
     for speaker in speakers:
         speaker.start_over(system)
@@ -412,7 +447,10 @@ def converse(speakers: Sequence[Speaker], sampling: AnswerOptions, system: str |
 
 
 def read_turn() -> str | None:
-    """Reads a turn that the user types, stripped of spaces; None after Ctrl-D, or Ctrl-C twice."""
+    """Reads a turn that the user types, without spaces around it.
+
+    Returns None after Ctrl-D, or after Ctrl-C twice in a row.
+    """
     lines: list[str] = []
     interrupted = False
     while True:
@@ -445,18 +483,19 @@ def read_turn() -> str | None:
 
 
 def write_piece(text: str) -> None:
+    """Prints a piece of an answer at once, without a line break."""
     print(text, end="", flush=True)
 
 
 def finish_answer(answered: Answer, sampling: AnswerOptions) -> None:
-    """Ends the line of a printed answer, and prints why it is incomplete or empty."""
+    """Ends the line of a printed answer, and notes below if it was stopped, cut or empty."""
     if not answered.text.endswith("\n"):
         print()
     if answered.is_interrupted:
         print_styled("[stopped]", "dim")
     elif answered.is_cut and answered.limit is not None:
-        end = f"the conversation has reached the {answered.limit:,} tokens that the model reads"
-        print_styled(f"[cut after {answered.tokens:,} tokens: {end}; /new starts over]", "dim")
+        reason = f"the conversation has reached the {answered.limit:,} tokens that the model reads"
+        print_styled(f"[cut after {answered.tokens:,} tokens: {reason}; /new starts over]", "dim")
     elif answered.is_cut:
         print_styled(f"[cut after {answered.tokens:,} tokens; --max-new-tokens allows more]", "dim")
     elif not answered.text.strip():

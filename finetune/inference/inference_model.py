@@ -1,5 +1,6 @@
-"""Loads a model for generation by transformers: from a folder, an adapter on its base, or a
-checkpoint.
+"""Loads a model for generation by transformers.
+
+It may be a model's folder, a hub name, an adapter on its base, or a checkpoint.
 """
 
 import sys
@@ -52,31 +53,33 @@ class InferenceModel:
     name: str
     model: Any  # transformers' model in evaluation mode; a PeftModel for an adapter
     tokenizer: Any
-    template: str | None  # the tokenizer's chat template; None: prompts are continued as they are
+    template: str | None  # the tokenizer's chat template; None: prompts are continued unrendered
     variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
-    without_adapter: bool = False  # the base under the adapter answers
+    without_adapter: bool = False  # the adapter is switched off: the base answers
 
     @property
     def whole(self) -> Any:
-        """Transformers' model, under an adapter too. Its class shows its forward's arguments."""
+        """Transformers' model, without peft's wrapper. Its class shows the forward's arguments."""
         if self.has_adapter:
             return self.model.get_base_model()
         return self.model
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Returns the context in which the model is called: it may disable the adapter."""
+        """Returns the context in which the model is called. It switches off the adapter if
+        `without_adapter`.
+        """
         return self.model.disable_adapter() if self.without_adapter else nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of loading, as the command's options give them."""
+    """The options of loading, as on the command line."""
 
     chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use_chat_template: bool = True
-    base_model: str | None = None  # None: the one that the adapter or the checkpoint names
+    base_model: str | None = None  # None: the base that the adapter or the checkpoint names
     trust_remote_code: bool = False
 
 
@@ -92,7 +95,7 @@ def load_inference_model(
         location: The model's place.
         options: The options of loading.
         log: Called with messages for the user.
-        default_template: The chat template of a model that has none.
+        default_template: The chat template for a model that has none.
 
     Raises:
         UserError: The model cannot be loaded, or has no tokenizer or chat template.
@@ -121,9 +124,10 @@ def load_inference_model(
     # transformers' dynamic RoPE would remember the longest conversation
     with suppress(UserError):  # a model with code of its own keeps its rotary embedding
         install_document_rotary(base)
-    processor_folder = model.config.name_or_path
     if location.kind == "checkpoint" and not has_adapter:
         processor_folder = str(source.description)
+    else:
+        processor_folder = model.config.name_or_path
     keys = Model(model_name_or_path=processor_folder, model_revision=location.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
     template = choose_template(
@@ -136,14 +140,14 @@ def load_inference_model(
 
 
 def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]:
-    """Returns (the folder's model without its head, its tokenizer).
+    """Loads a model without its head; returns (the model, its tokenizer).
 
-    Raises `UserError` where they cannot be loaded.
+    Raises `UserError` if one of them cannot be loaded.
     """
     from transformers import AutoModel
 
-    keys = {"trust_remote_code": options.trust_remote_code, **_placement()}
-    with _one_sentence(location.name, "its weights"):
+    keys = {"trust_remote_code": options.trust_remote_code, **_choose_placement()}
+    with _as_user_error(location.name, "its weights"):
         model: Any = AutoModel.from_pretrained(location.name, **keys)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     return model.eval(), _load_tokenizer(location.name, location, options)
@@ -152,14 +156,24 @@ def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]
 def load_base(
     model: InferenceModel, base: ModelLocation, options: LoadOptions, log: Callable[[str], object]
 ) -> InferenceModel:
-    """Loads the base model of `model`; that of an adapter is in memory already."""
+    """Loads the base of `model`. The base of an adapter is in memory already, under the adapter.
+
+    Args:
+        model: The model.
+        base: The place of the base.
+        options: The options of loading.
+        log: Called with messages for the user.
+    """
     if model.has_adapter:
         return replace(model, name=base.name, without_adapter=True)
     return load_inference_model(base, options, log, default_template=model.template)
 
 
 def describe_base(model: InferenceModel, location: ModelLocation) -> str:
-    """Describes the form of an adapter's base where training quantized it; empty otherwise."""
+    """Describes in which form the base of an adapter is loaded, and in which it was trained on.
+
+    Empty for a model without an adapter, and if training did not quantize the base.
+    """
     quantization = trained_quantization(location.run)
     if not model.has_adapter or quantization.bits is None:
         return ""
@@ -181,8 +195,19 @@ def choose_template(
 ) -> str | None:
     """Chooses the chat template: the option's, the tokenizer's, `default`, or that of training.
 
-    Returns None where prompts are continued as they are. Raises `UserError` where no template is
-    known.
+    Args:
+        tokenizer: The model's tokenizer.
+        location: The model's place.
+        options: The options of loading.
+        default: The template for a tokenizer without one; None: there is none.
+        log: Called with messages for the user.
+        is_scoring: Whether the model has a score head.
+
+    Returns:
+        The Jinja text; None: prompts are continued as they are.
+
+    Raises:
+        UserError: No template is known, and training does not show that none is needed.
     """
     if not options.use_chat_template:
         return None
@@ -193,16 +218,17 @@ def choose_template(
     rows = f"rows of {' and '.join(sorted(formats))}"
     if is_scoring and formats and not are_rendered:
         return None
-    own = tokenizer.chat_template
-    if own:
+    tokenizer_template = tokenizer.chat_template
+    if tokenizer_template:
         if formats and not are_rendered:
             log(
                 f"{location.name}: was trained on {rows}, without its chat template; "
                 "--no-chat-template asks in that form"
             )
-        if not isinstance(own, str):  # several templates by name
-            own = own.get("default") or next(iter(own.values()))
-        return str(own)
+        if isinstance(tokenizer_template, str):
+            return tokenizer_template
+        by_name = tokenizer_template  # several templates
+        return str(by_name.get("default") or next(iter(by_name.values())))
     if default is not None:
         return default
     if are_rendered:
@@ -220,41 +246,44 @@ def choose_template(
 
 
 def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> Any:
-    """Loads the model of a Hugging Face folder or a hub name, dequantized as training read it."""
+    """Loads the model of a Hugging Face folder or a hub name.
+
+    Quantized weights are dequantized, as training reads them.
+    """
     from transformers import AutoConfig
 
     keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if revision:
         keys["revision"] = revision
-    with _one_sentence(name, "its weights", revision):
+    with _as_user_error(name, "its weights", revision):
         config: Any = AutoConfig.from_pretrained(name, **keys)
         form = read_published_form(getattr(config, "quantization_config", None))
-        if form in BY_TRANSFORMERS:
+        if form in DEQUANTIZED_BY_TRANSFORMERS:
             config.quantization_config["dequantize"] = True
             keys["config"] = config
         elif form is not None:
             return _load_packed(name, revision, options)
-        return auto_class_of(config).from_pretrained(name, **_placement(), **keys)
+        return auto_class_of(config).from_pretrained(name, **_choose_placement(), **keys)
 
 
-BY_TRANSFORMERS = ("fp8", "mxfp4")  # the forms of weights that transformers dequantizes
+DEQUANTIZED_BY_TRANSFORMERS = ("fp8", "mxfp4")  # forms of weights, as in `read_published_form`
 
 
 def _load_packed(name: str, revision: str | None, options: LoadOptions) -> Any:
-    """Loads a model with packed weights, unpacked as its export would have them."""
+    """Loads a model with packed weights. They are unpacked as in an export of the model."""
     folder = weights_folder(Model(model_name_or_path=name, model_revision=revision))
     source = open_source(folder, log=lambda _: None)
     with TemporaryDirectory(prefix="finetune-") as temporary:
         return _load_source(source, Path(temporary) / "model", options)
 
 
-def _placement() -> dict[str, Any]:
-    """Returns the arguments that load a model in its files' dtype, on all GPUs or on the CPU."""
+def _choose_placement() -> dict[str, Any]:
+    """Returns the arguments of `from_pretrained` for the files' dtype, and all GPUs or the CPU."""
     return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
 
 
 def _load_adapter(folder: Path, options: LoadOptions) -> Any:
-    """Loads an adapter from a PEFT folder on its base model, not merged."""
+    """Loads an adapter from a PEFT folder, and its base. The two are not merged."""
     from peft import PeftModel
 
     config = load_json(folder / ADAPTER_CONFIG)
@@ -271,7 +300,7 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
         )
     model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
     _grow_vocabulary(model, folder)
-    with _one_sentence(str(folder), "its adapter"), warnings.catch_warnings():
+    with _as_user_error(str(folder), "its adapter"), warnings.catch_warnings():
         # peft reads an attribute that transformers is about to rename
         warnings.simplefilter("ignore", FutureWarning)
         return PeftModel.from_pretrained(model, folder)
@@ -287,29 +316,35 @@ def _load_base(folder: Path, options: LoadOptions) -> Any:
 
 
 def _grow_vocabulary(model: Any, folder: Path) -> None:
-    """Gives the base the token embeddings that the adapter's training added."""
+    """Makes room in the base for the tokens that training added, if the adapter has more."""
     embedding = model.get_input_embeddings()
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
     adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
-    if name in adapter and adapter[name].shape[0] > embedding.weight.shape[0]:
-        # the adapter has the values of the new rows
-        model.resize_token_embeddings(adapter[name].shape[0], mean_resizing=False)
+    if name not in adapter:
+        return
+    tokens = adapter[name].shape[0]
+    if tokens > embedding.weight.shape[0]:
+        # No mean values for the new rows: the adapter has their values.
+        model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """Loads the adapter of a checkpoint on its base; exports it to `folder`."""
+    """Exports the adapter of a checkpoint to `folder`, and loads it from there, with its base."""
     from transformers import GenerationConfig
 
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
     model = _load_adapter(folder, replace(options, base_model=source.base_model))
     if (source.description / GENERATION_FILE).is_file():
-        # with the recipe's eot_tokens
+        # it also has the recipe's eot_tokens
         model.generation_config = GenerationConfig.from_pretrained(source.description)
     return model
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """Loads a full model as its export would be; writes the rest of the export to `folder`."""
+    """Loads a full model with the weights that its export would have.
+
+    `folder`: A new folder, for the export's other files.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
@@ -321,24 +356,28 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     for shard in weights.model:
         state |= {value.name: _read_value(value) for value in shard.values}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    with _one_sentence(str(source.path), "its weights"):
+    with _as_user_error(str(source.path), "its weights"):
         model_class: Any = type(target.model)
-        model = model_class.from_pretrained(None, config=config, state_dict=state, **_placement())
+        placement = _choose_placement()
+        model = model_class.from_pretrained(None, config=config, state_dict=state, **placement)
     model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
 def _read_value(value: Value) -> Tensor:
-    """Computes an exported tensor, some rows at a time."""
+    """Computes an exported tensor, a block of rows at a time."""
     tensor = torch.empty(value.shape, dtype=value.dtype)
     for start, stop in row_blocks(value.shape):
-        part = tensor[start:stop] if value.shape else tensor
-        part.copy_(cast_rows(value, start, stop))
+        block = tensor[start:stop] if value.shape else tensor  # a scalar has no rows
+        block.copy_(cast_rows(value, start, stop))
     return tensor
 
 
 def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOptions) -> Any:
-    """Loads the tokenizer of a folder or hub name. Raises `UserError` where there is none."""
+    """Loads the tokenizer of a folder or hub name. Raises `UserError` if there is none.
+
+    location: The model's place, whose name is in messages.
+    """
     from transformers import AutoTokenizer
 
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
@@ -348,33 +387,35 @@ def _load_tokenizer(folder: str | Path, location: ModelLocation, options: LoadOp
     keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if location.revision:
         keys["revision"] = location.revision
-    with _one_sentence(location.name, "its tokenizer", location.revision):
+    with _as_user_error(location.name, "its tokenizer", location.revision):
         return AutoTokenizer.from_pretrained(folder, **keys)
 
 
 @contextmanager
-def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator[None]:
+def _as_user_error(name: str, loaded_part: str, revision: str | None = None) -> Iterator[None]:
     """Turns any error of transformers, peft, the hub or a damaged file into a `UserError`.
 
     Args:
         name: The model's folder or hub name.
-        what: What is loaded: "its weights", "its tokenizer" or "its adapter".
+        loaded_part: "its weights", "its tokenizer" or "its adapter".
         revision: The revision on the hub.
     """
     try:
         yield
     except Exception as error:
-        raise _describe_failure(name, revision, what, error) from None
+        raise _describe_failure(name, revision, loaded_part, error) from None
 
 
-def _describe_failure(name: str, revision: str | None, what: str, error: Exception) -> UserError:
-    """Makes the `UserError` of `_one_sentence`, which names a damaged file where there is one."""
+def _describe_failure(
+    name: str, revision: str | None, loaded_part: str, error: Exception
+) -> UserError:
+    """Makes the `UserError` of `_as_user_error`. It names a damaged file if there is one."""
     if not Path(name).exists():
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return hub_error(name, cause, what=what, revision=revision)
+        return hub_error(name, cause, what=loaded_part, revision=revision)
     damage = _find_damage(Path(name))
     if damage is None:
-        return UserError(f"{name}: {what} cannot be loaded: {on_one_line(error)}")
+        return UserError(f"{name}: {loaded_part} cannot be loaded: {on_one_line(error)}")
     run = Path(name).parent
     if not (run / "checkpoints").is_dir():
         return UserError(str(damage))
@@ -384,7 +425,7 @@ def _describe_failure(name: str, revision: str | None, what: str, error: Excepti
 
 
 def _find_damage(folder: Path) -> UserError | None:
-    """Returns the error of the first damaged weights file in `folder`; None without damage."""
+    """Returns the error of the first damaged weights file in `folder`; None: no file is damaged."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             read_header(file)

@@ -37,36 +37,44 @@ from finetune.files.network import download_file
 from finetune.files.run_files import refuse_several_runs
 
 Kind = Literal["model", "adapter", "checkpoint"]
-KINDS: dict[str, Kind] = {ADAPTER_CONFIG: "adapter", CONFIG_FILE: "model"}
+KINDS: dict[str, Kind] = {ADAPTER_CONFIG: "adapter", CONFIG_FILE: "model"}  # by a folder's file
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLocation:
-    """The place of a model, its run and its base. Returned by `find_model`."""
+    """The place of a model, of the run that made it, and of its base. Returned by `find_model`."""
 
     name: str  # a folder or a hub name
     kind: Kind  # "model": a Hugging Face folder or hub name; "adapter": a PEFT folder
     revision: str | None = None  # on the hub
-    run: Path | None = None  # the folder of the run that made it
+    run: Path | None = None  # the run's folder; None: the model is in no run's folder
     base: str | None = None  # the folder or hub name of the model from which it was trained
     base_revision: str | None = None
-    notices: tuple[str, ...] = ()  # remarks about the choice for the user
+    notices: tuple[str, ...] = ()  # remarks for the user about which model was chosen
 
 
 def find_model(name: str, revision: str | None = None) -> ModelLocation:
     """Finds the model that `name` stands for.
 
-    A run's folder stands for its exported adapter, or its exported model, or its newest checkpoint.
+    A run's folder stands for the exported adapter, or the exported model, or the newest checkpoint:
+    the first of them that exists.
 
-    Raises `UserError` where there is no model at `name`.
+    Args:
+        name: A folder or a hub name.
+        revision: The revision on the hub.
+
+    Raises:
+        UserError: There is no model at `name`.
     """
     path = Path(name)
+    # `path` may be a run, or an export
     restore_exports(path)
     restore_folder(path)
     if path.is_file():
         if file_format := find_format_of(path):
-            programs = " or ".join(file_format.use(path, False))
+            is_adapter = False
+            programs = " or ".join(file_format.use(path, is_adapter))
             raise UserError(
                 f"{name}: a {file_format.title} file; chat with it in {programs}, or name the "
                 "folder it was made from"
@@ -81,18 +89,19 @@ def find_model(name: str, revision: str | None = None) -> ModelLocation:
             "hub name"
         )
     if find_checkpoint_of(path) is not None:
-        return _describe(path, "checkpoint", _run_of(path))
+        return _describe(path, "checkpoint", _find_run(path))
     kind = next((kind for file, kind in KINDS.items() if (path / file).is_file()), None)
     if kind is not None:
-        return _describe(path, kind, _run_of(path))
+        return _describe(path, kind, _find_run(path))
     if any((path / file).exists() for file in RUN_FILES):
         return _find_model_of_run(path)
     refuse_several_runs(path)
-    return _describe(path, "checkpoint", None)  # maybe another tool's, which an export may read
+    # It may be the checkpoint of another tool: loading opens it, or says what it is.
+    return _describe(path, "checkpoint", None)
 
 
 def _find_on_hub(name: str, revision: str | None) -> None:
-    """Raises `UserError` unless the hub, or its cache, has a model or an adapter of this name."""
+    """Raises `UserError` unless the hub, or the cache, has an adapter or a model of this name."""
     with suppress(UserError):
         download_file(name, ADAPTER_CONFIG, revision)
         return
@@ -102,7 +111,7 @@ def _find_on_hub(name: str, revision: str | None) -> None:
 def locate_base(model: ModelLocation) -> ModelLocation:
     """Locates the model that `model` was trained from.
 
-    Raises `UserError` where it has none, or none that is known.
+    Raises `UserError` if it was trained from random weights, or if the base is not known.
     """
     if model.base is not None:
         return replace(find_model(model.base, model.base_revision), revision=model.base_revision)
@@ -117,7 +126,7 @@ def locate_base(model: ModelLocation) -> ModelLocation:
 
 
 def refuse_other_use(model: ModelLocation) -> None:
-    """Raises `UserError` for a model that embeds texts or fills in masked tokens."""
+    """Raises `UserError` for a model that writes no text: it embeds texts, or fills in masks."""
     if fills_masks(_read_recipe(model.run)):
         raise UserError(
             f"{model.name}: fills in masked tokens, and writes none "
@@ -131,7 +140,10 @@ def refuse_other_use(model: ModelLocation) -> None:
 
 
 def trained_formats(run: Path | None) -> set[str]:
-    """Returns the formats of the rows of a run, by its data_report.json; empty where unknown."""
+    """Returns the formats of the rows on which a run trained, from data_report.json.
+
+    Empty if there is no run, or if the file does not say.
+    """
     report = read_json_object(run / "data_report.json") if run is not None else {}
     sources = report.get("sources")
     formats: set[str] = set()
@@ -145,22 +157,22 @@ def trained_formats(run: Path | None) -> set[str]:
 
 
 def trained_quantization(run: Path | None) -> Quantization:
-    """Returns the quantization of the base while a run trained."""
+    """Returns how a run quantized the base in training, by the run's recipe."""
     return read_recipe_quantization(_read_recipe(run))
 
 
 def _find_model_of_run(run: Path) -> ModelLocation:
-    """Finds a run's exported adapter or model, or its newest checkpoint.
+    """Finds a run's exported adapter, or the exported model, or the newest checkpoint.
 
-    Raises `UserError` where the run has none of them.
+    Raises `UserError` if the run has none of them.
     """
     newest = _find_newest_checkpoint(run)
     for folder, (file, kind) in zip((run / ADAPTER, run / EXPORT), KINDS.items(), strict=True):
         if not (folder / file).is_file():
             continue
-        written = (folder / file).stat().st_mtime
+        export_time = (folder / file).stat().st_mtime
         notices: tuple[str, ...] = ()
-        if newest is not None and (newest / MANIFEST).stat().st_mtime > written:
+        if newest is not None and (newest / MANIFEST).stat().st_mtime > export_time:
             notices = (f"{newest} is newer than {folder}; name it to use it",)
         return _describe(folder, kind, run, notices)
     if newest is None:
@@ -172,7 +184,8 @@ def _find_model_of_run(run: Path) -> ModelLocation:
 
 
 def _find_newest_checkpoint(run: Path) -> Path | None:
-    checkpoints = {}
+    """Returns the folder of a run's checkpoint with the highest step; None if there is none."""
+    checkpoints = {}  # step -> folder
     for manifest in run.glob(f"checkpoints/*/{MANIFEST}"):
         match = NAME.fullmatch(manifest.parent.name)
         if match is not None:
@@ -183,7 +196,14 @@ def _find_newest_checkpoint(run: Path) -> Path | None:
 def _describe(
     path: Path, kind: Kind, run: Path | None, notices: tuple[str, ...] = ()
 ) -> ModelLocation:
-    """Makes the location of `path`; its base is the one that the adapter or the recipe names."""
+    """Makes the location of a folder. The base is the one that the adapter or the recipe names.
+
+    Args:
+        path: The folder.
+        kind: The kind of the model in it.
+        run: The folder of the run that made it; None: none did.
+        notices: Remarks for the user.
+    """
     recipe = _read_recipe(run)
     adapter = read_json_object(path / ADAPTER_CONFIG)
     base = adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path")
@@ -198,8 +218,8 @@ def _describe(
     )
 
 
-def _run_of(path: Path) -> Path | None:
-    """Returns the folder of the run whose export, adapter or checkpoint `path` is; else None."""
+def _find_run(path: Path) -> Path | None:
+    """Returns the folder of the run in which an export, adapter or checkpoint is; None: in none."""
     for parent in list(path.absolute().parents)[:3]:
         if (parent / "recipe.yaml").is_file():
             return parent
@@ -207,35 +227,40 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _read_recipe(run: Path | None) -> dict[str, Any]:
-    """Reads a run's recipe.yaml; returns {} where it is missing or unreadable."""
+    """Reads a run's recipe.yaml; returns {} if it is missing or unreadable, or without a run."""
     return find_yaml(run / "recipe.yaml") if run is not None else {}
 
 
-PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
-ANSWERING = ("assistant", "gpt", "model")  # the roles of the assistant
+PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")  # may hold a prompt as text
+ASSISTANT_ROLES = ("assistant", "gpt", "model")
 
 
 def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> Conversation:
-    """Makes a conversation of a system message, if there is one, and the user's `prompt`.
+    """Makes a conversation of one question.
 
-    images: The paths of images that the prompt is about.
+    Args:
+        prompt: The user's message.
+        system: The system message; None: there is none.
+        images: The paths of images that the prompt is about.
 
     Raises:
         UserError: An image cannot be read.
     """
-    return ask([*system_message(system), user_message(prompt, images)])
+    return make_question([*system_message(system), user_message(prompt, images)])
 
 
 def user_message(prompt: str, images: Sequence[str] = ()) -> Message:
-    """Makes a user's message: the images at these paths, then the text."""
+    """Makes a user's message: the images, given by their paths, and then the text."""
     if not images:
         return {"role": "user", "content": prompt}
     parts = [{"type": "image", "path": path} for path in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
 
 
-def ask(messages: Sequence[Message]) -> Conversation:
-    """Makes a conversation to be answered. A content may be a list of parts.
+def make_question(messages: Sequence[Message]) -> Conversation:
+    """Makes a conversation of messages, the last of which is to be answered.
+
+    messages: The content of each is a text, or a list of parts with images.
 
     Raises:
         UserError: An image cannot be read.
@@ -243,20 +268,21 @@ def ask(messages: Sequence[Message]) -> Conversation:
     if all(isinstance(message["content"], str) for message in messages):
         return Conversation(tuple(messages), (False,) * len(messages))
     try:
-        return _before_answer({}, list(messages), None, Path())
+        return _cut_before_answer({}, list(messages), None, Path())
     except BadRow as error:
         raise UserError(str(error)) from None
 
 
 def system_message(system: str | None) -> list[Message]:
+    """Makes a list with the system message; an empty one without it."""
     return [{"role": "system", "content": system}] if system else []
 
 
 def check_utf8(text: str, where: str) -> str:
-    """Returns `text`, an input from outside, unchanged.
+    """Returns `text` unchanged. Raises `UserError` if it came from bytes that are not UTF-8.
 
-    Python stores bytes that are not valid UTF-8 as lone surrogates. Raises `UserError` if there are
-    any.
+    Python stores such bytes of an argument, a line or a file as lone surrogates. `where` names the
+    text in messages.
 
     >>> check_utf8("café", "--prompt")
     'café'
@@ -273,10 +299,10 @@ def check_utf8(text: str, where: str) -> str:
 
 
 def read_piped_prompt() -> str:
-    """Reads all of stdin as one prompt. Raises `UserError` where it is empty or not UTF-8."""
+    """Reads all of stdin as one prompt. Raises `UserError` if it is empty or not UTF-8."""
     text = ""
     try:
-        if sys.stdin is not None:
+        if sys.stdin is not None:  # None: the process has no stdin
             text = check_utf8(sys.stdin.read().strip(), "stdin")
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
@@ -289,11 +315,17 @@ def read_piped_prompt() -> str:
 
 
 def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
-    """Reads the prompts of a file: one a row of JSON, CSV, Parquet or Arrow, or one a line of text.
+    """Reads the prompts of a file, one from each row, or from each line of a text file.
 
-    The prompt of a row is its messages without the last answer, or a column for prompts.
+    Rows are those of JSON, CSV, Parquet or Arrow. The prompt of a row is its messages without the
+    last answer, or a column for prompts.
 
-    Raises `UserError` where a row has no prompt.
+    Args:
+        path: The file.
+        system: The system message of prompts without one; None: there is none.
+
+    Raises:
+        UserError: A row has no prompt.
     """
     for number, row in read_file(path):
         try:
@@ -305,37 +337,43 @@ def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
 
 
 def _read_row(row: Row, system: str | None, folder: Path) -> Conversation:
-    """Makes the prompt of a row. Raises `BadRow` where none of its columns has one.
+    """Makes the prompt of a row. Raises `BadRow` if no column has one.
 
-    The arguments are those of `_before_answer`.
+    The arguments are those of `_cut_before_answer`.
     """
     row = rewrite_row(row, DatasetSource(path=str(folder)))
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
-            return _before_answer(row, row[column], system, folder)
+            return _cut_before_answer(row, row[column], system, folder)
     if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
         parts = [row["instruction"], row.get("input")]
         text = "\n\n".join(part for part in parts if isinstance(part, str) and part)
-        return _before_answer(row, [user_message(text)], system, folder)
+        return _cut_before_answer(row, [user_message(text)], system, folder)
     for column in PROMPT_COLUMNS:
         if isinstance(row.get(column), str) and row[column].strip():
-            return _before_answer(row, [user_message(row[column])], system, folder)
+            return _cut_before_answer(row, [user_message(row[column])], system, folder)
     raise BadRow(
         f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, "
         f"{', '.join(PROMPT_COLUMNS)} is expected"
     )
 
 
-def _before_answer(row: Row, turns: list[Any], system: str | None, folder: Path) -> Conversation:
-    """Makes a conversation of the turns before the assistant's last answer.
+def _cut_before_answer(
+    row: Row, turns: list[Any], system: str | None, folder: Path
+) -> Conversation:
+    """Makes a conversation of the turns before the assistant's last answer, if there is one.
 
     Args:
-        row: The row of the turns, with images and tools.
+        row: The row of the turns, which may have images and tools.
         turns: The turns, in any form that training reads.
         system: The system message of turns without one; None: there is none.
-        folder: The folder of relative paths of images.
+        folder: The folder to which paths of images are relative.
+
+    Raises:
+        BadRow: The turns or images cannot be read, or nothing is asked.
     """
-    if not turns or role_of(turns[-1]) not in ANSWERING:  # training expects an answer
+    # `make_conversation` expects an answer at the end, as in training.
+    if not turns or role_of(turns[-1]) not in ASSISTANT_ROLES:
         turns = [*turns, {"role": "assistant", "content": ""}]
     conversation = make_conversation(Columns(row), turns)
     messages = list(conversation.messages)
@@ -347,8 +385,9 @@ def _before_answer(row: Row, turns: list[Any], system: str | None, folder: Path)
         messages = [*system_message(system), *messages]
     images: tuple[Any, ...] = ()
     if conversation.images:
-        shown = sum(message["content"].count(IMAGE) for message in messages)
-        images = tuple(read_image(image, folder) for image in conversation.images[:shown])
+        # the images of the answers that were cut off come last
+        count = sum(message["content"].count(IMAGE) for message in messages)
+        images = tuple(read_image(image, folder) for image in conversation.images[:count])
     for image in images:
         open_image(image)  # raises for a file that is no image, before the model is loaded
     return replace(

@@ -20,7 +20,7 @@ from finetune.inference.inference_model import LoadOptions, load_trunk
 from finetune.inference.inputs import ModelLocation
 
 BATCH = 16  # texts in a forward
-COLUMNS = ("text", *POSITIVE)
+COLUMNS = ("text", *POSITIVE)  # the columns that may hold a document, in order of precedence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,19 @@ class Embedder:
 
     model: Any  # transformers' model without a head
     tokenizer: Any
-    takes_mean: bool  # pools by the mean over tokens; else by the last token
-    prompts: dict[str, str]  # the texts in front of a "query" and a "document"
+    takes_mean: bool  # True: pools by the mean over tokens; False: takes the last token
+    prompts: dict[str, str]  # "query" or "document" -> the text that is put in front of it
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"]) -> Tensor:
-        """Returns the embedding of each text, of length 1: fp32[texts, hidden]."""
+        """Embeds each text as a vector of length 1: fp32[texts, hidden], on the host."""
         prompt = self.prompts.get(kind) or ""
-        # texts of similar length share a batch, which needs little padding
+        # texts of similar length share a batch, so that it needs little padding
         order = torch.tensor([len(text) for text in texts]).argsort()
         batches = []
         for first in range(0, len(texts), BATCH):
-            places = order[first : first + BATCH].tolist()
-            batch = [prompt + texts[place] for place in places]
+            indexes = order[first : first + BATCH].tolist()
+            batch = [prompt + texts[index] for index in indexes]
             inputs = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
             inputs = inputs.to(self.model.device)
             states = self.model(**inputs).last_hidden_state.float()
@@ -50,8 +50,14 @@ class Embedder:
         return functional.normalize(in_order, dim=1).cpu()
 
     def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Pools states [texts, tokens, hidden] to [texts, hidden]. Padding, where `mask` is 0, is
-        on the right.
+        """Pools the states of tokens to one vector for each text.
+
+        Args:
+            states: fp32[texts, tokens, hidden].
+            mask: int64[texts, tokens], 0 at the padding, which is on the right.
+
+        Returns:
+            fp32[texts, hidden].
         """
         counts = mask.sum(1)
         if self.takes_mean:
@@ -63,7 +69,7 @@ class Embedder:
 class RankedLine:
     """A document of a file."""
 
-    number: int  # its line or row, from 1
+    number: int  # of the line or row in the file, from 1
     text: str
 
 
@@ -74,20 +80,20 @@ class Ranking:
     embedder: Embedder
     lines: Sequence[RankedLine]
     vectors: Tensor  # fp32[lines, hidden], of length 1
-    nearest: int  # how many documents `find` returns
+    nearest: int  # how many documents `find` returns at most
 
     def find(self, query: str) -> list[tuple[RankedLine, float]]:
         """Returns the documents nearest to the query with their cosines, the largest first."""
         cosines = self.vectors @ self.embedder.embed([query], "query")[0]
         top = cosines.topk(min(self.nearest, len(self.lines)))
-        lines = [self.lines[place] for place in top.indices.tolist()]
+        lines = [self.lines[index] for index in top.indices.tolist()]
         return list(zip(lines, top.values.tolist(), strict=True))
 
 
 def load_embedder(location: ModelLocation, options: LoadOptions) -> Embedder:
     """Loads an exported embedder on the machine's GPUs, or on its CPU.
 
-    Raises `UserError` where the folder is no such export, or cannot be loaded.
+    Raises `UserError` if the folder is no such export, or cannot be loaded.
     """
     folder = Path(location.name)
     if not (folder / MODULES).is_file():
@@ -109,7 +115,8 @@ def load_embedder(location: ModelLocation, options: LoadOptions) -> Embedder:
 def read_lines(path: str) -> list[RankedLine]:
     """Reads documents: the lines of a text file, or the first of COLUMNS in each row of a table.
 
-    Raises `UserError` where a row has none of these columns, or the file has no document.
+    Leaves out empty documents. Raises `UserError` if a row has none of these columns, or if no
+    document is left.
     """
     lines = []
     for number, row in read_file(path):
@@ -129,8 +136,11 @@ def read_lines(path: str) -> list[RankedLine]:
 
 
 def rank_queries(ranking: Ranking, queries: Sequence[str], *, as_json: bool) -> None:
-    """Prints the documents nearest to each query."""
-    for place, query in enumerate(queries):
+    """Prints the documents nearest to each query.
+
+    as_json: Prints a JSON line for each query, in place of a line for each document.
+    """
+    for index, query in enumerate(queries):
         if as_json:
             ranked = [
                 {"line": line.number, "text": line.text, "cosine": cosine}
@@ -139,13 +149,13 @@ def rank_queries(ranking: Ranking, queries: Sequence[str], *, as_json: bool) -> 
             print(write_json_line({"query": query, "ranked": ranked}), flush=True)
             continue
         if len(queries) > 1:
-            empty_line = "\n" if place > 0 else ""
+            empty_line = "\n" if index > 0 else ""
             print(f"{empty_line}> {query}")
         print("\n".join(format_ranked(ranking, query)))
 
 
 def converse_ranked(ranking: Ranking) -> None:
-    """Asks for queries and prints the documents nearest to each, until /exit or Ctrl-D."""
+    """Reads queries from the terminal and prints the nearest documents, until /exit or Ctrl-D."""
     while (query := read_turn()) is not None:
         if query in ("/exit", "/quit"):
             return
@@ -157,7 +167,7 @@ def converse_ranked(ranking: Ranking) -> None:
 
 
 def format_ranked(ranking: Ranking, query: str) -> Iterator[str]:
-    """Yields a line for each of the documents nearest to the query: cosine, number and text."""
+    """Yields a line for each document nearest to the query: its cosine, number and text."""
     width = len(str(ranking.lines[-1].number))
     for line, cosine in ranking.find(query):
         text = printable(" ".join(line.text.split()))

@@ -1,6 +1,11 @@
 """The Tinker API as a table: method and path -> a function of the service and the request's body.
 
-Nothing here depends on HTTP. A body is read by pydantic types, and names no code or file.
+Nothing here depends on HTTP. The body and the parameters in the path are one mapping, `sent`, which
+pydantic types check. It names no code or file.
+
+A session is a client's. A model is an adapter on the base, and belongs to a session. A sampler
+samples with a state of a model, or with the base. A checkpoint is a named state that outlives the
+session.
 """
 
 import re
@@ -21,8 +26,9 @@ from finetune.service.service import Service
 Sent = Mapping[str, Any]
 Body = dict[str, Any]
 Handler = Callable[[Service, Sent], Body]
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MOST_TOP = 1024  # likeliest tokens at each token of a prompt
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # of a checkpoint
+MOST_TOP_TOKENS = 1024  # the limit of `topk_prompt_logprobs`
+# The part of a checkpoint's path that says what it is for -> the API's type of the checkpoint.
 SEGMENTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -58,26 +64,26 @@ class AdamParams(BaseModel):
     learning_rate: float = Field(1e-4, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, gt=0, allow_inf_nan=False)  # with 0, a gradient of 0 makes 0 / 0
+    eps: float = Field(1e-12, gt=0, allow_inf_nan=False)  # 0 would make a gradient of 0 a 0 / 0
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
-    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)  # 0: no clipping
 
 
 class OfModel(BaseModel):
-    """Body of a request about a model. A model's requests are done in the order of `seq_id`."""
+    """Body of a request about a model. The requests of a model are done in order of `seq_id`."""
 
     model_id: str
     seq_id: int = Field(ge=1)
 
 
 class ForwardBackward(OfModel):
-    """Body of forward_backward, as `wire.read_forward_backward` reads it."""
+    """Body of forward_backward, which `wire.read_forward_backward` has decoded."""
 
     forward_only: bool
     loss_fn: str
     options: dict[str, Any]
     data: list[dict[str, Any]]
-    problem: str | None  # why the datums cannot be read
+    problem: str | None  # why the datums could not be read; None: they could
 
 
 class OptimStep(OfModel):
@@ -97,10 +103,13 @@ class SaveWeights(OfModel):
 
 
 class LoadWeights(BaseModel):
-    """Body of load_weights: into the model `model_id`, or into a new model of `session_id`."""
+    """Body of load_weights.
+
+    Loads into a new model if there is a `session_id`, else into the model `model_id`.
+    """
 
     path: str
-    optimizer: bool  # loads the optimizer's state, too
+    optimizer: bool  # whether the optimizer's state is loaded, too
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)
     session_id: str | None = None
@@ -151,7 +160,7 @@ class SampleBody(BaseModel):
     prompt: PromptBody
     sampling_params: SamplingParams
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=MOST_TOP_TOKENS)
     topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
@@ -159,11 +168,11 @@ class SampleBody(BaseModel):
     record_stability_info: Literal[False] | None = None
 
 
-Read = TypeVar("Read", bound=BaseModel)
+BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
-def read(kind: type[Read], sent: Sent) -> Read:
-    """Reads a body as `kind`. Raises `UserError`, which lists every mistake."""
+def read_body(kind: type[BodyType], sent: Sent) -> BodyType:
+    """Reads a body as `kind`. Raises a `UserError` that lists every mistake."""
     try:
         return kind.model_validate(sent)
     except ValidationError as error:
@@ -174,7 +183,7 @@ def read(kind: type[Read], sent: Sent) -> Read:
         raise UserError("; ".join(problems)) from None
 
 
-def capabilities(service: Service, sent: Sent) -> Body:
+def get_capabilities(service: Service, sent: Sent) -> Body:
     """Describes the only model that is served."""
     model = {
         "model_name": service.model_name,
@@ -185,8 +194,11 @@ def capabilities(service: Service, sent: Sent) -> Body:
     return {"supported_models": [model]}
 
 
-def client_config(service: Service, sent: Sent) -> Body:
-    """Switches off what this server lacks: signed keys, compressed bodies, losses as code."""
+def get_client_config(service: Service, sent: Sent) -> Body:
+    """Answers which features clients use: none that this server lacks.
+
+    It lacks signed keys, compressed bodies, and losses that clients send as code.
+    """
     return {
         "pjwt_auth_enabled": False,
         "proto_compress_fwdbwd": False,
@@ -202,12 +214,12 @@ def create_session(service: Service, sent: Sent) -> Body:
     ledger = service.ledger
     name = secrets.token_hex(8)
     body = {
-        "user_metadata": _only_texts(sent.get("user_metadata")),
+        "user_metadata": _make_texts(sent.get("user_metadata")),
         "display_name": sent.get("display_name"),
         "finished": False,
         "at": time.time(),
     }
-    with ledger.held():
+    with ledger.locked():  # so that no other thread opens a session between count and write
         sessions = ledger.records("session").values()
         count = sum(not session["finished"] for session in sessions)
         if count >= service.most_sessions:
@@ -220,20 +232,21 @@ def create_session(service: Service, sent: Sent) -> Body:
     return {"type": "create_session", "session_id": name, "info_message": warning}
 
 
-def _only_texts(values: object) -> dict[str, str] | None:
+def _make_texts(values: object) -> dict[str, str] | None:
+    """Makes the keys and values of a mapping texts; returns None for anything else."""
     if not isinstance(values, Mapping):
         return None
     return {str(name): str(value) for name, value in values.items()}
 
 
-def heartbeat(service: Service, sent: Sent) -> Body:
-    """Checks that a client's session is open."""
+def answer_heartbeat(service: Service, sent: Sent) -> Body:
+    """Answers that a client's session is open. Raises `UserError` if it is not."""
     find_session(service.ledger, sent.get("session_id"))
     return {"type": "session_heartbeat"}
 
 
 def find_session(ledger: Ledger, name: object) -> Body:
-    """Finds an open session. Raises `UserError` where there is none."""
+    """Returns the record of an open session. Raises `UserError` if there is none of this name."""
     session = ledger.find("session", name)
     if session["finished"]:
         raise UserError(f"session {name!r}: is finished; open another ServiceClient")
@@ -241,7 +254,7 @@ def find_session(ledger: Ledger, name: object) -> Body:
 
 
 def get_session(service: Service, sent: Sent) -> Body:
-    """Describes a session: the names of its models and samplers, and its client's metadata."""
+    """Describes a session: the names of its models and samplers, and the client's metadata."""
     name = sent["id"]
     session = service.ledger.find("session", name)
 
@@ -266,8 +279,8 @@ def finish_session(service: Service, sent: Sent) -> Body:
 
 
 def create_model(service: Service, sent: Sent) -> Body:
-    """Makes a model, which is an adapter on the base."""
-    request = read(CreateModel, sent)
+    """Makes a record of a new model, and accepts the request that writes the first state."""
+    request = read_body(CreateModel, sent)
     find_session(service.ledger, request.session_id)
     if request.base_model != service.model_name:
         raise UserError(
@@ -290,7 +303,7 @@ def create_model(service: Service, sent: Sent) -> Body:
 
 
 def find_model(service: Service, name: object) -> Body:
-    """Finds a model of an open session. Raises `UserError` where there is none."""
+    """Returns the record of a model of an open session. Raises `UserError` if there is none."""
     model = service.ledger.find("model", name)
     find_session(service.ledger, model["session"])
     return model
@@ -317,33 +330,41 @@ def get_info(service: Service, sent: Sent) -> Body:
 def _promise(
     service: Service, request: OfModel, operation: str, arguments: Mapping[str, Any]
 ) -> Body:
-    """Accepts a request about a model; returns the name by which its result is retrieved."""
+    """Accepts a request about a model. The client retrieves the result by its `request_id`.
+
+    Args:
+        service: The service.
+        request: Has the model's name, and the place in the model's order.
+        operation: The operation, as in `QueuedRequest`.
+        arguments: The operation's arguments.
+    """
     find_model(service, request.model_id)
     name = f"{request.model_id}:{request.seq_id}"
     service.ledger.accept(name, request.model_id, request.seq_id, operation, arguments)
     return {"request_id": name, "model_id": request.model_id}
 
 
-def in_order(handler: Handler) -> Handler:
-    """Gives a refused request its place in the model's order.
+def queue_refused(handler: Handler) -> Handler:
+    """Makes a handler that queues a request which `handler` refuses.
 
-    Without it the model's next request would wait forever.
+    The request is answered with the error in its turn. Without it the model's next request would
+    wait forever.
     """
 
     def answer(service: Service, sent: Sent) -> Body:
         try:
             return handler(service, sent)
         except UserError as error:
-            request = read(OfModel, sent)
+            request = read_body(OfModel, sent)
             return _promise(service, request, "refuse", {"error": str(error)})
 
     return answer
 
 
-@in_order
+@queue_refused
 def forward_backward(service: Service, sent: Sent) -> Body:
-    """Computes a loss, with or without gradients."""
-    request = read(ForwardBackward, sent)
+    """Accepts a request to compute a loss, with or without gradients."""
+    request = read_body(ForwardBackward, sent)
     if request.problem is not None:
         raise UserError(request.problem)
     check_datums(request.data, request.loss_fn, request.options, service.limits)
@@ -352,35 +373,38 @@ def forward_backward(service: Service, sent: Sent) -> Body:
     return _promise(service, request, operation, arguments)
 
 
-@in_order
+@queue_refused
 def optim_step(service: Service, sent: Sent) -> Body:
-    """Updates a model by its gradients."""
+    """Accepts a request to update a model by its gradients."""
     if "adam_params" not in sent:
         raise UserError("optim_step: AdamParams are expected; no other optimizer is served")
-    request = read(OptimStep, sent)
+    request = read_body(OptimStep, sent)
     return _promise(service, request, "optim_step", {"params": request.adam_params.model_dump()})
 
 
-@in_order
+@queue_refused
 def save_weights(service: Service, sent: Sent) -> Body:
-    """Makes a checkpoint of a model, with its optimizer's state."""
-    request = read(SaveWeights, sent)
+    """Accepts a request to make a checkpoint of a model and of the optimizer's state."""
+    request = read_body(SaveWeights, sent)
     if request.path is None:
         raise UserError("path: a name for the checkpoint is expected")
     return _promise(service, request, "save", _describe_save(request, "weights"))
 
 
-@in_order
+@queue_refused
 def save_weights_for_sampler(service: Service, sent: Sent) -> Body:
-    """Makes a checkpoint of a model's weights, or a sampler with them."""
-    request = read(SaveWeights, sent)
+    """Accepts a request to make a sampler with a model's weights, or a checkpoint for samplers.
+
+    Without a `path` it is a sampler.
+    """
+    request = read_body(SaveWeights, sent)
     if request.path is None and request.sampling_session_seq_id is None:
         raise UserError("path: a name is expected, or a sampling_session_seq_id")
     return _promise(service, request, "save", _describe_save(request, "sampler_weights"))
 
 
 def _describe_save(request: SaveWeights, segment: str) -> Body:
-    """Returns the arguments of a save. `segment`: a key of SEGMENTS."""
+    """Returns the arguments of the operation "save". `segment`: a key of SEGMENTS."""
     return {
         "segment": segment,
         "name": request.path,
@@ -392,7 +416,10 @@ def _describe_save(request: SaveWeights, segment: str) -> Body:
 
 
 def find_checkpoint(service: Service, path: object) -> Body:
-    """Finds a checkpoint by its tinker:// path. Raises `UserError` where there is none."""
+    """Returns the record of a checkpoint by its tinker:// path.
+
+    Raises `UserError` if there is none, or if it has expired.
+    """
     saved = service.ledger.find("checkpoint", str(path))
     if saved["expires"] is not None and saved["expires"] < time.time():
         raise UserError(f"{path}: has expired")
@@ -400,8 +427,8 @@ def find_checkpoint(service: Service, path: object) -> Body:
 
 
 def load_weights(service: Service, sent: Sent) -> Body:
-    """Loads a checkpoint into a model, or into a new model."""
-    request = read(LoadWeights, sent)
+    """Accepts a request to load a checkpoint into a new model, or into one that exists."""
+    request = read_body(LoadWeights, sent)
     saved = find_checkpoint(service, request.path)
     if request.optimizer and saved["segment"] != "weights":
         raise UserError(f"{request.path}: holds no optimizer state; load it without, or save_state")
@@ -415,16 +442,16 @@ def load_weights(service: Service, sent: Sent) -> Body:
         records = {("model", model): body}
         service.ledger.accept(f"{model}:0", model, 0, "load", arguments, records)
         return {"request_id": f"{model}:0", "model_id": model}
-    of_model = read(OfModel, {"model_id": request.model_id, "seq_id": request.seq_id})
+    model_request = read_body(OfModel, {"model_id": request.model_id, "seq_id": request.seq_id})
     form = find_model(service, request.model_id)["form"]
-    if saved["form"] != form | {"seed": saved["form"]["seed"]}:
+    if saved["form"] != form | {"seed": saved["form"]["seed"]}:  # they may differ in the seed
         raise UserError(f"{request.path}: is an adapter of another rank or of other layers")
-    return _promise(service, of_model, "load", arguments)
+    return _promise(service, model_request, "load", arguments)
 
 
 def create_sampler(service: Service, sent: Sent) -> Body:
-    """Makes a sampler from a checkpoint (`model_path`), or from the base model."""
-    request = read(CreateSampler, sent)
+    """Makes a sampler from a checkpoint, if there is a `model_path`, or from the base model."""
+    request = read_body(CreateSampler, sent)
     find_session(service.ledger, request.session_id)
     if request.model_path is not None:
         checkpoint = find_checkpoint(service, request.model_path)
@@ -438,7 +465,7 @@ def create_sampler(service: Service, sent: Sent) -> Body:
     sampler = {
         "session": request.session_id,
         "path": request.model_path,
-        "clones": 0,  # the number of clients that have joined; see `join_sampler`
+        "clones": 0,  # how often clients have joined by `join_sampler`
         "state": checkpoint["state"],
         "form": checkpoint["form"],
     }
@@ -447,7 +474,7 @@ def create_sampler(service: Service, sent: Sent) -> Body:
 
 
 def join_sampler(service: Service, sent: Sent) -> Body:
-    """Gives another client of a sampler a number, which makes its requests' names unique."""
+    """Gives another client of a sampler a number, with which it makes its request names unique."""
     with service.ledger.change("sampler", str(sent.get("sampling_session_id"))) as sampler:
         sampler["clones"] += 1
     return {"type": "join_sampling_session", "client_counter": sampler["clones"]}
@@ -464,22 +491,24 @@ def get_sampler(service: Service, sent: Sent) -> Body:
 
 
 def sample(service: Service, sent: Sent) -> Body:
-    """Samples completions of a prompt."""
-    request = read(SampleBody, sent)
+    """Accepts a request to sample completions of a prompt, and to score the prompt if asked for."""
+    request = read_body(SampleBody, sent)
     sampler = service.ledger.find("sampler", request.sampling_session_id)
     find_session(service.ledger, sampler["session"])
     prompt: list[int] = []
     for chunk in request.prompt.chunks:
         prompt += chunk.tokens
-    limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
-    check_tokens(prompt, "prompt", limits)
+    # a completion has at least one token
+    prompt_limits = Limits(service.limits.vocabulary, service.limits.tokens - 1)
+    check_tokens(prompt, "prompt", prompt_limits)
     params = request.sampling_params
     name = f"{request.sampling_session_id}:{request.seq_id}"
-    ids, texts = _read_stop(params.stop)
+    stop_ids, stop_texts = _read_stop(params.stop)
     if params.seed is None:
-        seed = service.seed_of(name.partition(":")[2])
+        _, _, name_in_session = name.partition(":")
+        seed = service.seed_of(name_in_session)
     else:
-        seed = params.seed & 2**63 - 1
+        seed = params.seed & 2**63 - 1  # a seed must not be negative
     room = service.limits.tokens - len(prompt)
     arguments = {
         "sampler": request.sampling_session_id,
@@ -487,19 +516,22 @@ def sample(service: Service, sent: Sent) -> Body:
         "samples": request.num_samples,
         "max_tokens": min(params.max_tokens or room, room),
         "temperature": params.temperature,
-        "stop_ids": ids,
-        "stop_texts": texts,
+        "stop_ids": stop_ids,
+        "stop_texts": stop_texts,
         "seed": seed,
         "scores_prompt": bool(request.prompt_logprobs),
         "top_prompt": min(request.topk_prompt_logprobs, service.limits.vocabulary),
     }
     service.ledger.accept(name, name, 0, "sample", arguments)
-    ids_of_samples = [f"{name}:{number}" for number in range(request.num_samples)]
-    return {"request_id": name, "sample_sequence_ids": ids_of_samples}
+    sample_ids = [f"{name}:{number}" for number in range(request.num_samples)]
+    return {"request_id": name, "sample_sequence_ids": sample_ids}
 
 
 def _read_stop(stop: str | list[str] | list[int] | None) -> tuple[list[int] | None, list[str]]:
-    """Returns (ids, texts) at which a completion ends; ids None: those that end a turn."""
+    """Returns (the ids, the texts) that end a completion. If ids is None, those that end a turn do.
+
+    stop: A text, several texts, several ids, or None.
+    """
     if stop is None:
         return None, []
     listed = [stop] if isinstance(stop, str) else stop
@@ -530,11 +562,12 @@ def list_runs(service: Service, sent: Sent) -> Body:
 
 
 def get_run(service: Service, sent: Sent) -> Body:
-    """Describes a model, as a training run."""
+    """Describes one model, as a training run."""
     return _describe_run(service, sent["id"])
 
 
 def _describe_run(service: Service, name: str) -> Body:
+    """Describes the model `name` as the API's training run."""
     model = service.ledger.find("model", name)
     return {
         "training_run_id": name,
@@ -542,13 +575,13 @@ def _describe_run(service: Service, name: str) -> Body:
         "model_owner": "local",
         "is_lora": True,
         "lora_rank": model["form"]["rank"],
-        "last_request_time": _time(model["at"]),
+        "last_request_time": _format_time(model["at"]),
         "user_metadata": model["user_metadata"],
     }
 
 
-def _time(seconds: float) -> str:
-    """Writes seconds since 1970 in ISO 8601."""
+def _format_time(seconds: float) -> str:
+    """Formats seconds since 1970 as ISO 8601 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -561,18 +594,18 @@ def list_checkpoints(service: Service, sent: Sent) -> Body:
         checkpoint = {
             "checkpoint_id": f"{each['segment']}/{each['name']}",
             "checkpoint_type": SEGMENTS[each["segment"]],
-            "time": _time(each["at"]),
+            "time": _format_time(each["at"]),
             "tinker_path": path,
             "size_bytes": each["bytes"],
             "user_metadata": each["user_metadata"],
-            "expires_at": None if each["expires"] is None else _time(each["expires"]),
+            "expires_at": None if each["expires"] is None else _format_time(each["expires"]),
         }
         listed.append(checkpoint)
     return {"checkpoints": listed}
 
 
 def delete_checkpoint(service: Service, sent: Sent) -> Body:
-    """Removes a checkpoint."""
+    """Removes a checkpoint, and the state on disk if nothing else has it."""
     path = f"tinker://{sent['id']}/{sent['segment']}/{sent['name']}"
     service.ledger.find("checkpoint", path)
     service.ledger.remove("checkpoint", path)
@@ -580,15 +613,15 @@ def delete_checkpoint(service: Service, sent: Sent) -> Body:
     return {}
 
 
-# server.py adds retrieve_future, which waits for a result.
+# All endpoints but retrieve_future, which waits for a result: server.py adds it.
 ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("GET", "healthz"): lambda service, sent: {"status": "ok"},
-    ("GET", "get_server_capabilities"): capabilities,
-    ("POST", "client/config"): client_config,
+    ("GET", "get_server_capabilities"): get_capabilities,
+    ("POST", "client/config"): get_client_config,
     ("POST", "client/dynamic_config"): lambda service, sent: {},
     ("POST", "telemetry"): lambda service, sent: {"status": "accepted"},
     ("POST", "create_session"): create_session,
-    ("POST", "session_heartbeat"): heartbeat,
+    ("POST", "session_heartbeat"): answer_heartbeat,
     ("GET", "sessions/{id}"): get_session,
     ("POST", "sessions/{id}/finish"): finish_session,
     ("POST", "create_model"): create_model,
@@ -596,7 +629,7 @@ ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", "forward_backward"): forward_backward,
     ("POST", "optim_step"): optim_step,
     ("POST", "save_weights"): save_weights,
-    ("POST", "load_weights"): in_order(load_weights),
+    ("POST", "load_weights"): queue_refused(load_weights),
     ("POST", "save_weights_for_sampler"): save_weights_for_sampler,
     ("POST", "weights_info"): weights_info,
     ("POST", "create_sampling_session"): create_sampler,

@@ -1,6 +1,6 @@
-"""Ends all ranks where one fails alone, while the others wait for it in a collective.
+"""Ends all ranks after one rank alone has failed, for which the others wait in a collective.
 
-The failed rank leaves its error in the process group's store, which every rank watches.
+The failed rank leaves its error in the process group's store. A thread of every rank watches it.
 """
 
 import sys
@@ -22,20 +22,21 @@ from finetune.errors import (
     on_one_line,
 )
 
-KEY = "finetune/service/failure"
+KEY = "finetune/service/failure"  # of the error in the store
 POLL_SECONDS = 0.2
-SECONDS_TO_READ = 2.0  # the time in which waiting clients fetch their answers before the end
+SECONDS_TO_READ = 2.0  # waiting clients fetch their answers in this time, before rank 0 ends
 
 
 @contextmanager
 def sharing_failure(world: World) -> Iterator[None]:
-    """Shares an error of the block with all ranks, then waits until `watch_for_failure` ends all.
+    """Shares an error of the block with all ranks, then waits for `watch_for_failure` to end this
+    process.
 
-    Raises an `AgreedError`, which all ranks have, and with one rank any error.
+    Raises only an `AgreedError`, or any error if there is one rank.
     """
     try:
         yield
-    except AgreedError:
+    except AgreedError:  # every rank has it, so none waits for another
         raise
     except Exception as error:
         if world.size == 1:
@@ -47,14 +48,16 @@ def sharing_failure(world: World) -> Iterator[None]:
             traceback.print_exc()
         # The first error stays: later ones may be consequences.
         _get_default_store().compare_set(KEY, "", f"rank {world.rank}: {reason}")
-        while True:
+        while True:  # until the watching thread ends this process
             time.sleep(POLL_SECONDS)
 
 
 def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
-    """Starts a thread that ends this process once a rank has failed in `sharing_failure`.
+    """Starts a thread that ends this process once any rank has failed in `sharing_failure`.
 
-    answer: Called with the error; on rank 0 it answers the clients.
+    Does nothing if there is one rank.
+
+    answer: Called with the error before the end; on rank 0 it answers the clients.
     """
     if world.size > 1:
         arguments = (world, answer)
@@ -62,7 +65,7 @@ def watch_for_failure(world: World, answer: Callable[[str], None]) -> None:
 
 
 def _watch(world: World, answer: Callable[[str], None]) -> None:
-    """Waits for the error of a rank, answers it, and ends this process."""
+    """Waits for a rank's error, passes it to `answer`, and ends this process."""
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     while not store.check([KEY]):
         if world.left.wait(POLL_SECONDS):  # the server was asked to stop

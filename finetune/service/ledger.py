@@ -1,8 +1,11 @@
 """The requests, results and records of a service in one SQLite file, which survives a kill.
 
-A request is on disk before its client gets an answer. A result is written with the records that the
-request changes, in one transaction, before a client can read it. Gradients are only in memory:
-requests that made them are kept until the next update, and are done again after a restart.
+A request is on disk before its client gets an answer. A result is on disk before a client can read
+it, and is written in one transaction with the records that the request changes. Gradients are only
+in memory: the requests that made them are kept until the next update, and are done again after a
+restart.
+
+A record is a JSON object with a kind and an id: a session, a model, a sampler or a checkpoint.
 """
 
 import json
@@ -18,9 +21,12 @@ from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
 
-# An operation that can do several requests at once -> the arguments that these have in common.
-ALIKE = {"sample": ("sampler", "temperature", "stop_ids"), "forward_backward": ("loss", "options")}
-SAMPLED_TOGETHER = 256  # requests
+# An operation that can do several requests at once -> the arguments that must be equal in them.
+EQUAL_ARGUMENTS = {
+    "sample": ("sampler", "temperature", "stop_ids"),
+    "forward_backward": ("loss", "options"),
+}
+SAMPLED_TOGETHER = 256  # the most requests of a sampler that are done at once
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS record (
@@ -33,7 +39,7 @@ CREATE TABLE IF NOT EXISTS request (
 """
 WAITING = "waiting"
 DONE = "done"
-AGAIN = "again"  # done, but its gradients are only in memory: done again after a restart
+AGAIN = "again"  # done, but the gradients are only in memory: done again after a restart
 
 
 class QueuedRequest(NamedTuple):
@@ -41,34 +47,34 @@ class QueuedRequest(NamedTuple):
 
     number: int  # the order of arrival
     id: str
-    queue: str  # the model, whose requests are done in the order of `seq`; a sample has its own
-    seq: int  # place in the queue, from 0
+    queue: str  # a model, whose requests are done in the order of `seq`; a sample's own id
+    seq: int  # the place in the queue, from 0
     operation: str  # "save", "refuse", or a name in `OPERATIONS`
     arguments: Mapping[str, Any]
-    is_again: bool = False  # it has a result; only its gradients are needed
+    is_again: bool = False  # it has a result: it is done only for the gradients
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in its datums."""
+        """The number of tokens in all datums of the request; 0 for a request without datums."""
         return sum(len(datum["tokens"]) for datum in self.arguments.get("data", ()))
 
-    def goes_beside(self, other: "QueuedRequest") -> bool:
+    def can_join(self, other: "QueuedRequest") -> bool:
         """Returns whether one operation can do both requests."""
-        if self.operation != other.operation or self.operation not in ALIKE:
+        if self.operation != other.operation or self.operation not in EQUAL_ARGUMENTS:
             return False
-        names = ALIKE[self.operation]
+        names = EQUAL_ARGUMENTS[self.operation]
         return all(self.arguments.get(name) == other.arguments.get(name) for name in names)
 
 
 class Result(NamedTuple):
     """The answer to a request."""
 
-    media: str  # its content type
+    media: str  # the HTTP content type
     content: bytes
 
 
 class Ledger:
-    """Records and requests. Every method may be called by any thread."""
+    """The records and requests of a service. Any thread may call any method."""
 
     def __init__(
         self, path: Path, most_waiting: int, *, most_stacked: int = 1, most_tokens: int = 0
@@ -76,10 +82,11 @@ class Ledger:
         """Opens the database, and reads the requests that an earlier process left.
 
         Args:
-            path: The database's file.
-            most_waiting: The limit of waiting requests.
-            most_stacked: The limit of requests for `forward_backward` that are done at once.
-            most_tokens: The limit of the tokens of all their datums.
+            path: The database's file, which is made if it does not exist.
+            most_waiting: The most requests that may wait.
+            most_stacked: The most `forward_backward` requests that are done at once.
+            most_tokens: The most tokens that requests done at once may have together. A request
+                alone may have more.
         """
         self._lock = threading.Condition()
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
@@ -89,7 +96,7 @@ class Ledger:
         self._most_waiting = most_waiting
         self._most_tokens = most_tokens
         self._most_together = {"sample": SAMPLED_TOGETHER, "forward_backward": most_stacked}
-        self._waiting: dict[int, QueuedRequest] = {}
+        self._waiting: dict[int, QueuedRequest] = {}  # number -> request that is to be done
         self._next: dict[str, int] = {}  # queue -> the `seq` to be done next
         self.on_change: Callable[[], None] = lambda: None  # called when a result can be read
         self._forget_old()
@@ -115,7 +122,7 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yields the database. The block's changes are written together, or not if it raises."""
+        """Yields the database. The block's changes are all written, or none if it raises."""
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -142,7 +149,7 @@ class Ledger:
             _put(database, kind, name, body)
 
     def find(self, kind: str, name: object) -> dict[str, Any]:
-        """Reads a record. Raises `UserError` where there is none."""
+        """Reads a record. Raises `UserError` if there is none."""
         with self._lock:
             row = self._database.execute(
                 "SELECT body FROM record WHERE kind = ? AND id = ?", [kind, str(name)]
@@ -153,16 +160,16 @@ class Ledger:
         return body
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Lets other threads wait while this block reads and writes."""
+    def locked(self) -> Iterator[None]:
+        """Locks the ledger: other threads wait while the block reads and writes."""
         with self._lock:
             yield
 
     @contextmanager
     def change(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
-        """Yields a record, and writes it after the block. Other threads wait meanwhile.
+        """Yields a record for the block to change, and writes it afterwards.
 
-        Raises `UserError` where there is none.
+        Other threads wait meanwhile. Raises `UserError` if there is no such record.
         """
         with self._lock:
             body = self.find(kind, name)
@@ -193,16 +200,16 @@ class Ledger:
     ) -> None:
         """Writes a request to disk, in one transaction with the records that it makes.
 
-        Does nothing for a `name` that was accepted before: a client without an answer sends its
-        request again.
+        Does nothing for a `name` that was accepted before, because a client that got no answer
+        sends the request again.
 
         Args:
             name: The request's id.
-            queue: Its queue; see `QueuedRequest`.
-            seq: Its place in the queue, from 0.
-            operation: The operation; see `QueuedRequest`.
-            arguments: The operation's arguments; JSON.
-            records: The new records: (kind, id) -> body; JSON.
+            queue: The request's queue, as in `QueuedRequest`.
+            seq: The place in the queue, from 0.
+            operation: The operation, as in `QueuedRequest`.
+            arguments: The operation's arguments, which JSON can hold.
+            records: The new records: (kind, id) -> body. None: there are none.
 
         Raises:
             UserError: Too many requests wait.
@@ -214,29 +221,33 @@ class Ledger:
             if len(self._waiting) >= self._most_waiting:
                 raise UserError(f"{len(self._waiting)} requests wait already; send fewer at once")
             with self._transaction() as database:
-                row = database.execute(
+                cursor = database.execute(
                     "INSERT INTO request (id, queue, seq, operation, arguments, status, at) "
                     "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     [name, queue, seq, operation, json.dumps(arguments), WAITING, time.time()],
                 )
                 for (kind, record), body in (records or {}).items():
                     _put(database, kind, record, body)
-            number = int(row.lastrowid or 0)
+            number = int(cursor.lastrowid or 0)
             self._waiting[number] = QueuedRequest(number, name, queue, seq, operation, arguments)
             self._lock.notify_all()
 
     def take(self, seconds: float) -> list[QueuedRequest]:
-        """Waits up to `seconds` for requests that can be done, and done together.
+        """Waits up to `seconds` for requests that can be done.
 
         Returns:
-            These requests, which are to be given to `finish`; empty after that time.
+            One request, or several that one operation can do; empty if none came. They still count
+            as waiting: the caller gives each of them to `finish`.
         """
         with self._lock:
             self._lock.wait_for(self._find_ready, seconds)
             return self._find_ready()
 
     def _find_ready(self) -> list[QueuedRequest]:
-        """Returns the first request whose turn it is, with later ones that can be done with it."""
+        """Finds the first request whose turn it is, and later ones that can be done with it.
+
+        After a restart, requests whose gradients were lost come first, one at a time.
+        """
         waiting = sorted(self._waiting.values())  # in the order of arrival
         for request in waiting:
             if request.is_again:
@@ -245,12 +256,12 @@ class Ledger:
         tokens = 0
         for request in waiting:
             if request.seq != self._next.get(request.queue, 0):
-                continue
-            if together and not request.goes_beside(together[0]):
+                continue  # an earlier request of the queue is not done
+            if together and not request.can_join(together[0]):
                 continue
             tokens += request.tokens
-            most = self._most_together.get(request.operation, 1)
-            if together and (tokens > self._most_tokens or len(together) == most):
+            most_requests = self._most_together.get(request.operation, 1)
+            if together and (tokens > self._most_tokens or len(together) == most_requests):
                 break
             together.append(request)
         return together
@@ -271,9 +282,10 @@ class Ledger:
         Args:
             request: A request that `take` returned.
             result: The answer to the client.
-            records: The changed records: (kind, id) -> body; JSON.
+            records: The changed records: (kind, id) -> body.
             keeps_gradients: The request added gradients, and is done again after a restart.
-            drops_gradients: The gradients of its queue were used or lost.
+            drops_gradients: The gradients of the request's model were used or lost: the requests
+                that made them are not done again.
         """
         with self._lock:
             if request.number not in self._waiting:
@@ -301,9 +313,9 @@ class Ledger:
         self.on_change()
 
     def result(self, name: object) -> Result | None:
-        """Returns the answer to a request; None while it waits.
+        """Returns the answer to a request; None while the request waits.
 
-        Raises `UserError` for a request that was never accepted.
+        Raises `UserError` for a request that was never accepted, or was forgotten.
         """
         with self._lock:
             row = self._database.execute(
@@ -311,7 +323,8 @@ class Ledger:
             ).fetchone()
         if row is None:
             raise UserError(f"request {name!r}: is not known here")
-        return None if row[0] == WAITING else Result(row[1], row[2])
+        status, media, content = row
+        return None if status == WAITING else Result(media, content)
 
     def close(self) -> None:
         """Closes the database."""
@@ -320,6 +333,7 @@ class Ledger:
 
 
 def _put(database: sqlite3.Connection, kind: str, name: str, body: Mapping[str, Any]) -> None:
+    """Writes a record in the transaction that is open."""
     database.execute(
         "INSERT OR REPLACE INTO record VALUES (?, ?, ?)", [kind, name, json.dumps(body)]
     )

@@ -1,4 +1,4 @@
-"""The operations that clients ask for, which every rank does in the same order."""
+"""The operations on adapters that clients ask for. Every rank does them in the same order."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from finetune.models.log_probabilities import choose_label_head, head_log_probab
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 from finetune.service.adapters import AdapterForm, Adapters
-from finetune.service.datums import Limits, by_datum, make_batch
+from finetune.service.datums import Limits, group_by_datum, make_batch
 from finetune.service.losses import LOSSES
 from finetune.service.served_adapters import ServedAdapters
 from finetune.service.stack import AdapterStack, can_stack
@@ -39,23 +39,26 @@ class Operations:
     """The operations on a session's model. All ranks make the same calls with equal arguments."""
 
     def __init__(self, session: Session, folder: Path, vllm_server: str | None = None) -> None:
-        """Opens the adapters' states in `folder`.
+        """Prepares the session for adapters that take turns.
 
-        vllm_server: The address of the server that samples; None: the session's model samples.
+        Args:
+            session: A session whose model has an adapter.
+            folder: The folder of the adapters' states.
+            vllm_server: The address of the vLLM server that samples; None: the session's model
+                samples.
         """
-        keys = session.recipe.optimization
-        session.recipe = replace(
-            session.recipe, optimization=replace(keys, on_nonfinite="skip", max_skipped_steps=2**31)
-        )
+        # An update that is not finite is an error of one client, and must not end the service.
+        keys = replace(session.recipe.optimization, on_nonfinite="skip", max_skipped_steps=2**31)
+        session.recipe = replace(session.recipe, optimization=keys)
         self.session = session
         self._adapters = Adapters(session, folder)
         self._gradients: dict[str, Gradients] = {}  # model -> gradients since its last update
         config: Any = unwrap(session.model).config
-        most = session.recipe.data.max_length
-        longest = min(most, read_positions(config) or most)
-        self.limits = Limits(text_config_of(config).vocab_size, longest)
+        max_length = session.recipe.data.max_length
+        longest = min(max_length, read_positions(config) or max_length)
+        self.limits = Limits(vocabulary=text_config_of(config).vocab_size, tokens=longest)
         self._samples_here = vllm_server is None
-        self._served: ServedAdapters | None = None
+        self._served: ServedAdapters | None = None  # on rank 0, if a vLLM server samples
         if vllm_server is not None and session.world.is_main:
             self._served = ServedAdapters(
                 vllm_server, session.recipe, folder, self.limits.vocabulary
@@ -65,7 +68,7 @@ class Operations:
     def run(self, operation: str, arguments: Mapping[str, Any]) -> Answer:
         """Does one of `OPERATIONS`.
 
-        Raises `AgreedError` on all ranks; any other error only on this one.
+        An `AgreedError` is raised on all ranks; any other error may be raised on this rank alone.
         """
         return OPERATIONS[operation](self, **_with_form(arguments))
 
@@ -77,11 +80,14 @@ class Operations:
     def load(
         self, model: str, state: str, form: AdapterForm, target: str, optimizer: bool
     ) -> Answer:
-        """Writes `state` as the model's next one, with or without its optimizer's state."""
+        """Copies `state` to the model's next state `target`, and drops the model's gradients.
+
+        optimizer: Whether the optimizer's moments and steps are copied; else they become 0.
+        """
         self._adapters.activate(state, form)
-        bytes_ = self._adapters.store(target, form, with_optimizer=optimizer)
+        size = self._adapters.store(target, form, with_optimizer=optimizer)
         self._gradients.pop(model, None)
-        return {"bytes": bytes_}
+        return {"bytes": size}
 
     def forward(
         self,
@@ -101,20 +107,21 @@ class Operations:
             options: The options of the loss, by name.
 
         Returns:
-            {"loss": the sum over all datums and ranks, "log_probabilities": those of the targets,
-            a list for each datum}.
+            {"loss": the sum over all datums, "log_probabilities": a list for each datum with those
+            of the targets}.
         """
         self._adapters.activate(state, form)
         session = self.session
         batch = make_batch(data, session.recipe, session.world)
-        scores: dict[int, list[Any]] = {}
+        logprobs: dict[int, list[Any]] = {}
         total = torch.zeros((), device=session.world.device)
-        measure = _make_measure(loss, options, data, scores)
+        measure = _make_measure(loss, options, data, logprobs)
         for micro_batch, values in zip(
             batch.micro_batches, session.log_probabilities(batch), strict=True
         ):
             total += measure(values, micro_batch.to(session.world.device)).sum()
-        return self._describe(float(session.world.sum_over_groups(total)), scores, len(data))
+        loss_sum = float(session.world.sum_over_groups(total))
+        return {"loss": loss_sum, "log_probabilities": self._gather(logprobs, len(data))}
 
     def forward_backward(
         self,
@@ -125,27 +132,31 @@ class Operations:
         loss: str,
         options: Mapping[str, float],
     ) -> Answer:
-        """Does `forward`, and adds gradients to those that `model` has since its last update."""
-        before = self._gradients.pop(model, None)
+        """Computes the loss, and adds its gradients to those since the model's last update.
+
+        Args and result are those of `forward`; `model` is the model's name. After an error the
+        model has no gradients.
+        """
+        earlier = self._gradients.pop(model, None)
         self._adapters.activate(state, form)
         session = self.session
-        if before is not None:
-            session.give_gradients(before)
+        if earlier is not None:
+            session.give_gradients(earlier)
         batch = make_batch(data, session.recipe, session.world)
-        scores: dict[int, list[Any]] = {}
-        measure = _make_measure(loss, options, data, scores)
-        measured = session.forward_backward(batch, _summed(measure))
+        logprobs: dict[int, list[Any]] = {}
+        measure = _make_measure(loss, options, data, logprobs)
+        measured = session.forward_backward(batch, _sum_over_positions(measure))
         self._gradients[model] = session.take_gradients()
-        return self._describe(measured.loss, scores, len(data))
+        return {"loss": measured.loss, "log_probabilities": self._gather(logprobs, len(data))}
 
     def forward_backward_together(
         self, parts: Sequence[Mapping[str, Any]], loss: str, options: Mapping[str, float]
     ) -> Answer:
-        """Does `forward_backward` for several models, which share forward and backward of the base.
+        """Does `forward_backward` for several models in one forward and backward of the base.
 
         Args:
-            parts: One for each model: its `model`, `state`, `form` and `data`, which
-                `forward_backward` explains.
+            parts: For each model the arguments `model`, `state`, `form` and `data` of
+                `forward_backward`.
             loss: The name of the loss in `LOSSES`.
             options: The options of the loss, by name.
 
@@ -154,40 +165,40 @@ class Operations:
         """
         session = self.session
         world = session.world
-        stack = self._stack([_with_form(part) for part in parts])
+        stack = self._stack_adapters([_with_form(part) for part in parts])
         data: list[Mapping[str, Any]] = []
-        owners: list[int] = []  # for each datum the index of its part
+        owners: list[int] = []  # for each datum, the index of its part
         for index, part in enumerate(parts):
             data += part["data"]
             owners += [index] * len(part["data"])
         batch = make_batch(data, session.recipe, world)
-        scores: dict[int, list[Any]] = {}
-        measure = _make_measure(loss, options, data, scores)
-        losses = self._pass(stack, batch, owners, measure)
+        logprobs: dict[int, list[Any]] = {}
+        measure = _make_measure(loss, options, data, logprobs)
+        losses = self._run_stack(stack, batch, owners, measure)
         gradients = stack.gather_gradients(world)
-        for part, loss_sum, of_model in zip(parts, losses, gradients, strict=True):
-            self._add_gradients(part["model"], of_model, (batch, Measured(loss_sum)))
-        log_probabilities = self._gather(scores, len(data))
+        for part, loss_sum, gradient in zip(parts, losses, gradients, strict=True):
+            self._add_gradients(part["model"], gradient, (batch, Measured(loss_sum)))
+        log_probabilities = self._gather(logprobs, len(data))
         answers: list[Answer] = []
         for total in world.sum_over_groups(losses.clone()).tolist():
             answers.append({"loss": total, "log_probabilities": []})
-        for owner, of_datum in zip(owners, log_probabilities, strict=True):
-            answers[owner]["log_probabilities"].append(of_datum)
+        for owner, datum_logprobs in zip(owners, log_probabilities, strict=True):
+            answers[owner]["log_probabilities"].append(datum_logprobs)
         return {"answers": answers}
 
-    def _pass(
+    def _run_stack(
         self, stack: AdapterStack, batch: StepBatch, owners: Sequence[int], measure: TokenMeasure
     ) -> Tensor:
-        """Runs forward and backward of a batch. Each datum goes through its own adapter.
+        """Runs the forwards and backwards of a batch in which each datum has its own adapter.
 
         Args:
-            stack: The adapters. Their factors get this rank's gradients.
+            stack: The adapters, which collect this rank's gradients.
             batch: The datums of all adapters.
             owners: For each datum, the index of its adapter in `stack`.
             measure: Computes the loss of each position.
 
         Returns:
-            fp32[adapters], the loss of each adapter, summed over this rank's positions.
+            fp32[adapters]: the loss of each adapter, summed over this rank's positions.
         """
         session = self.session
         device = session.world.device
@@ -195,43 +206,54 @@ class Operations:
         session.model.train()
         with session.computing(), without_gradient_sync(session.model), stack.in_model():
             for micro_batch in batch.micro_batches:
-                stack.deal(micro_batch, owners)
+                stack.assign_tokens(micro_batch, owners)
                 on_device = micro_batch.to(device)
                 head = choose_label_head(on_device.targets)
-                scores = session.model(**on_device.inputs, head_function=head)
-                of_tokens = measure(scores, on_device)
-                session.world.accelerator.backward(of_tokens.sum())
-                losses += _sum_by_owner(of_tokens.detach(), on_device, owners, stack.size)
+                log_probabilities = session.model(**on_device.inputs, head_function=head)
+                position_losses = measure(log_probabilities, on_device)
+                session.world.accelerator.backward(position_losses.sum())
+                losses += _sum_by_adapter(position_losses.detach(), on_device, owners, stack.size)
         return losses
 
-    def _stack(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
-        """Stacks the parts' adapters, given by `state` and `form`."""
-        whole = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
+    def _stack_adapters(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
+        """Stacks the adapter of each part: the one in its `state`, which has the form `form`."""
+        adapters = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
         scales = [self._adapters.scale_of(part["form"]) for part in parts]
-        return AdapterStack(self.session.model, whole, scales)
+        return AdapterStack(self.session.model, adapters, scales)
 
     def _add_gradients(
-        self, model: str, whole: Mapping[str, Tensor], backward: tuple[StepBatch, Measured]
+        self, model: str, unsharded: Mapping[str, Tensor], backward: tuple[StepBatch, Measured]
     ) -> None:
-        """Adds gradients to those that a model has since its last update.
+        """Adds gradients to those since a model's last update.
 
         Args:
             model: The model's name.
-            whole: Its gradients by parameter name, unsharded.
-            backward: The batch whose gradients they are, and its loss on this rank.
+            unsharded: Parameter name -> gradient to add.
+            backward: The batch that went backward, and the model's loss on this rank.
         """
-        tensors: list[Tensor | None] = [*self._adapters.share_gradients(whole)]
-        before = self._gradients.get(model, Gradients([None] * len(tensors), []))
-        for index, earlier in enumerate(before.tensors):
+        tensors: list[Tensor | None] = [*self._adapters.shard_gradients(unsharded)]
+        earlier = self._gradients.get(model, Gradients([None] * len(tensors), []))
+        for index, gradient in enumerate(earlier.tensors):
             added = tensors[index]
-            if earlier is not None and added is not None:
-                tensors[index] = earlier + added
-        self._gradients[model] = Gradients(tensors, [*before.backward, backward])
+            if gradient is not None and added is not None:
+                tensors[index] = gradient + added
+        self._gradients[model] = Gradients(tensors, [*earlier.backward, backward])
 
     def optim_step(
         self, model: str, state: str, form: AdapterForm, target: str, params: Mapping[str, float]
     ) -> Answer:
-        """Updates the model by its gradients and writes its next state."""
+        """Updates a model by its gradients and writes the next state.
+
+        Args:
+            model: The model's name.
+            state: The model's state.
+            form: The form of the adapter.
+            target: The name of the next state.
+            params: The fields of `endpoints.AdamParams`. A `grad_clip_norm` of 0 does not clip.
+
+        Returns:
+            {"bytes": the size of the next state, "grad_norm": the 2-norm before clipping}.
+        """
         gradients = self._gradients.pop(model, None)
         if gradients is None:
             raise AgreedError("optim_step: no gradients; call forward_backward first")
@@ -242,6 +264,7 @@ class Operations:
             group["betas"] = (params["beta1"], params["beta2"])
             group["eps"] = params["eps"]
             group["weight_decay"] = params["weight_decay"]
+        # `Session.optim_step` reads the bound of the gradient from the recipe.
         keys = replace(session.recipe.optimization, max_grad_norm=params["grad_clip_norm"] or None)
         session.recipe = replace(session.recipe, optimization=keys)
         update = session.optim_step(params["learning_rate"])
@@ -251,8 +274,8 @@ class Operations:
                 "and the gradients were dropped"
             )
         self._adapters.count_step()
-        bytes_ = self._adapters.store(target, form)
-        return {"bytes": bytes_, "grad_norm": update.grad_norm}
+        size = self._adapters.store(target, form)
+        return {"bytes": size, "grad_norm": update.grad_norm}
 
     def sample(
         self,
@@ -265,18 +288,18 @@ class Operations:
         """Samples the completions of all requests together, and scores prompts.
 
         Args:
-            state: The adapter's state; None: the base alone.
+            state: The adapter's state; None: the base samples.
             form: The form of the adapter.
-            requests: Each has `prompt` (ids), `samples` (their number), `max_tokens`, `seed`,
-                `scores_prompt` (bool) and `top_prompt` (the number of likeliest tokens to return
-                for each token of the prompt).
-            temperature: 0: greedy.
+            requests: Each has `prompt` (token ids), `samples` (the number of completions),
+                `max_tokens`, `seed`, `scores_prompt` (whether to score the prompt) and `top_prompt`
+                (the number of likeliest tokens to find at each token of the prompt; 0: none).
+            temperature: The temperature; 0 takes the likeliest token.
             stop_ids: The ids that end a completion; None: those that end a turn.
 
         Returns:
-            {"sampled": the completions as JSON in the order of the requests, "prompts": the
-            log-probabilities of each prompt with `scores_prompt`, "tops": the likeliest tokens of
-            each prompt with `top_prompt`}.
+            {"sampled": the completions of all requests in order, as `Sampled.as_json` writes them;
+            "prompts": the log-probabilities of each prompt that is scored; "tops": what `_find_top`
+            returns for the prompts with a `top_prompt`}.
         """
         session = self.session
         if stop_ids is None:
@@ -286,6 +309,7 @@ class Operations:
             for number in range(request["samples"]):
                 seed = (request["seed"], number)
                 completions.append(Request(tuple(request["prompt"]), seed, request["max_tokens"]))
+        # Every request has a `max_tokens`, which replaces that of the `Sampling`.
         sampling = Sampling(max_tokens=1, temperature=temperature or 1.0, greedy=temperature == 0)
         scored_prompts = [request["prompt"] for request in requests if request["scores_prompt"]]
         with_top = [request for request in requests if request["top_prompt"]]
@@ -308,20 +332,21 @@ class Operations:
     def _sample_here(
         self, requests: Sequence[Request], sampling: Sampling, stop_ids: Sequence[int]
     ) -> list[Answer]:
-        """Samples with the session's model; returns the completions in the requests' order.
+        """Samples with the session's model; each data-parallel rank samples a part of the requests.
 
-        Each data-parallel rank samples a share of the requests.
+        Returns:
+            The completion of each request, in the order of the requests.
         """
         session = self.session
         rows = session.recipe.rollout.per_device_generation_batch_size
         engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
-        mine = session.world.data_parallel
+        group = session.world.data_parallel
         with session.computing():
-            sampled = engine.sample(requests[mine.rank :: mine.size], sampling)
+            sampled = engine.sample(requests[group.rank :: group.size], sampling)
         by_rank = session.world.gather([completion.as_json() for completion in sampled])
-        replicas = len(by_rank) // mine.size  # adjacent ranks with the same requests
-        by_group = by_rank[::replicas]
-        return [by_group[i % mine.size][i // mine.size] for i in range(len(requests))]
+        replicas = len(by_rank) // group.size  # adjacent ranks that sampled the same requests
+        by_share = by_rank[::replicas]
+        return [by_share[i % group.size][i // group.size] for i in range(len(requests))]
 
     def _sample_there(
         self,
@@ -330,7 +355,7 @@ class Operations:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[Answer]:
-        """Samples with the vLLM server. Rank 0 calls it."""
+        """Samples with the vLLM server, as `_sample_here`. Only rank 0 calls it."""
         assert self._served is not None
         sampled = self._served.sample(state, requests, sampling, stop_ids)
         return [completion.as_json() for completion in sampled]
@@ -338,45 +363,50 @@ class Operations:
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
     ) -> list[list[list[list[float]]]]:
-        """Finds the likeliest tokens at each token of a prompt after the first.
+        """Finds the likeliest tokens at each token of the prompts after the first.
+
+        Args:
+            prompts: The token ids of each prompt.
+            widths: For each prompt, how many tokens to find.
 
         Returns:
-            For each prompt, token and one of `width` likeliest: [id, log-probability].
+            [prompts][tokens after the first][width]: [id, log-probability], the likeliest first.
         """
-        every = self._run_head(prompts, head_top(max(widths, default=1)))
-        return [[row[:width] for row in rows] for rows, width in zip(every, widths, strict=True)]
+        widest = self._run_head(prompts, head_top(max(widths, default=1)))
+        return [[row[:width] for row in rows] for rows, width in zip(widest, widths, strict=True)]
 
     def _run_head(self, prompts: Sequence[Sequence[int]], head: HeadFunction) -> list[list[Any]]:
-        """Computes `head` at each prompt's tokens after the first, with the adapter in the model.
+        """Computes `head` at each token of the prompts after the first.
+
+        The adapter in the model takes part.
 
         Returns:
-            A result for each of these tokens, for each prompt.
+            For each prompt, a result for each of these tokens; empty for a prompt of one token.
         """
         data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
         if not data:
             return [[] for _ in prompts]
         session = self.session
-        scored: dict[int, list[Any]] = {}
+        results: dict[int, list[Any]] = {}
         with evaluating(session.model), session.computing():
             for micro_batch in make_batch(data, session.recipe, session.world).micro_batches:
                 inputs = micro_batch.to(session.world.device).inputs
                 values = session.model(**inputs, head_function=head)
-                scored |= by_datum(micro_batch, values.cpu(), data)
-        scores = iter(self._gather(scored, len(data)))
-        return [next(scores) if len(prompt) > 1 else [] for prompt in prompts]
+                results |= group_by_datum(micro_batch, values.cpu(), data)
+        in_order = iter(self._gather(results, len(data)))
+        return [next(in_order) if len(prompt) > 1 else [] for prompt in prompts]
 
-    def _describe(self, loss: float, scored: Mapping[int, list[Any]], count: int) -> Answer:
-        return {"loss": loss, "log_probabilities": self._gather(scored, count)}
-
-    def _gather(self, scored: Mapping[int, list[Any]], count: int) -> list[list[Any]]:
+    def _gather(self, results: Mapping[int, list[Any]], count: int) -> list[list[Any]]:
         """Gathers the results of all ranks; returns them in the order of the datums.
 
-        scored: Index of a datum -> its result, on this rank.
+        Args:
+            results: Index of a datum -> the result, for this rank's datums.
+            count: The number of datums on all ranks.
         """
-        of_all: dict[int, list[Any]] = {}
-        for of_rank in self.session.world.gather([*scored.items()]):
-            of_all |= dict(of_rank)
-        return [of_all[index] for index in range(count)]
+        results_of_all: dict[int, list[Any]] = {}
+        for items in self.session.world.gather([*results.items()]):
+            results_of_all |= dict(items)
+        return [results_of_all[index] for index in range(count)]
 
 
 OPERATIONS: Mapping[str, Callable[..., Answer]] = {
@@ -391,7 +421,7 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
 
 
 def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments, with an `AdapterForm` in place of its fields."""
+    """Returns the arguments; their `form`, if there is one, is made an `AdapterForm`."""
     if "form" not in arguments:
         return dict(arguments)
     return {**arguments, "form": AdapterForm(**arguments["form"])}
@@ -401,68 +431,73 @@ def _make_measure(
     loss: str,
     options: Mapping[str, float],
     data: Sequence[Mapping[str, Any]],
-    scores: dict[int, list[Any]],
+    logprobs: dict[int, list[Any]],
 ) -> TokenMeasure:
-    """Makes the function that computes the loss of each position.
+    """Makes the function that computes the loss of each position of a micro-batch.
 
-    It returns zeros for a filler, whose backward takes part in the ranks' collectives.
+    For a filler it computes zeros from the model's output: the backward of these zeros takes part
+    in the ranks' collectives.
 
     Args:
         loss: The name of the loss in `LOSSES`.
-        options: Its options; the others keep their defaults.
+        options: The options that the client gave; the others have their defaults.
         data: All datums of the batch.
-        scores: Filled by the function: index of a datum -> log-probabilities of its targets.
+        logprobs: The function adds to it: index of a datum -> log-probabilities of the targets.
     """
-    row = LOSSES[loss]
-    defaults = {name: value for name, value in row.options.items() if value is not None}
-    chosen = {**defaults, **options}
+    token_loss = LOSSES[loss]
+    defaults = {name: value for name, value in token_loss.options.items() if value is not None}
+    all_options = {**defaults, **options}
 
     def measure(log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
         if not micro_batch.example_ids:
             return log_probabilities * 0.0
         documents = micro_batch.trained_documents
         assert micro_batch.columns is not None and documents is not None
-        scores.update(by_datum(micro_batch, log_probabilities.detach(), data))
-        losses = row.compute(log_probabilities, micro_batch.columns, chosen, documents)
+        logprobs.update(group_by_datum(micro_batch, log_probabilities.detach(), data))
+        losses = token_loss.compute(log_probabilities, micro_batch.columns, all_options, documents)
         return losses if micro_batch.targets is None else losses.sum(1)
 
     return measure
 
 
-def _summed(measure: TokenMeasure) -> LossFunction:
-    """Makes the function that sums the loss over positions, for `Session.forward_backward`."""
+def _sum_over_positions(measure: TokenMeasure) -> LossFunction:
+    """Makes the loss function for `Session.forward_backward`, a sum over positions."""
     return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
 
 
-def _sum_by_owner(
-    of_tokens: Tensor, micro_batch: MicroBatch, owners: Sequence[int], count: int
+def _sum_by_adapter(
+    losses: Tensor, micro_batch: MicroBatch, owners: Sequence[int], count: int
 ) -> Tensor:
-    """Sums values of positions by the adapter of their datum.
+    """Sums the losses of a micro-batch by adapter.
 
     Args:
-        of_tokens: fp32[positions].
-        micro_batch: The micro-batch of these positions.
+        losses: fp32[positions].
+        micro_batch: The micro-batch of these positions; a filler adds nothing.
         owners: For each datum of the batch, the index of its adapter.
         count: The number of adapters.
 
     Returns:
         fp32[count].
     """
-    sums = torch.zeros(count, device=of_tokens.device)
+    sums = torch.zeros(count, device=losses.device)
     if not micro_batch.example_ids:
         return sums
     documents = micro_batch.trained_documents
     assert documents is not None
     adapters = torch.tensor([owners[i] for i in micro_batch.example_ids], device=sums.device)
-    return sums.index_add(0, adapters[documents], of_tokens)
+    return sums.index_add(0, adapters[documents], losses)
 
 
 def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
+    """Makes a datum whose targets are the tokens of a prompt after the first."""
     return {"tokens": prompt[:-1], "inputs": {"target_tokens": prompt[1:]}}
 
 
 def cut_at(sampled: Sampled, texts: Sequence[str], decode: Callable[[list[int]], str]) -> Sampled:
-    """Cuts a completion after the token that completes one of `texts`."""
+    """Cuts a completion after the first token at which the text has one of `texts`.
+
+    Returns the completion unchanged if it has none of them.
+    """
     ids = sampled.token_ids
 
     def has_ended(end: int) -> bool:

@@ -1,6 +1,6 @@
 """`finetune serve-training`: the command, and the script that it starts on every rank.
 
-Rank 0 speaks HTTP. It announces each operation to the other ranks, and all do it together.
+Rank 0 serves HTTP. It announces each operation to the other ranks, and all ranks do it together.
 """
 
 import argparse
@@ -39,18 +39,22 @@ if TYPE_CHECKING:
     from finetune.distributed.world import World
     from finetune.service.operations import Operations
 
-KEY = "FINETUNE_API_KEY"
+KEY = "FINETUNE_API_KEY"  # the environment variable of the secret that clients send
 PACKAGES = ("starlette", "uvicorn", "google.protobuf")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TURN_SECONDS = 2.0  # an idle rank 0 announces NOTHING after this time
+# What rank 0 announces in place of an operation.
 NOTHING = ""
 STOP = "stop"
 
 
 def serve_training_command(options: argparse.Namespace) -> int:
-    """Starts the server on the ranks; returns its exit code. Raises `UserError`."""
+    """Starts the server on every rank, waits for its end, and returns the exit code.
+
+    Raises `UserError` for mistakes that can be found before the start.
+    """
     recipe = prepare(read_recipe(options.recipe, options.overrides, needs_data=False))
-    _find_key(options.host)
+    _read_key(options.host)  # for its error
     if not all(map(_is_installed, PACKAGES)):
         raise UserError(
             f"serve-training needs Starlette, uvicorn and protobuf: {install_command('serve')}"
@@ -63,16 +67,19 @@ def serve_training_command(options: argparse.Namespace) -> int:
 
 
 def prepare(recipe: Recipe) -> Recipe:
-    """Returns the recipe without its data. Raises `UserError` for keys that a service ignores."""
+    """Returns the recipe without data sets, since clients send the data.
+
+    Raises `UserError` for a recipe without adapters, and for keys that a service does not support.
+    """
     lora = recipe.lora
     if not lora.use_peft:
         raise UserError("serve-training: clients train adapters; set use_peft: true")
-    refused = {
+    values = {
         "use_dora": lora.use_dora,
         "oft_block_size": lora.oft_block_size,
         "modules_to_save": lora.modules_to_save,
         "lora_target_parameters": lora.lora_target_parameters,
-        "lora_target_modules": lora.adapts_head,
+        "lora_target_modules": lora.adapts_head,  # other modules are served
         "rank_pattern": lora.rank_pattern,
         "alpha_pattern": lora.alpha_pattern,
         "lora_dropout": lora.lora_dropout,
@@ -80,12 +87,12 @@ def prepare(recipe: Recipe) -> Recipe:
         "adapters": lora.adapters,
         "optim_in_backward": recipe.optimization.optim_in_backward,
     }
-    named = [name for name, value in refused.items() if value]
+    refused = [name for name, value in values.items() if value]
     if recipe.optimization.optim_offload != "none":
-        named.append("optim_offload")
-    if named:
+        refused.append("optim_offload")
+    if refused:
         raise UserError(
-            f"serve-training: {', '.join(named)}: cannot be combined with it; leave them out"
+            f"serve-training: {', '.join(refused)}: cannot be combined with it; leave them out"
         )
     data = replace(recipe.data, datasets=(), eval_datasets=(), eval_split_size=None)
     return replace(recipe, data=data)
@@ -94,8 +101,8 @@ def prepare(recipe: Recipe) -> Recipe:
 def refuse_layout(sharding: Sharding) -> None:
     """Raises `UserError` for a layout that a service does not support."""
     is_served = sharding.layout in ("single", "ddp", "fsdp2")
-    others = sharding.ranks_per_row * sharding.pipeline_parallel_size
-    if not is_served or others > 1 or sharding.mixed_precision == "fp16":
+    shares_rows = sharding.ranks_per_batch > 1
+    if not is_served or shares_rows or sharding.mixed_precision == "fp16":
         raise UserError(
             "serve-training: one process, DDP and FSDP2 are served, in bf16 or float32; choose "
             "such an Accelerate file"
@@ -103,16 +110,17 @@ def refuse_layout(sharding: Sharding) -> None:
 
 
 def _is_installed(package: str) -> bool:
+    """Whether a package, or a subpackage by its dotted name, can be imported."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
-def _find_key(host: str) -> str | None:
-    """Returns the clients' key of the environment, or None.
+def _read_key(host: str) -> str | None:
+    """Reads the key that clients must send from the environment; None: they send none.
 
-    Raises `UserError` without one where other machines reach the server.
+    Raises `UserError` if there is no key and other machines can reach `host`.
     """
     key = os.environ.get(KEY)
     if host not in LOOPBACK and not key:
@@ -124,7 +132,7 @@ def _find_key(host: str) -> str | None:
 
 
 def main() -> None:
-    """Serves on this rank until SIGTERM or SIGINT."""
+    """Takes part in the server as one rank, until rank 0 gets SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="finetune/service/serve.py", allow_abbrev=False)
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--config")
@@ -134,23 +142,23 @@ def main() -> None:
     recipe = prepare(read_recipe(options.recipe, overrides, needs_data=False))
     sharding = read_sharding(options.config, recipe.run.accelerate_config, os.environ)
     refuse_layout(sharding)
-    key = _find_key(options.host)
+    key = _read_key(options.host)
     set_library_environment(deterministic=recipe.run.deterministic)
     from finetune.service.operations import Operations
     from finetune.session import Session
 
-    stopping = _listen()
+    signals = _collect_signals()
     with Session(recipe, sharding) as session:
         folder = session.folder / "service"
         operations = Operations(session, folder / "states", options.vllm_server)
         if session.world.is_main:
-            _lead(operations, folder, options, key, stopping)
+            _lead(operations, folder, options, key, signals)
         else:
             _follow(operations)
 
 
-def _listen() -> list[int]:
-    """Returns a list to which each SIGTERM and SIGINT appends its number."""
+def _collect_signals() -> list[int]:
+    """Handles SIGTERM and SIGINT; returns a list to which each of them appends its number."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -162,7 +170,7 @@ def _listen() -> list[int]:
 
 
 def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
-    """Sends an operation to the other ranks, which wait for it in `_follow`."""
+    """Sends an operation, NOTHING or STOP to the other ranks, which wait for it in `_follow`."""
     world.gather([operation, arguments])
 
 
@@ -177,7 +185,7 @@ def _follow(operations: "Operations") -> None:
         if operation == STOP:
             return
         if operation != NOTHING:
-            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers the error
+            with suppress(AgreedError), sharing_failure(world):  # rank 0 answers an `AgreedError`
                 operations.run(operation, arguments)
 
 
@@ -186,16 +194,16 @@ def _lead(
     folder: Path,
     options: argparse.Namespace,
     key: str | None,
-    stopping: list[int],
+    signals: list[int],
 ) -> None:
     """Serves clients on rank 0 until a signal is received.
 
     Args:
-        operations: Those of this rank.
+        operations: The operations of this rank.
         folder: The folder of the ledger and the states.
         options: The options of the command.
-        key: The key that clients must send; None: none.
-        stopping: What `_listen` returned.
+        key: The key that clients must send; None: they send none.
+        signals: The list that `_collect_signals` returned. The server stops once it is not empty.
     """
     from finetune.service.failure import sharing_failure, watch_for_failure
     from finetune.service.server import Border, start_server
@@ -203,7 +211,7 @@ def _lead(
 
     world = operations.session.world
 
-    def run(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def run_on_all(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         with sharing_failure(world):
             _announce(world, operation, arguments)
             return operations.run(operation, arguments)
@@ -211,7 +219,7 @@ def _lead(
     service = Service(
         operations,
         folder,
-        run,
+        run_on_all,
         most_stacked=max(1, options.max_stacked),
         most_sessions=options.max_sessions,
         most_body_bytes=read_size(options.max_body),
@@ -223,7 +231,7 @@ def _lead(
     print(f"serving {service.model_name} at {url}")
     shown_key = "tml-any" if key is None else f"${KEY}"
     print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
-    while not stopping:
+    while not signals:
         if not service.work(TURN_SECONDS):
             _announce(world, NOTHING)  # a collective of idle ranks would time out
     server.should_exit = True

@@ -1,4 +1,4 @@
-"""Samples with clients' adapters on a vLLM server, which reads their states from disk."""
+"""Samples with clients' adapters on a vLLM server, which reads the states from disk."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +11,24 @@ from finetune.rollout.engine import Request, Sampled, Sampling
 from finetune.rollout.vllm import VllmServer
 from finetune.rollout.vllm_answers import ServedModels
 
-KEY = "--vllm-server"
+KEY = "--vllm-server"  # the option, for messages
 MOST_LOADED = 16  # adapters that the server has loaded at once
 
 
 class ServedAdapters:
-    """The adapters that a vLLM server has loaded. Only rank 0 has it."""
+    """A vLLM server, and the adapters that it has loaded. Only rank 0 has it."""
 
     def __init__(self, url: str, recipe: Recipe, states: Path, vocabulary: int) -> None:
-        """Checks that the server can sample for the recipe's base; raises `UserError` if not.
+        """Checks that the server can sample for the recipe's base.
 
         Args:
-            url: The server's root.
+            url: The server's URL, with or without /v1.
             recipe: The recipe of the service.
-            states: The folder of all states.
+            states: The folder of all states, which the server can read.
             vocabulary: The number of tokens in the vocabulary.
+
+        Raises:
+            UserError: The server cannot sample for the base.
         """
         address = url.rstrip("/").removesuffix("/v1")
         self._server = VllmServer(address, recipe.rollout.vllm_server_timeout, KEY)
@@ -42,7 +45,7 @@ class ServedAdapters:
         sampling: Sampling,
         stop_ids: Sequence[int],
     ) -> list[Sampled]:
-        """Samples a completion of each request with the adapter of a state, or with the base."""
+        """Samples a completion of each request with the adapter in a state; None: with the base."""
         model = self._base if state is None else self._load(state)
 
         def complete(request: Request) -> Sampled:
@@ -52,10 +55,15 @@ class ServedAdapters:
             return list(pool.map(complete, requests))
 
     def _load(self, state: str) -> str:
-        """Has the server load a state, and unload the oldest above MOST_LOADED.
+        """Makes the server load the adapter in a state, unless it is loaded already.
+
+        The server unloads the first adapters of its list, so that MOST_LOADED are not exceeded.
 
         Returns:
             The server's name of the adapter.
+
+        Raises:
+            UserError: The server does not load it.
         """
         folder = self._states / state
         loaded = [
@@ -63,9 +71,9 @@ class ServedAdapters:
             for each in self._server.ask(ServedModels).data
             if Path(each.root).is_relative_to(self._states)
         ]
-        known = [each.id for each in loaded if Path(each.root).is_relative_to(folder)]
-        if known:
-            return known[0]
+        for each in loaded:
+            if Path(each.root).is_relative_to(folder):
+                return each.id
         for each in loaded[: len(loaded) + 1 - MOST_LOADED]:
             self._server.send("/v1/unload_lora_adapter", {"lora_name": each.id})
         name = f"{self._states.parents[1].name}/{state}".replace("/", "-")

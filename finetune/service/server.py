@@ -1,4 +1,4 @@
-"""The service over HTTP: Starlette routes requests to `ENDPOINTS`, and uvicorn serves them."""
+"""The service over HTTP: Starlette routes requests to `ENDPOINTS`. uvicorn runs it."""
 
 import asyncio
 import hmac
@@ -24,64 +24,77 @@ from finetune.service.wire import read_forward_backward
 
 API = "/api/v1/"
 LONGEST_WAIT_SECONDS = 20.0  # a client that waits longer for a result has to ask again
-LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")  # hosts in URLs that mean this machine
 
-
-Act = Callable[[Mapping[str, Any]], Awaitable[Response]]
-Decode = Callable[[bytes], dict[str, Any]]
-# The decoders of bodies that are not JSON, by path.
+Act = Callable[[Mapping[str, Any]], Awaitable[Response]]  # decoded request -> response
+Decode = Callable[[bytes], dict[str, Any]]  # a request's body -> its fields
+# Path -> the decoder of a body that is not JSON.
 DECODERS: Mapping[str, Decode] = {"forward_backward": read_forward_backward}
 
 
 class Border:
-    """The border between HTTP and the service: checks senders and sizes, decodes, and waits."""
+    """The border between HTTP and the service: checks senders and sizes, decodes, and waits.
+
+    It runs in the thread of the HTTP server. The endpoints run in a pool of threads, and the
+    requests that they accept in the main thread.
+    """
 
     def __init__(self, service: Service, key: str | None) -> None:
         """Makes the border of a service.
 
-        key: The key that clients must send; None: none, and they must be on this machine.
+        key: The key that clients must send; None: they need none, but must be on this machine.
         """
         self._service = service
         self._key = key
         self._lock = threading.Lock()
+        # what `_next_change` returned since the last change, each with the loop that waits for it
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         service.ledger.on_change = self._wake
 
     def make_app(self) -> Starlette:
         """Makes the application, with a route for each endpoint."""
         acts: dict[tuple[str, str], Act] = {
-            key: partial(self._call, handler) for key, handler in ENDPOINTS.items()
+            endpoint: partial(self._call_handler, handler)
+            for endpoint, handler in ENDPOINTS.items()
         }
         acts["POST", "retrieve_future"] = self._retrieve
         routes = []
         for (method, path), act in acts.items():
-            serve = partial(self._serve, act, DECODERS.get(path, _decode))
+            serve = partial(self._serve, act, DECODERS.get(path, _decode_json))
             routes.append(Route(API + path, serve, methods=[method]))
-        return Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+        return Starlette(
+            routes=routes, exception_handlers={404: _answer_unknown, 405: _answer_unknown}
+        )
 
     async def _serve(self, act: Act, decode: Decode, request: Request) -> Response:
-        """Answers a request by `act`, or with the status of its error."""
+        """Checks and decodes a request, and answers it by `act`, or with an error."""
         try:
             self._check_sender(request)
             body = await self._read_body(request)
             answer = await act({**decode(body), **request.path_params})
         except UserError as error:
-            return _refuse(404 if "is not known here" in str(error) else 422, str(error))
+            is_unknown = "is not known here" in str(error)  # the words of `Ledger`
+            return _make_error(404 if is_unknown else 422, str(error))
         except PermissionError as error:
-            return _refuse(401, str(error))
+            return _make_error(401, str(error))
         return answer
 
     def _check_sender(self, request: Request) -> None:
+        """Raises `PermissionError` for a request without the server's key.
+
+        If the server has no key, raises it for a request whose URL names another machine.
+        """
         if self._key is None:
             # a page in a browser may reach 127.0.0.1 by its own host name (DNS rebinding)
             if request.url.hostname not in LOCAL:
                 raise PermissionError(f"host: {request.url.hostname!r} is not this machine")
             return
-        given = request.headers.get("X-API-Key", "")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        sent_key = request.headers.get("X-API-Key", "")
+        if not hmac.compare_digest(sent_key.encode(), self._key.encode()):
             raise PermissionError("X-API-Key: is not the server's key")
 
     async def _read_body(self, request: Request) -> bytes:
+        """Reads the body of a request. Raises `UserError` once it is too large."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -89,16 +102,22 @@ class Border:
                 raise UserError(f"the body is larger than {self._service.most_body_bytes} bytes")
         return bytes(body)
 
-    async def _call(self, handler: Handler, sent: Mapping[str, Any]) -> Response:
+    async def _call_handler(self, handler: Handler, sent: Mapping[str, Any]) -> Response:
+        """Calls an endpoint's handler, in a thread because it may wait for the disk or a lock."""
         return JSONResponse(await run_in_threadpool(handler, self._service, sent))
 
     async def _retrieve(self, sent: Mapping[str, Any]) -> Response:
-        """Waits for a result; after LONGEST_WAIT_SECONDS asks the client to try again."""
+        """Answers with a request's result once there is one.
+
+        After LONGEST_WAIT_SECONDS it asks the client to try again.
+        """
         name = sent.get("request_id")
         clock = asyncio.get_running_loop().time
         deadline = clock() + LONGEST_WAIT_SECONDS
         while True:
-            change = self._next_change()
+            change = (
+                self._next_change()
+            )  # first, so that a result after the next line ends the wait
             result: Result | None = await run_in_threadpool(self._service.ledger.result, name)
             if result is not None:
                 return Response(result.content, media_type=result.media)
@@ -109,7 +128,7 @@ class Border:
         return JSONResponse(waiting, 408)
 
     def _next_change(self) -> "asyncio.Future[None]":
-        """Returns a future that is done after the ledger's next result."""
+        """Returns a future that is done once the ledger has a new result, of any request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -117,30 +136,33 @@ class Border:
         return future
 
     def _wake(self) -> None:
-        """Ends the waiting for a result. The thread that made it calls this."""
+        """Completes the futures of `_next_change`. The thread that wrote a result calls this."""
         with self._lock:
             waiting = self._waiting
             self._waiting = []
         for loop, future in waiting:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_set, future)
+                loop.call_soon_threadsafe(_complete, future)
 
 
-def _set(future: "asyncio.Future[None]") -> None:
+def _complete(future: "asyncio.Future[None]") -> None:
+    """Completes a future, unless it is done."""
     if not future.done():
         future.set_result(None)
 
 
-def _refuse(status: int, error: str) -> Response:
+def _make_error(status: int, error: str) -> Response:
+    """Makes the API's answer to a request that is refused."""
     return JSONResponse({"error": error, "category": "user", "detail": error}, status)
 
 
-async def _unknown(request: Request, _: Exception) -> Response:
-    return _refuse(404, f"{request.method} {request.url.path}: is not served")
+async def _answer_unknown(request: Request, _: Exception) -> Response:
+    """Answers a request whose path or method no route has."""
+    return _make_error(404, f"{request.method} {request.url.path}: is not served")
 
 
-def _decode(body: bytes) -> dict[str, Any]:
-    """Decodes the JSON object of a request. Raises `UserError` for any other body."""
+def _decode_json(body: bytes) -> dict[str, Any]:
+    """Decodes a body that is a JSON object, or empty. Raises `UserError` for any other."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError):
@@ -151,9 +173,13 @@ def _decode(body: bytes) -> dict[str, Any]:
 
 
 def start_server(app: Starlette, host: str, port: int) -> tuple[uvicorn.Server, int]:
-    """Serves in a thread; returns (the server, its port).
+    """Serves an application in a thread of its own.
 
-    Raises `UserError` where the port is taken or the host is not this machine.
+    Returns:
+        The server, and its port, which is chosen here if `port` is 0.
+
+    Raises:
+        UserError: The port is taken, or the host is not this machine.
     """
     try:
         listener = socket.create_server((host, port))

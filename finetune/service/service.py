@@ -1,4 +1,4 @@
-"""A service without HTTP: the facts about its model, and how requests are done on rank 0."""
+"""A service without HTTP: the facts about the model, and how rank 0 does the requests."""
 
 import json
 import time
@@ -20,16 +20,17 @@ from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, w
 from finetune.units import disk_size
 
 JSON = "application/json"
-SAMPLERS_KEPT = 32  # samplers of a model without a checkpoint's path
-MOST_WAITING = 10_000
-USES_GRADIENTS = ("forward_backward", "optim_step", "load")
+SAMPLERS_KEPT = 32  # of each model, the samplers that were saved without a checkpoint
+MOST_WAITING = 10_000  # requests
+USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
+# The arguments of a request "sample" that differ between requests of one pass.
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
-Records = dict[tuple[str, str], Mapping[str, Any]]
-Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+Records = dict[tuple[str, str], Mapping[str, Any]]  # (kind, id) -> body, as in the ledger
+Run = Callable[[str, Mapping[str, Any]], dict[str, Any]]  # (operation, arguments) -> answer
 
 
 class Service:
-    """The state of rank 0: the ledger, and the facts about the model that clients ask for."""
+    """The server's state on rank 0: the ledger, and the facts about the model for clients."""
 
     def __init__(
         self,
@@ -48,10 +49,10 @@ class Service:
             operations: The operations of this rank.
             folder: The folder of the ledger and the states.
             run: Does an operation on all ranks, as `Operations.run` does on one.
-            most_stacked: The limit of adapters that share a pass of the base.
-            most_sessions: The limit of open sessions.
-            most_body_bytes: The limit of a request's body.
-            most_disk_bytes: The limit of all states together.
+            most_stacked: The most adapters that share a forward and backward of the base.
+            most_sessions: The most sessions that may be open.
+            most_body_bytes: The largest body of a request.
+            most_disk_bytes: The largest size of all states together.
         """
         make_folder(folder / "states")
         recipe = operations.session.recipe
@@ -63,7 +64,7 @@ class Service:
             most_tokens=recipe.data.max_length * recipe.batch.per_device_train_batch_size,
         )
         self.model_name = recipe.model.model_name_or_path or ""
-        self.tokenizer_name = _find_name(self.model_name)
+        self.tokenizer_name = _name_tokenizer(self.model_name)
         self.architecture = type(unwrap(operations.session.model)).__name__
         self.limits = operations.limits
         self.largest_rank = recipe.lora.lora_r
@@ -78,16 +79,17 @@ class Service:
         self.remove_unused()
 
     def seed_of(self, name: str) -> int:
-        """Derives a seed for a request without one.
+        """Derives a seed from the run's seed, for a request without a seed.
 
-        name: The request's name without its session: a script that runs again gets the same seeds.
+        name: The request's name without the session's, so that a script that runs again gets the
+            same seeds.
         """
         return seed_of(self._seed, name)
 
     def describe_model(
         self, session: str, form: AdapterForm, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns the record of a model before its first request is done."""
+        """Returns the record of a new model, which has no state yet."""
         texts = None if metadata is None else {key: str(value) for key, value in metadata.items()}
         return {
             "session": session,
@@ -99,7 +101,7 @@ class Service:
         }
 
     def work(self, seconds: float) -> bool:
-        """Does the next requests; returns False if none came within `seconds`."""
+        """Does the next request, or several together; returns False if none came in `seconds`."""
         requests = self.ledger.take(seconds)
         self._in_hand = requests
         if not requests:
@@ -111,7 +113,10 @@ class Service:
     def _answer(
         self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]
     ) -> None:
-        """Does requests by `act`. An error becomes their answer; a program's fault is printed."""
+        """Does requests by `act`, which answers them. An error of it becomes their answer.
+
+        An error that is not the user's is printed, too.
+        """
         try:
             act(requests)
         except UserError as error:
@@ -121,12 +126,18 @@ class Service:
             traceback.print_exc()
 
     def give_up(self, error: str) -> None:
-        """Answers the requests in hand with an error, from the thread of `watch_for_failure`."""
+        """Answers the requests that are being done with an error.
+
+        The thread of `watch_for_failure` calls it, while the main thread waits in a collective.
+        """
         self._fail(self._in_hand, error, "server")
 
     def _fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
-        """Answers requests with an error, in the API's form; their models' gradients are lost."""
-        result = _json({"error": error, "category": category})
+        """Answers requests with an error. Their models lose the gradients if the requests use them.
+
+        category: By the API, "user" or "server": whose mistake it is.
+        """
+        result = _make_json_result({"error": error, "category": category})
         for request in requests:
             drops_gradients = request.operation in USES_GRADIENTS
             self.ledger.finish(request, result, {}, drops_gradients=drops_gradients)
@@ -138,7 +149,10 @@ class Service:
             return
         (request,) = requests
         operation = request.operation
-        result, records = self._save(request) if operation == "save" else self._train(request)
+        if operation == "save":
+            result, records = self._save(request)
+        else:
+            result, records = self._train(request)
         makes_gradients = operation == "forward_backward"
         self.ledger.finish(
             request,
@@ -151,40 +165,50 @@ class Service:
             self.remove_unused()
 
     def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
-        """Does one operation on a model; returns (the result, the model's record if it changed)."""
+        """Does any operation but "save" on a model.
+
+        Returns:
+            The result, and the model's record if the operation changes it.
+
+        Raises:
+            UserError: The operation fails, or is "refuse".
+        """
         if request.operation == "refuse":
             raise UserError(request.arguments["error"])
         name = request.queue
         operation = request.operation
-        starts = operation in ("create", "load")
-        model = self.ledger.find("model", name) if starts else self._find_made(request)
-        given = dict(request.arguments)
+        can_be_first = operation in ("create", "load")
+        if can_be_first:  # the model may have no state yet
+            model = self.ledger.find("model", name)
+        else:
+            model = self._find_started(request)
+        more_arguments = dict(request.arguments)
         arguments: dict[str, Any] = {"form": model["form"], "state": model["state"]}
-        if starts:
-            arguments["state"] = given.pop("from")
-        path = given.pop("path", None)
-        if operation != "forward" and operation != "create":
+        if can_be_first:
+            arguments["state"] = more_arguments.pop("from")
+        path = more_arguments.pop("path", None)  # only for the reply
+        if operation not in ("forward", "create"):
             arguments["model"] = name
         writes_state = operation in ("create", "load", "optim_step")
         if writes_state:
             self._refuse_full_disk()
             arguments["target"] = f"{name.replace(':', '-')}/{request.seq:08d}"
-        answer = self._run(operation, arguments | given)
+        answer = self._run(operation, arguments | more_arguments)
         if not writes_state:
-            return _describe_outputs(answer), {}
-        changed = {"state": arguments["target"], "bytes": answer["bytes"], "at": time.time()}
-        records: Records = {("model", name): model | changed}
+            return _make_output_result(answer), {}
+        changes = {"state": arguments["target"], "bytes": answer["bytes"], "at": time.time()}
+        records: Records = {("model", name): model | changes}
         replies: dict[str, Any] = {
             "create": {"type": "create_model", "model_id": name},
             "load": {"type": "load_weights", "path": path, "model_id": name},
             "optim_step": {"metrics": {"grad_norm:mean": answer.get("grad_norm", 0.0)}},
         }
-        return _json(replies[operation]), records
+        return _make_json_result(replies[operation]), records
 
     def _train_together(self, requests: Sequence[QueuedRequest]) -> None:
-        """Does `forward_backward` of several models in one pass.
+        """Does `forward_backward` of several models in one pass of the base.
 
-        After an error it does one after another: only the faulty request gets the error.
+        After an error it does one request after another, so that only the faulty one fails.
         """
         try:
             parts = [self._describe_part(request) for request in requests]
@@ -195,11 +219,11 @@ class Service:
                 self._answer(self._do, [request])
             return
         for request, answer in zip(requests, together["answers"], strict=True):
-            self.ledger.finish(request, _describe_outputs(answer), {}, keeps_gradients=True)
+            self.ledger.finish(request, _make_output_result(answer), {}, keeps_gradients=True)
 
     def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
-        """Returns the request's part of `forward_backward_together`."""
-        model = self._find_made(request)
+        """Returns a request as one of the `parts` of `Operations.forward_backward_together`."""
+        model = self._find_started(request)
         return {
             "model": request.queue,
             "form": model["form"],
@@ -207,19 +231,26 @@ class Service:
             "data": request.arguments["data"],
         }
 
-    def _find_made(self, request: QueuedRequest) -> dict[str, Any]:
-        """Finds the record of a request's model. Raises `UserError` for a model without a state."""
+    def _find_started(self, request: QueuedRequest) -> dict[str, Any]:
+        """Returns the record of a request's model.
+
+        Raises `UserError` for a model without a state, whose first request has failed.
+        """
         model = self.ledger.find("model", request.queue)
         if model["state"] is None:
             raise UserError(f"model {request.queue!r}: was not made; its first request has failed")
         return model
 
     def _save(self, request: QueuedRequest) -> tuple[Result, Records]:
-        """Makes a checkpoint, or without a name a sampler: a record with the model's state.
+        """Makes a checkpoint with the model's state, or a sampler if the request has no name.
 
-        The state stays on disk as long as a record has it.
+        Both are only a record: no file is written. The state stays on disk as long as a record has
+        it.
+
+        Returns:
+            The result, and the new record.
         """
-        model = self._find_made(request)
+        model = self._find_started(request)
         if request.arguments["name"] is None:
             return self._save_for_sampler(request, model)
         return self._save_by_name(request, model)
@@ -227,8 +258,9 @@ class Service:
     def _save_for_sampler(
         self, request: QueuedRequest, model: Mapping[str, Any]
     ) -> tuple[Result, Records]:
-        given = request.arguments
-        sampler = f"{model['session']}:sample:{given['sampler_seq']}"
+        """Makes the record of a sampler; returns the result and the record."""
+        arguments = request.arguments
+        sampler = f"{model['session']}:sample:{arguments['sampler_seq']}"
         record = {
             "state": model["state"],
             "form": model["form"],
@@ -238,17 +270,18 @@ class Service:
             "model": request.queue,
             "at": time.time(),
         }
-        answer = {"type": _answer_type(given), "sampling_session_id": sampler}
-        return _json(answer), {("sampler", sampler): record}
+        answer = {"type": _name_answer(arguments), "sampling_session_id": sampler}
+        return _make_json_result(answer), {("sampler", sampler): record}
 
     def _save_by_name(
         self, request: QueuedRequest, model: Mapping[str, Any]
     ) -> tuple[Result, Records]:
-        given = request.arguments
-        path = f"tinker://{request.queue}/{given['segment']}/{given['name']}"
-        if not given["overwrite"] and path in self.ledger.records("checkpoint"):
+        """Makes the record of a checkpoint; returns the result and the record."""
+        arguments = request.arguments
+        path = f"tinker://{request.queue}/{arguments['segment']}/{arguments['name']}"
+        if not arguments["overwrite"] and path in self.ledger.records("checkpoint"):
             raise UserError(f"{path}: exists; choose another name, or overwrite it")
-        ttl = given["ttl_seconds"]
+        ttl = arguments["ttl_seconds"]  # None: the checkpoint does not expire
         now = time.time()
         record = {
             "state": model["state"],
@@ -257,22 +290,25 @@ class Service:
             "bytes": model["bytes"],
             "at": now,
             "expires": None if ttl is None else now + ttl,
-            "segment": given["segment"],
-            "name": given["name"],
-            "user_metadata": given["user_metadata"],
+            "segment": arguments["segment"],
+            "name": arguments["name"],
+            "user_metadata": arguments["user_metadata"],
         }
-        answer = {"type": _answer_type(given), "path": path}
-        return _json(answer), {("checkpoint", path): record}
+        answer = {"type": _name_answer(arguments), "path": path}
+        return _make_json_result(answer), {("checkpoint", path): record}
 
     def _sample(self, requests: Sequence[QueuedRequest]) -> None:
-        """Samples for several requests of one sampler, which `Ledger.take` returned together."""
-        first = requests[0].arguments
-        sampler = self.ledger.find("sampler", first["sampler"])
+        """Samples for requests of one sampler, with equal temperatures and stop tokens.
+
+        Completions are cut at the stop texts afterwards, and each request is answered.
+        """
+        shared = requests[0].arguments
+        sampler = self.ledger.find("sampler", shared["sampler"])
         arguments = {
             "state": sampler["state"],
             "form": sampler["form"],
-            "temperature": first["temperature"],
-            "stop_ids": first["stop_ids"],
+            "temperature": shared["temperature"],
+            "stop_ids": shared["stop_ids"],
             "requests": [
                 {name: request.arguments[name] for name in SAMPLE_ARGUMENTS} for request in requests
             ],
@@ -282,20 +318,20 @@ class Service:
         prompt_scores = iter(answer["prompts"])
         top_tokens = iter(answer["tops"])
         for request in requests:
-            given = request.arguments
-            whole = [Sampled.of_json(next(sampled)) for _ in range(given["samples"])]
+            wanted = request.arguments
+            uncut = [Sampled.of_json(next(sampled)) for _ in range(wanted["samples"])]
             completions = [
-                cut_at(completion, given["stop_texts"], self._tokenizer.decode)
-                for completion in whole
+                cut_at(completion, wanted["stop_texts"], self._tokenizer.decode)
+                for completion in uncut
             ]
-            scores = next(prompt_scores) if given["scores_prompt"] else None
-            width = given["top_prompt"]
+            scores = next(prompt_scores) if wanted["scores_prompt"] else None
+            width = wanted["top_prompt"]
             top = TopTokens(next(top_tokens), width) if width else None
             content = write_samples(completions, scores, top)
             self.ledger.finish(request, Result(PROTOBUF, content), {})
 
     def _refuse_full_disk(self) -> None:
-        """Raises `UserError` where the states exceed the limit of the disk."""
+        """Raises `UserError` if the states on disk exceed their limit."""
         files = (path for path in self._states.rglob("*") if path.is_file())
         size = sum(path.stat().st_size for path in files)
         if size > self._most_disk_bytes:
@@ -305,52 +341,64 @@ class Service:
             )
 
     def remove_unused(self) -> None:
-        """Removes old records, then the states that no model, sampler or checkpoint has."""
+        """Removes old records, then the states on disk that are not used.
+
+        A state is used by a checkpoint, or by a model or sampler of an open session.
+        """
         self._forget_old_samplers()
         self._forget_expired()
         ledger = self.ledger
-        living = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-        sessions = ledger.records("session")  # read last: other threads add sessions, then models
-        used = {each["state"] for each in living if not sessions[each["session"]]["finished"]}
+        users = [*ledger.records("model").values(), *ledger.records("sampler").values()]
+        # Read after them: another thread may just have added a session, and then a model.
+        sessions = ledger.records("session")
+        used = {each["state"] for each in users if not sessions[each["session"]]["finished"]}
         used |= {each["state"] for each in ledger.records("checkpoint").values()}
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
 
     def _forget_old_samplers(self) -> None:
-        """Removes each model's samplers without a path, except the latest SAMPLERS_KEPT."""
-        by_model: dict[str, list[str]] = {}
+        """Removes old samplers with a model's weights; the latest SAMPLERS_KEPT of each model stay.
+
+        Samplers of a checkpoint or of the base have no `model`, and all stay.
+        """
+        by_model: dict[str, list[str]] = {}  # model -> samplers, the oldest first
         samplers = self.ledger.records("sampler").items()
-        for name, each in sorted(samplers, key=lambda one: one[1].get("at", 0)):
-            if each.get("model"):
-                by_model.setdefault(each["model"], []).append(name)
+        for name, sampler in sorted(samplers, key=lambda item: item[1].get("at", 0)):
+            if sampler.get("model"):
+                by_model.setdefault(sampler["model"], []).append(name)
         for names in by_model.values():
             for name in names[:-SAMPLERS_KEPT]:
                 self.ledger.remove("sampler", name)
 
     def _forget_expired(self) -> None:
+        """Removes the records of checkpoints that have expired."""
         now = time.time()
         for path, each in self.ledger.records("checkpoint").items():
             if each["expires"] is not None and each["expires"] < now:
                 self.ledger.remove("checkpoint", path)
 
 
-def _find_name(model: str) -> str:
-    """Returns the name of the tokenizer for clients on this machine: of a folder its full path."""
+def _name_tokenizer(model: str) -> str:
+    """Returns the name by which clients load the tokenizer.
+
+    It is the full path of a folder, for clients on this machine, or else the hub name.
+    """
     folder = Path(model)
     return str(folder.resolve()) if folder.is_dir() else model
 
 
-def _describe_outputs(answer: Mapping[str, Any]) -> Result:
+def _make_output_result(answer: Mapping[str, Any]) -> Result:
+    """Makes the result of a `forward` or `forward_backward`: a protocol buffer."""
     return Result(PROTOBUF, write_forward_backward(answer["log_probabilities"], answer["loss"]))
 
 
-def _answer_type(arguments: Mapping[str, Any]) -> str:
-    """Returns Tinker's name of the answer to a save."""
+def _name_answer(arguments: Mapping[str, Any]) -> str:
+    """Returns the API's type of the answer to a "save" with these arguments."""
     if arguments["segment"] == "weights":
         return "save_weights"
     return "save_weights_for_sampler"
 
 
-def _json(content: Mapping[str, Any]) -> Result:
+def _make_json_result(content: Mapping[str, Any]) -> Result:
     return Result(JSON, json.dumps(content).encode())

@@ -1,8 +1,8 @@
-"""Several adapters in one pass of the base: each token is multiplied with its own adapter.
+"""Several adapters in one pass of the base: each token is multiplied with the adapter of its datum.
 
 The tokens of a micro-batch are sorted by adapter. The products of a layer are therefore grouped
-matrix products, like those of a mixture's experts. The factors are unsharded on every rank. The
-model's own adapter is not used.
+matrix products, like those of a mixture's experts. Every rank has the unsharded factors of all
+adapters. The model's own adapter is not used.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ Factors = tuple[Tensor, Tensor]  # A^T [adapters, in, rank], B^T [adapters, rank
 def can_stack(model: nn.Module, recipe: Recipe) -> bool:
     """Returns whether several adapters may share a pass of the model.
 
-    They may not if layers are compiled, since a pass replaces their forward, or if the model has
-    routers, since their auxiliary loss depends on all tokens together.
+    They may not if layers are compiled, because a pass replaces the forward of layers. They may not
+    if the model has routers, because the auxiliary loss depends on all tokens together.
     """
     return not recipe.model.torch_compile and find_routing(unwrap(model)) is None
 
 
 class AdapterStack:
-    """The adapters of one pass, and their gradients. Each datum belongs to one adapter."""
+    """The adapters of one pass, and the gradients of their factors."""
 
     def __init__(
         self, model: nn.Module, adapters: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
@@ -50,13 +50,14 @@ class AdapterStack:
         transformer = unwrap(model)
         device = next(iter(adapters[0].values())).device
         self._names = [name for name, _ in transformer.named_parameters() if is_adapter(name)]
-        # the stacked factors, which get the gradients: [adapters, in, rank], [adapters, rank, out]
+        # parameter name -> the transposed factors of all adapters, leaves of autograd:
+        # A^T [adapters, in, rank] or B^T [adapters, rank, out]
         self._leaves = {
             name: torch.stack([adapter[name].mT for adapter in adapters]).requires_grad_()
             for name in self._names
         }
-        self._scales = torch.tensor(scales, device=device)[:, None, None]
-        # int32[adapters]: the end of each adapter's tokens in the micro-batch
+        self._scales = torch.tensor(scales, device=device)[:, None, None]  # as factors broadcast
+        # int32[adapters]: where each adapter's tokens end in the micro-batch
         self._ends = torch.zeros(len(adapters), dtype=torch.int32, device=device)
         self._layers: dict[Any, Factors] = {
             layer: (
@@ -74,18 +75,19 @@ class AdapterStack:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Makes the model's layers multiply with these adapters during the block."""
+        """Makes the model's layers use these adapters during the block."""
         with ExitStack() as restored:
             for layer in self._layers:
-                layer.forward = _bind(self, layer)
+                layer.forward = _make_forward(self, layer)
                 restored.callback(delattr, layer, "forward")
             yield
 
-    def deal(self, micro_batch: MicroBatch, owners: Sequence[int]) -> None:
+    def assign_tokens(self, micro_batch: MicroBatch, owners: Sequence[int]) -> None:
         """Assigns the tokens of the next forward to adapters.
 
         Args:
-            micro_batch: A micro-batch on the host, whose examples are sorted by adapter.
+            micro_batch: The micro-batch of that forward, on the host. Its examples are sorted by
+                adapter.
             owners: For each example of the step, the index of its adapter.
         """
         counts = [0] * self.size
@@ -98,36 +100,36 @@ class AdapterStack:
         self._ends = ends.to(self._ends.device)
 
     def multiply(self, layer: Any, inputs: Tensor) -> Tensor:
-        """Computes a layer with each token's own adapter: [..., in] -> [..., out]."""
+        """Computes a layer, each token with its adapter: [..., in] -> [..., out]."""
         product: Tensor = layer.base_layer(inputs)
         down, up = self._layers[layer]
         with torch.autocast(inputs.device.type, enabled=False):
             rows = inputs.reshape(-1, inputs.shape[-1]).to(product.dtype)
-            inner = multiply_grouped(rows, down, self._ends)
-            added = multiply_grouped(inner, up * self._scales, self._ends)
+            low_rank = multiply_grouped(rows, down, self._ends)
+            added = multiply_grouped(low_rank, up * self._scales, self._ends)
         return product + added.view(product.shape)
 
     def gather_gradients(self, world: World) -> list[dict[str, Tensor]]:
-        """Sums the gradients over the ranks.
+        """Sums the gradients over the ranks. All ranks call it.
 
         Returns:
-            For each adapter: parameter name -> unsharded gradient.
+            For each adapter: parameter name -> unsharded gradient, in the parameter's shape.
         """
         leaves = [self._leaves[name] for name in self._names]
         summed = world.sum_over_groups(torch.cat([_gradient_of(leaf).flatten() for leaf in leaves]))
-        parts = torch.split(summed, [leaf.numel() for leaf in leaves])
+        flat_gradients = torch.split(summed, [leaf.numel() for leaf in leaves])
         by_name = {
-            name: part.view_as(leaf).mT
-            for name, leaf, part in zip(self._names, leaves, parts, strict=True)
+            name: flat.view_as(leaf).mT
+            for name, leaf, flat in zip(self._names, leaves, flat_gradients, strict=True)
         }
         return [
-            {name: gradient[number] for name, gradient in by_name.items()}
-            for number in range(self.size)
+            {name: stacked[index] for name, stacked in by_name.items()}
+            for index in range(self.size)
         ]
 
 
-def _bind(stack: AdapterStack, layer: Any) -> Any:
-    """Makes the forward that replaces a layer's."""
+def _make_forward(stack: AdapterStack, layer: Any) -> Any:
+    """Makes the function that replaces a layer's forward."""
 
     def forward(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         return stack.multiply(layer, inputs)
@@ -136,11 +138,16 @@ def _bind(stack: AdapterStack, layer: Any) -> Any:
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:
+    """Returns a leaf's gradient; zeros if no backward reached it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _count_tokens(micro_batch: MicroBatch) -> Sequence[int]:
-    """Counts the positions of each example in the micro-batch, with its padding."""
+    """Counts the positions of each example in a micro-batch.
+
+    An example in a padded row has all positions of the row. In a packed row, the padding at the end
+    belongs to no example.
+    """
     if micro_batch.cu_seq_lens is not None:
         return micro_batch.document_lengths
     return [micro_batch.input_ids.shape[1]] * len(micro_batch.example_ids)

@@ -275,7 +275,7 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
         models = [client.model(4, seed=number) for number in range(3)]
         weights = state_of(service, models[1]) / "adapter_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-        service._run.__self__._adapters._held.clear()  # type: ignore[attr-defined]
+        service._run.__self__._adapters._shards.clear()  # type: ignore[attr-defined]
         done = watch_operations(service)
         promised = [model.pass_data(data) for model in models]
         first, damaged, last = (client.result(promise) for promise in promised)
