@@ -244,7 +244,7 @@ def _starts_at_zero(settings: ToolFile) -> bool:
 
 
 def _report_clipping(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports a gradient clipping bound of 0: torch's clip_grad_norm_ multiplies gradients by it."""
+    """Reports a clipping bound of 0, by which torch's clip_grad_norm_ multiplies the gradients."""
     key = CLIPPING_KEYS.get(conversion.tool)
     bound = settings.get("clip_grad_norm")
     if isinstance(bound, dict):  # Automodel's section
