@@ -48,7 +48,7 @@ PACKED_IN_ORDER = (
     "packing: rows are packed as they come there, a new packed row for each that does not fit; "
     "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
 )
-# greedy_knapsack of LLaMA-Factory, and pack_dataset of TRL's data_utils.py under datasets' map: each
+# greedy_knapsack of LLaMA-Factory, and pack_dataset of TRL's data_utils.py under datasets' map: a
 # call packs one batch of rows. {}: number of rows, and the text of `describe_shares`.
 PACKED_AT_A_TIME = (
     "packing: {} rows at a time{} are packed there; here all together: fewer packed rows, and "
