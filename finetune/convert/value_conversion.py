@@ -135,8 +135,8 @@ def convert_names(value: Any) -> list[str] | None:
 
 
 def convert_targets(value: Any) -> Any:
-    """Converts the layers that get adapters to `all-linear` or a list of names; None if no layer is
-    recognized.
+    """Converts the layers that get adapters to `all-linear` or a list of names; None if there is no
+    layer.
 
     A pattern stands for the layers of a Llama that it matches.
 
@@ -222,7 +222,7 @@ def _convert_attention(value: Any) -> Any:
         return "sdpa" if value else LEAVE
     is_of_hub = "/" in str(value)
     if value == "xformers" or is_of_hub:
-        # ours are exact; `OTHER_ATTENTION` reports those that are not
+        # our kernels are exact; `OTHER_ATTENTION` reports the ones that are not
         return LEAVE
     name = ATTENTION.get(str(value), str(value))
     literal = get_args(recipe_keys()["attn_implementation"].annotation)[0]  # without its help text
