@@ -255,8 +255,8 @@ def find_masked_diffusion(settings: ToolFile) -> dict[str, Any] | None:
 
 
 def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
-    """Returns our keys for distillation; None if a file has no teacher, or a divergence that we do
-    not have.
+    """Returns our keys for distillation; None if a file has no teacher, or a loss that we do not
+    have.
 
     torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence, as
     we do. LLaMA-Factory's ASFT is DFT + asft_alpha x KL divergence from the model before training.
@@ -325,7 +325,7 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
 
 
 def _find_name(source: Path, names: Sequence[str]) -> str | None:
-    """Returns the first of `names` that is a word of the file's name, or its folder's name, if any."""
+    """Returns the first of `names` that a file's name has as a word, or its folder is called; else None."""
     words = {source.resolve().parent.name.lower(), *re.split(r"[^a-z]+", source.stem.lower())}
     return next((name for name in names if name in words), None)
 
