@@ -325,7 +325,10 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
 
 
 def _find_name(source: Path, names: Sequence[str]) -> str | None:
-    """Returns the first of `names` that a file's name has as a word, or its folder is called; else None."""
+    """Returns the first of `names` that is a word of the file's name, or the name of its folder.
+
+    Returns None if there is none.
+    """
     words = {source.resolve().parent.name.lower(), *re.split(r"[^a-z]+", source.stem.lower())}
     return next((name for name in names if name in words), None)
 

@@ -32,7 +32,7 @@ class Conversion:
     accelerate_file: str | None = None
     # model_type of the whole vision-language model; None if the file does not train on images
     images: str | None = None
-    # last names of the modules that the file excludes from LoRA
+    # last parts of the names, or patterns, of layers that an Automodel file excludes from LoRA
     excluded_layers: frozenset[str] = frozenset()
     # capabilities that we lack, and that some of the differences are due to
     missing_capabilities: list[str] = field(default_factory=list)
