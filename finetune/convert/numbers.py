@@ -158,6 +158,7 @@ LEFT_OUT = {
 }
 OF_TEXTS = ", in a row of two texts, prompt and completion"
 OWN_TEMPLATE = re.compile(r"\{|/|\.jinja$")  # a template's text, or its file
+# tools that encode a prompt and its answer as one text
 ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
 # types of rows without a line break between prompt and answer
 ONE_LINE = ("text", "squad", "hellaswag")
@@ -167,7 +168,7 @@ SCORING = ("score", "classifier")  # no other module has a name that ends so
 
 
 def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how a training step differs there on the same rows, mostly where no key says so."""
+    """Reports how a training step there differs on the same rows, beyond what single keys say."""
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
     steps = recipe.get("warmup_steps")
@@ -219,6 +220,7 @@ def _report_untrained(conversion: Conversion) -> None:
     sources = recipe.get("datasets", ())
     versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
     if rows == "answers" and recipe.get("assistant_only_loss") is False:
+        # prompts are trained too, so a cut leaves something to train, except in these rows
         has_prompts = any(
             _has_prompt(each, trains_all=True, may_be_texts=conversion.tool == "TRL")
             for each in sources
@@ -327,11 +329,10 @@ def _report_joined_breaks(conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
-    is_compared = rows in ("pairs", "ratings")
     if conversion.tool not in ENCODING_AS_ONE or conversion.images:
         return
     may_be_texts = conversion.tool == "TRL"  # rows of two texts, without a template
-    if not _may_join_breaks(recipe, may_be_texts) or not (is_compared or rows == "answers"):
+    if rows not in ("answers", "pairs", "ratings") or not _may_join_breaks(recipe, may_be_texts):
         return
     # If all tokens are trained, a row of turns is encoded as one text here too.
     trains_all = rows == "answers" and recipe.get("assistant_only_loss") is False

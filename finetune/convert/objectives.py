@@ -335,7 +335,7 @@ def _find_name(source: Path, names: Sequence[str]) -> str | None:
 
 def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Iterator[Unsupported]:
     """Yields each loss of a preference or GRPO file that we do not compute: (evidence, missing
-    capability, True).
+    capability, True since the file trains).
     """
     method = find_method(tool, settings, source)
     if method == "grpo":
@@ -521,7 +521,7 @@ def _adapt_comparison(
     if conversion.tool in WITHOUT_DROPOUT and settings.get("disable_dropout", True):
         _stop_dropout(conversion)
     if settings.get("label_smoothing_factor") is not None and "label_smoothing" not in settings:
-        # of transformers' Trainer, whose loss alone reads it; these trainers have their own
+        # only the loss of transformers' Trainer reads it, and these trainers have other losses
         recipe.pop("label_smoothing", None)
         conversion.ignored.append("label_smoothing_factor")
     for key, value in PREFERENCE_DEFAULTS.get(conversion.tool, {}).items():
@@ -665,7 +665,7 @@ def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conver
     if method == "orpo":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if settings.get("pref_ftx") and method != "dpo":
-        # the remark on its conversion makes room for the difference
+        # the difference takes the place of the remark on the conversion of pref_ftx
         conversion.remarks = [
             line for line in conversion.remarks if not line.startswith("pref_ftx: ")
         ]

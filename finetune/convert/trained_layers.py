@@ -65,7 +65,7 @@ NO_AUXILIARY = "no auxiliary loss is added there for this class"
 
 
 def report_classes(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds the layers that an Automodel file adapts, and what Automodel's model classes do otherwise.
+    """Adds the layers that Automodel adapts, and reports what its own model classes do otherwise.
 
     For torchtune it adds which parts of Llama 3.2 Vision are trained; for other tools, nothing.
     """
