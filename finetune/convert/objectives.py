@@ -847,7 +847,7 @@ def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _read_count(settings: ToolFile, key: str, default: int) -> int:
-    """Reads a whole number of at least 1. Raises `WrongValue` for any other number."""
+    """Reads a number of at least 1, rounded down. Raises `WrongValue` for another value."""
     return int(read_number(key, settings.get(key, default), str(default), 1))
 
 

@@ -104,25 +104,24 @@ def make_runnable(conversion: Conversion) -> None:
     """
     facts = find_facts(conversion.recipe)
     name = str(conversion.recipe.get("model_name_or_path"))
-    if facts is not None and (
-        conversion.images or has_tower(name)
-    ):  # a tower counts without images
+    # a model has its tower even if its rows have no images
+    if facts is not None and (conversion.images or has_tower(name)):
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)
     if conversion.images in IMAGE_FAMILIES:
         _drop_remote_code(str(conversion.images), conversion)
-    # of the recipe and of the Accelerate file
+    # keys of the recipe, and of the Accelerate file
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     for _ in range(MOST_CHANGES):
         problems = judge(conversion, facts)
-        fixed = next(
+        fixable_problem = next(
             (problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None
         )
-        if fixed is None:
+        if fixable_problem is None:
             conversion.to_do += [_say(problem, conversion) for problem in problems]
             return
-        _fix(fixed, conversion)
+        _fix(fixable_problem, conversion)
 
 
 # families whose masks in transformers are of whole rows, so that packed documents see each other

@@ -145,8 +145,9 @@ def _may_adapt_head(settings: ToolFile) -> bool:
 
 def is_of_transformers(settings: ToolFile) -> bool:
     """Whether Automodel loads transformers' class of a model, though it may have its own class."""
-    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
-    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
+    model = read_section(settings, "model")
+    quantization = read_section(settings, "quantization")
+    return bool(model.get("force_hf") or any(quantization.get(key) for key in LOAD_KEYS))
 
 
 def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
