@@ -905,10 +905,10 @@ def _add_rewards(names: Any, conversion: Conversion) -> None:
 
 
 def _name_reward(name: Any, conversion: Conversion) -> str:
-    """Returns our name for one of reward_funcs: ours of a reward that TRL ships, or a function of a
-    file (`my.rewards.right` -> `my/rewards.py:right`).
+    """Returns our name for one of reward_funcs: a shipped reward, or a function of a file.
 
-    Another reward of TRL's becomes a function of my_rewards.py, which is left to write.
+    `my.rewards.right` becomes `my/rewards.py:right`. A reward that only TRL ships becomes a
+    function of my_rewards.py, which is left to write.
     """
     if name in REWARDS:
         return REWARDS[name]
@@ -927,7 +927,7 @@ QUANTIZERS: Mapping[str, tuple[str, int | None]] = {
     "Int4WeightOnlyQATQuantizer": ("int4-packed", 256),
     "Float8ActInt4WeightQATQuantizer": ("fp8-int4", 128),
 }
-# quantizer_type of Automodel's QATConfig
+# quantizer_type of Automodel's QATConfig, its default first -> torchao's quantizer
 QUANTIZER_TYPES = {
     "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
     "int4_weight_only": "Int4WeightOnlyQATQuantizer",
@@ -999,17 +999,18 @@ def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     quantizer = settings.get("quantizer") or qat.get("quantizer") or qat.get("qat_config") or {}
     name = str(quantizer.get("_component_") or quantizer.get("_target_") or "").rsplit(".", 1)[-1]
     if name == "QATConfig":
-        name = QUANTIZER_TYPES.get(quantizer.get("quantizer_type", next(iter(QUANTIZER_TYPES))), "")
+        default_type = next(iter(QUANTIZER_TYPES))
+        name = QUANTIZER_TYPES.get(quantizer.get("quantizer_type", default_type), "")
     inputs = str(qat.get("activation_dtype")).removeprefix("torch.")
     weights = str(qat.get("weight_dtype")).removeprefix("torch.")
-    scheme, usual_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
+    scheme, default_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
     if scheme not in SCHEMES or SCHEMES[scheme].refused:
         return None
     keys: dict[str, Any] = {"quantization_aware_training": scheme}
-    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or usual_group
-    after = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
-    if after:
-        keys["fake_quant_after_n_steps"] = after
+    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or default_group
+    first_step = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
+    if first_step:
+        keys["fake_quant_after_n_steps"] = first_step
     return keys
 
 
@@ -1061,9 +1062,9 @@ def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> Non
 
 def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how Axolotl's rounding to MXFP4 or NVFP4, by torchao's layers, differs from ours."""
-    after = "fake_quant_after_n_steps"
-    if after in conversion.recipe:
-        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    key = "fake_quant_after_n_steps"
+    if key in conversion.recipe:
+        conversion.add_remark(key, conversion.recipe.pop(key), FROM_THE_START)
     has_biases = find_biased_layers(guess_family(name_model(settings)) or "")
     if has_biases and not settings.get("adapter"):
         conversion.add_difference("qat", settings["qat"], BIASES_FIXED)

@@ -83,7 +83,7 @@ BOTH_DIRECTIONS = (
 )
 RETRIEVAL = f"retrieval, {BOTH_DIRECTIONS} (docs/embeddings.md)"
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
-# those that are converted, where no other cause is found
+# recipes that are converted, unless something else in the file is refused
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
 # part of the name of an Automodel recipe -> cause of its refusal; the first that fits
 AUTOMODEL_CAUSES = {
@@ -336,6 +336,7 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     asks for it.
     """
     losses = find_unsupported_losses(tool, settings, source)
+    # the first cause that is found
     for evidence, cause, is_training in (*_find_causes(tool, settings), *losses):
         raise Refusal.because(source, evidence, cause, is_training)
     key, images = find_images(tool, settings)
@@ -490,6 +491,7 @@ def _find_automodels_causes(settings: ToolFile) -> Iterator[Unsupported]:
     else:
         target = recipe or AUTOMODEL_RECIPE
     name = str(target).rsplit(".", 1)[-1]
+    # Distillation is converted if its loss is ours, but not that of embeddings.
     if name not in AUTOMODEL_RECIPES and (
         "Embedding" in name or find_distillation(settings) is None
     ):
@@ -499,15 +501,16 @@ def _find_automodels_causes(settings: ToolFile) -> Iterator[Unsupported]:
         yield "teacher_model", "distillation by another divergence", True
     if "mock" in " ".join(find_texts(settings, "_target_")):
         yield "dataset: made-up tokens", "a benchmark", False
-    kind = str(read_section(settings, "model").get("_target_", ""))
+    model_target = str(read_section(settings, "model").get("_target_", ""))
     for part, cause in AUTOMODEL_MODELS.items():
-        if part in kind:
-            class_name = kind.rsplit(".", 2)[-2]  # of module.Class.from_pretrained
+        if part in model_target:
+            class_name = model_target.rsplit(".", 2)[-2]  # of module.Class.from_pretrained
             yield f"model: {class_name}", cause, True
     if "prefix_tree" in str(settings):
         yield "dataloader: prefix trees", "online RL", True
     # With load_base_model the model is made from its config, and its weights are read nonetheless.
-    if kind.endswith("from_config") and not read_section(settings, "model").get("load_base_model"):
+    loads_weights = read_section(settings, "model").get("load_base_model")
+    if model_target.endswith("from_config") and not loads_weights:
         yield "model: from_config", FROM_SCRATCH, True
 
 
