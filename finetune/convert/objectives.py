@@ -1008,9 +1008,9 @@ def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
         return None
     keys: dict[str, Any] = {"quantization_aware_training": scheme}
     keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or default_group
-    first_step = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
-    if first_step:
-        keys["fake_quant_after_n_steps"] = first_step
+    delay = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
+    if delay:
+        keys["fake_quant_after_n_steps"] = delay
     return keys
 
 
