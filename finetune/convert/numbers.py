@@ -1,5 +1,5 @@
-"""Where a training step differs from that of the other tool's trainer on the same rows: its
-learning rate, its tokens and labels, and what is trained.
+"""Where a training step differs from the other tool's on the same rows: learning rate, tokens,
+labels, and what is trained.
 
 A comment above a text names the code, mostly the other tool's, whose behavior the text describes.
 """
