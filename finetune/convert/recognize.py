@@ -1,5 +1,5 @@
-"""Reads another tool's file, recognizes the tool, and refuses what is not supported: methods, models
-and purposes.
+"""Reads another tool's file, recognizes the tool, and refuses methods, models and purposes that we
+do not support.
 
 Functions that find causes yield (evidence in the file, missing capability or other purpose, whether
 the file trains at all).
