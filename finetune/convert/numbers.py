@@ -1,5 +1,7 @@
-"""Where a step's numbers differ from those of another tool's trainer on the same rows: its rate,
-its labels, and what is trained.
+"""Where a training step differs from the other tool's on the same rows: learning rate, tokens,
+labels, and what is trained.
+
+A comment above a text names the code, mostly the other tool's, whose behavior the text describes.
 """
 
 import re
@@ -18,7 +20,8 @@ from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
-# get_scheduler of transformers, and torchtune's copy of it; Automodel has a start of its own
+# get_scheduler of transformers, and torchtune's copy of it. Automodel's warm-up begins at its own
+# init_lr.
 WARMED_EARLIER = (
     "warm-up: the rate of its first step is 0 there; here each of its steps has the rate of the "
     "next one there"
@@ -27,7 +30,7 @@ WARMED_EARLIER = (
 BOTH_WARMUPS = (
     "warmup_steps beside it decides here, and under transformers 4 there; under 5 the share does"
 )
-# `labels` of data/examples.py are those of the whole document
+# Here data/examples.py cuts the labels of the whole document: the last one is the next token.
 LABEL_BEHIND_CUT = (
     "max_length: the last token of a row that is cut has the next one of the row as its label "
     "here, none there"
@@ -42,15 +45,15 @@ TEXT_CUT = (
     "max_length: a text is cut to one token less there, and its last token has no label; here that "
     "of a text that is cut has the next one of the text"
 )
-# tokenize_messages of torchtune's Qwen2Tokenizer and Qwen2_5Tokenizer, in 0.6.1 and 0.7, which
-# masks the last token whether a row is cut or not
-OF_QWEN = re.compile(r"^torchtune\.models\.qwen\w+\.\w+_tokenizer$")
+# tokenize_messages of torchtune's Qwen2Tokenizer and Qwen2_5Tokenizer, in 0.6.1 and 0.7: it masks
+# the last token of every row, cut or not
+QWEN_TOKENIZER = re.compile(r"^torchtune\.models\.qwen\w+\.\w+_tokenizer$")
 END_MASKED = (
     "where a length is named, the last token of every row, which ends its last answer, is not "
     "trained there: the model does not learn to end; here it is trained"
 )
-# torchtune's tokenizers by SentencePiece, tiktoken and GPT-2's files, unlike those for Qwen and of
-# Hugging Face's files; and mistral-common, which Axolotl asks by a key
+# torchtune's tokenizers that recognize special tokens within a text. Those by SentencePiece,
+# tiktoken and GPT-2's files do not; nor does mistral-common, which Axolotl uses by a key.
 PARSING_TOKENS = re.compile("qwen|hugging_face|HuggingFace")
 TYPED_AS_WORDS = (
     "rows: a BOS, EOS or other control token that stands in a text is tokenized as words there, as "
@@ -58,25 +61,25 @@ TYPED_AS_WORDS = (
 )
 # mask_messages of torchtune's data/_messages.py
 SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
-# ModulesToSaveWrapper of peft, which copies a module with its weight
+# ModulesToSaveWrapper of peft copies a module with its weight.
 COPIES_WHERE_TIED = (
     "where the output head is the embedding, a copy of each module named is trained there, and "
     "what is not named stays; here it is one parameter"
 )
 # _set_trainable of peft
 NAMES_END_SO = "every module whose name ends so is trained there; here those of that very name"
-# ChatTemplateStrategy of Axolotl, which looks for the content of a turn
+# ChatTemplateStrategy of Axolotl trains the content that it finds of each turn.
 WORDS_OF_TURNS = (
     "type: chat_template trains what the turns say there, without the marks around those of "
     "others; every token here"
 )
-# AlpacaDatasetConverter of LLaMA-Factory, whose v1 has a line of its own, and concat_inst_input of
-# ms-swift's dataset/preprocessor/core.py
+# AlpacaDatasetConverter of LLaMA-Factory before v1, and concat_inst_input of ms-swift's
+# dataset/preprocessor/core.py
 ONE_BREAK = (
     "datasets: one line break stands between instruction and input of a row of alpaca there, two "
     "here"
 )
-# PretrainDatasetProcessor of LLaMA-Factory, which encodes without special tokens
+# PretrainDatasetProcessor of LLaMA-Factory encodes a text without special tokens.
 BOS_BY_KEY = (
     "stage: pt   (a text begins with the BOS token there where the tokenizer says add_bos_token, "
     "as Llama 2's; here where it writes one, as Llama 3's too)"
@@ -86,12 +89,13 @@ BOS_OF_BLOCKS = (
     "as Llama 2's, it stands in place of the first token of a block; here each begins with it "
     "where the tokenizer writes one)"
 )
-# the trainers of these tools, of which the newest TRL, from 1.9, and Axolotl leave such rows out;
-# select_examples of data/data_report.py
+# Here select_examples of data/data_report.py leaves the row out.
 UNTRAINED_BY_CUT = (
     "max_length: a row whose answers are cut off whole stays there{}, and trains nothing; here it "
     "is left out"
 )
+# (tool, kind of rows) -> the versions that keep such a row, "" for all. Axolotl, and TRL from 1.9,
+# leave it out too.
 KEEPING_UNTRAINED = {
     ("Automodel", "answers"): "",
     ("torchtune", "answers"): "",
@@ -105,17 +109,18 @@ PAIRS_LEFT_OUT = (
     "rows: a pair of which an answer is empty, or both are the same, stays there; here it is left "
     "out"
 )
-# zeropower_via_newtonschulz5 of LLaMA-Factory, whose products are not fused with their sums: 2.4 to
-# 3% from the iteration in float64 on random matrices, and 1.1 to 1.5% here
+# zeropower_via_newtonschulz5 of LLaMA-Factory does not fuse products with sums. On random matrices
+# it is 2.4 to 3% away from the iteration in float64; ours is 1.1 to 1.5% away.
 ROUNDED_MORE_OFTEN = (
     "the bfloat16 iteration rounds more often there: an update differs by some 3% from the one here"
 )
-BOUNDS = {"torchtune": "clip_grad_norm", "Automodel": "clip_grad_norm.max_norm"}
+CLIPPING_KEYS = {"torchtune": "clip_grad_norm", "Automodel": "clip_grad_norm.max_norm"}
 ALL_CLIPPED = (
     "every gradient is 0 there, but in torchtune's full_finetune_single_device; here none is "
     "clipped"
 )
-# xformers_attention_forward of Axolotl, and the kernel's own description
+# Attention kernels of Axolotl's whose results are not ours -> how they differ. Sources:
+# xformers_attention_forward of Axolotl, and the description of the sage-attention kernel.
 OTHER_ATTENTION = {
     "xformers": (
         "leaves out a scale or a cap of the scores that a family has, as Gemma 2, and in packed "
@@ -123,12 +128,12 @@ OTHER_ATTENTION = {
     ),
     "kernels-community/sage-attention": "multiplies in 8 bits there; exact here",
 }
-# add_eos of TRL, and _tokenize of Axolotl's prompt_tokenizers.py; render of data/render.py
+# add_eos of TRL, and _tokenize of Axolotl's prompt_tokenizers.py; here render of data/render.py
 ENDS_OF_TEXTS = (
     "rows: a text that begins with the BOS token gets the tokenizer's before it there, and one "
     "that ends with the EOS token gets no other; here it has one BOS token, and two at its end"
 )
-# the same, and find_turn of Axolotl's ChatTemplateStrategy
+# the same functions, and find_turn of Axolotl's ChatTemplateStrategy
 ENDS_OF_ANSWERS = (
     "rows: no EOS token follows an answer there that ends with one, and an empty answer trains "
     "nothing; here one does, and ends an empty answer too"
@@ -138,12 +143,13 @@ EMPTY_ANSWERS = (
     "message_field_training alone; here the end of an empty answer is trained, and both are read"
 )
 # tokenize_fn of TRL's trainers, ChatTemplateStrategy of Axolotl, and Automodel's
-# formatting_utils.py, which encode a prompt and its answer as one text
+# formatting_utils.py encode a prompt and its answer as one text.
 JOINED_BREAKS = (
     "rows: a line break at the start of an answer and one that ends its prompt, as ChatML's, are "
     "one token there where the tokenizer has one for both{}; two here"
 )
-# those of its versions that take as many tokens from the whole as the prompt has alone
+# (tool, method) -> the versions that lose the joined token: they take the answer from the tokens of
+# the joined text, after as many tokens as the prompt has by itself
 LEFT_OUT = {
     ("TRL", "dpo"): ", which TRL 0.29 to 1.14 leaves out, and earlier ones do not join",
     ("TRL", "kto"): ", which TRL 1.3 to 1.14 leaves out",
@@ -152,25 +158,28 @@ LEFT_OUT = {
 }
 OF_TEXTS = ", in a row of two texts, prompt and completion"
 OWN_TEMPLATE = re.compile(r"\{|/|\.jinja$")  # a template's text, or its file
+# tools that encode a prompt and its answer as one text
 ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
-ONE_LINE = ("text", "squad", "hellaswag")  # kinds of rows without such a break
+# types of rows without a line break between prompt and answer
+ONE_LINE = ("text", "squad", "hellaswag")
+# modules whose weight the embedding and the output head may share
 TIED = re.compile("embed|wte|lm_head|embed_out")
 SCORING = ("score", "classifier")  # no other module has a name that ends so
 
 
 def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the differences of a step that no key names."""
+    """Reports how a training step there differs on the same rows, beyond what single keys say."""
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
     steps = recipe.get("warmup_steps")
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
-    is_warmed = share if steps is None else steps
-    if is_warmed and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
+    warmup = share if steps is None else steps
+    if warmup and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
-    # masked diffusion masks no token that is the label behind a cut, and mcore_adapter's rows have
-    # one more token
+    # Under masked diffusion no label is the token after a cut. mcore_adapter's rows have one more
+    # token, which is that label.
     is_cut = (
         recipe.get("overlength") not in ("drop", "error")
         and find_masked_diffusion(settings) is None
@@ -195,52 +204,59 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
-    """Says how the end of a row that is cut differs."""
+    """Returns the remark on how the last token or label of a row differs where the row is cut."""
     if conversion.tool != "torchtune":
         return LABEL_BEHIND_CUT
     return TEXT_CUT if _holds_texts(settings) else EOS_AT_CUT
 
 
 def _report_untrained(conversion: Conversion) -> None:
-    """Reports that a row of which a cut leaves nothing to train on is no row here."""
+    """Reports that a row stays there if a cut removes all of its answers, and is left out here.
+
+    A remark on Automodel's dataset.seq_length may say so already.
+    """
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
     sources = recipe.get("datasets", ())
     versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
-    where = ""
     if rows == "answers" and recipe.get("assistant_only_loss") is False:
-        has_prompts = any(_has_prompt(each, True, conversion.tool == "TRL") for each in sources)
-        where = OF_TEXTS
+        # prompts are trained too, so a cut leaves something to train, except in these rows
+        has_prompts = any(
+            _has_prompt(each, trains_all=True, may_be_texts=conversion.tool == "TRL")
+            for each in sources
+        )
+        form = OF_TEXTS
     else:
         has_prompts = any(each.get("type") != "text" for each in sources)
-    said_elsewhere = (CUT_BEFORE_ANSWER, NEXT_IN_PLACE)
-    is_said = any(note in line for line in conversion.remarks for note in said_elsewhere)
-    if versions is not None and has_prompts and not is_said:
-        conversion.remarks.append(UNTRAINED_BY_CUT.format(versions + where))
+        form = ""
+    same_notes = (CUT_BEFORE_ANSWER, NEXT_IN_PLACE)
+    is_reported = any(note in line for line in conversion.remarks for note in same_notes)
+    if versions is not None and has_prompts and not is_reported:
+        conversion.remarks.append(UNTRAINED_BY_CUT.format(versions + form))
 
 
 def _holds_texts(settings: ToolFile) -> bool:
-    """Whether a file of torchtune's names rows of plain text."""
+    """Whether a torchtune file trains on plain text."""
     return "text_completion_dataset" in str([settings.get(key) for key in ("dataset", "datasets")])
 
 
 def _starts_at_zero(settings: ToolFile) -> bool:
-    """Whether Automodel's warm-up starts as transformers' does."""
+    """Whether Automodel's warm-up starts at a rate of 0, as transformers' does."""
     return read_section(settings, "lr_scheduler").get("init_lr") == 0
 
 
 def _report_clipping(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports a bound of 0, by which torch's clip_grad_norm_ multiplies."""
-    key = BOUNDS.get(conversion.tool)
+    """Reports a clipping bound of 0, by which torch's clip_grad_norm_ multiplies the gradients."""
+    key = CLIPPING_KEYS.get(conversion.tool)
     bound = settings.get("clip_grad_norm")
-    if isinstance(bound, dict):
+    if isinstance(bound, dict):  # Automodel's section
         bound = bound.get("max_norm")
     if key and bound is not None and convert_number(bound) == 0:
         conversion.add_difference(key, bound, ALL_CLIPPED)
 
 
 def _report_attention(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the kernels of Axolotl that compute another attention than ours."""
+    """Reports a kernel that Axolotl attends with and whose results are not ours."""
     if conversion.tool != "Axolotl":
         return
     name = settings.get("attn_implementation")
@@ -251,40 +267,47 @@ def _report_attention(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which tokens of a conversation are trained where a file asks for all of them."""
-    answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
-    is_asked = settings.get("train_on_inputs") and "chat_template" in find_texts(settings, "type")
-    if conversion.tool == "Axolotl" and answers and is_asked:
+    """Reports which tokens of a conversation are not trained there though the file asks for prompts
+    too: Axolotl's marks around turns, and torchtune's system messages.
+    """
+    has_answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
+    has_turns = "chat_template" in find_texts(settings, "type")
+    if (
+        conversion.tool == "Axolotl"
+        and has_answers
+        and settings.get("train_on_inputs")
+        and has_turns
+    ):
         conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
     if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
 
 
 def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that torchtune's tokenizers for Qwen leave the end of a row out."""
+    """Reports that torchtune's Qwen tokenizers mask a row's last token once max_seq_len is set."""
     tokenizer = read_section(settings, "tokenizer")
-    longest = tokenizer.get("max_seq_len")
+    max_tokens = tokenizer.get("max_seq_len")
     name = str(tokenizer.get("_component_"))
     rows = find_method_facts(conversion.recipe).rows
     if (
-        longest
-        and OF_QWEN.search(name)
+        max_tokens
+        and QWEN_TOKENIZER.search(name)
         and rows in ("answers", "pairs")
         and not _holds_texts(settings)
     ):
-        conversion.add_difference("tokenizer.max_seq_len", longest, END_MASKED)
+        conversion.add_difference("tokenizer.max_seq_len", max_tokens, END_MASKED)
 
 
 def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that a special token that stands in a row is none for some tools' tokenizers."""
+    """Reports a tokenizer that reads a special token in a row's text as plain words."""
     component = str(read_section(settings, "tokenizer").get("_component_"))
-    is_of_torchtune = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
-    if is_of_torchtune or settings.get("tokenizer_use_mistral_common"):
+    parses_none = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
+    if parses_none or settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(TYPED_AS_WORDS)
 
 
 def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how texts and answers begin and end where they hold such a token, or nothing."""
+    """Reports how texts and answers begin and end if they hold a BOS or EOS token, or are empty."""
     if find_method_facts(conversion.recipe).rows != "answers" or conversion.images:
         return
     if conversion.tool == "TRL":
@@ -292,7 +315,7 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool != "Axolotl":
         return
     sources = conversion.recipe.get("datasets", ())
-    if any(TEXTS_CUT in line for line in conversion.remarks):  # type: completion
+    if any(TEXTS_CUT in line for line in conversion.remarks):  # some rows are type: completion
         conversion.remarks.append(ENDS_OF_TEXTS)
     if any(each.get("answers_apart") for each in sources):
         conversion.remarks.append(ENDS_OF_ANSWERS)
@@ -301,44 +324,52 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_joined_breaks(conversion: Conversion) -> None:
-    """Reports where the first token of an answer is the last one of its prompt, too."""
+    """Reports that a line break at a prompt's end and one at an answer's start become one token
+    there, and stay two here.
+    """
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
-    is_compared = rows in ("pairs", "ratings")
     if conversion.tool not in ENCODING_AS_ONE or conversion.images:
         return
-    may_be_texts = conversion.tool == "TRL"
-    if not _may_join_breaks(recipe, may_be_texts) or not (is_compared or rows == "answers"):
+    may_be_texts = conversion.tool == "TRL"  # rows of two texts, without a template
+    if rows not in ("answers", "pairs", "ratings") or not _may_join_breaks(recipe, may_be_texts):
         return
-    # a row of turns is one text here too where all of it is trained
-    is_whole = rows == "answers" and recipe.get("assistant_only_loss") is False
-    if any(_has_prompt(each, is_whole, may_be_texts) for each in recipe.get("datasets", ())):
-        where = OF_TEXTS if is_whole else ""
-        left_out = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), where)
-        conversion.remarks.append(JOINED_BREAKS.format(left_out))
+    # If all tokens are trained, a row of turns is encoded as one text here too.
+    trains_all = rows == "answers" and recipe.get("assistant_only_loss") is False
+    if any(_has_prompt(each, trains_all, may_be_texts) for each in recipe.get("datasets", ())):
+        form = OF_TEXTS if trains_all else ""
+        addition = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), form)
+        conversion.remarks.append(JOINED_BREAKS.format(addition))
 
 
 def _may_join_breaks(recipe: Mapping[str, Any], may_be_texts: bool) -> bool:
-    """Whether the header of an answer may end with a line break, and an answer begin with one."""
+    """Whether what precedes an answer may end with a line break, and an answer begin with one.
+
+    `may_be_texts`: rows may be two texts, which the model's own template does not trim.
+    """
     template = recipe.get("chat_template")
     if template is None:
         family = guess_family(str(recipe.get("model_name_or_path")))
-        # whose own templates trim an answer
+        # the templates of Gemma's own models trim an answer
         return may_be_texts or not str(family).startswith("gemma")
     is_named = template in BREAKING_TEMPLATES and template not in TRIMMING_TEMPLATES
     return is_named or OWN_TEMPLATE.search(str(template)) is not None
 
 
-def _has_prompt(entry: Mapping[str, Any], is_whole: bool, may_be_texts: bool) -> bool:
-    """Whether rows of a data set have answers whose tokens begin where those of a prompt end."""
-    if is_whole:
+def _has_prompt(entry: Mapping[str, Any], trains_all: bool, may_be_texts: bool) -> bool:
+    """Whether an answer follows on a prompt in a data set's rows, maybe after a line break.
+
+    `trains_all`: every token of a row is trained, so only rows of two texts, prompt and completion,
+    count. `may_be_texts`: the tool reads such rows.
+    """
+    if trains_all:
         kind = entry.get("type", "prompt_completion")
         return may_be_texts and "messages_column" not in entry and kind == "prompt_completion"
     return entry.get("type") not in ONE_LINE and not entry.get("answers_apart")
 
 
 def _report_copies(conversion: Conversion) -> None:
-    """Reports which modules peft trains for `modules_to_save`."""
+    """Reports modules that peft trains otherwise than here for the names in `modules_to_save`."""
     names = conversion.recipe.get("modules_to_save") or []
     tied = [name for name in names if TIED.search(str(name))]
     if tied:
@@ -349,8 +380,8 @@ def _report_copies(conversion: Conversion) -> None:
 
 
 def _report_row_texts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the tokens that LLaMA-Factory and ms-swift write otherwise around and within a row's
-    texts.
+    """Reports what LLaMA-Factory and ms-swift write otherwise in a row: the BOS token of a plain
+    text, and the line break between instruction and input.
     """
     if conversion.tool not in ("LLaMA-Factory", "ms-swift") or conversion.is_factory_v1:
         return
@@ -359,6 +390,6 @@ def _report_row_texts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(BOS_OF_BLOCKS if are_joined else BOS_BY_KEY)
         return
     sources = conversion.recipe.get("datasets", ())
-    kinds = {"messages" if "messages_column" in each else each.get("type") for each in sources}
-    if kinds & {None, "alpaca"}:
+    types = {"messages" if "messages_column" in each else each.get("type") for each in sources}
+    if types & {None, "alpaca"}:  # without a type the format is recognized, and may be alpaca
         conversion.remarks.append(ONE_BREAK)

@@ -1,5 +1,7 @@
-"""What a file trains by: its method, the losses of preferences, TRL's GRPO and its rewards, and
-rounding (QAT).
+"""Converts what a file trains by: its method, the losses of preferences, TRL's GRPO and its
+rewards, and quantization-aware training (QAT).
+
+A comment above a text or a table names the other tool's code that it describes.
 """
 
 import re
@@ -21,12 +23,14 @@ from finetune.convert.model_names import Unsupported, guess_family, name_model
 from finetune.convert.shared import IN_ORDER, PACKED_AT_A_TIME, describe_shares
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
+# Axolotl's `rl` -> our method
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
-# The key that names the losses of preferences, and the one for their weights, where it is not
-# TRL's.
+# The key for the losses of preferences, and the key for their weights, where they are not TRL's
+# loss_type and loss_weights. LLaMA-Factory has no weights.
 LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}
 WEIGHT_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_weights", "LLaMA-Factory": ""}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
+# keys that TRL's preference trainers have, and its SFT trainer mostly has not
 TRL_SIGNS = (
     "beta",
     "loss_type",
@@ -40,34 +44,37 @@ TRL_SIGNS = (
     "cpo_alpha",
     "loss_weights",
 )
+# values of loss_type in TRL's supervised fine-tuning; None: it is not set
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
-TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
-# of TRL's command line, and in the names of its files
+# trainers of TRL's that the name of a file or folder may say
+TRL_NAMES = ("kto", "orpo", "dpo", "simpo")
+# commands of TRL's that train a reward model
 REWARD_COMMANDS = ("reward", "reward_modeling")
-# Where our default differs, by what the tool's own preference trainer takes.
+# tool -> our key -> the default of the tool's preference trainer, where ours differs
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"learning_rate": 1e-6},
     "Axolotl": {"overlength": "drop"},
 }
-KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
-# disable_dropout is the default of TRL's trainers
+# start of the name of a distillation loss -> distill_beta
+KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}
+# tools whose preference trainers, TRL's or made from TRL's, disable dropout by default
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
 PROMPTS_WERE_CUT = (
     "a prompt of over 512 tokens lost its beginning in TRL 0.21; not in 1.0 and later, nor here"
 )
-# truncation_mode's default in TRL's DPO until 0.29, which knows max_prompt_length no more
+# default of truncation_mode in TRL's DPO before 0.29, which dropped max_prompt_length
 SIDES_WERE_CUT = (
     "by default a side of over max_length tokens loses its beginning in the versions that know "
     "max_prompt_length, before 0.29; its end here"
 )
-# since TRL 0.29, which is that of Axolotl 0.21
+# Axolotl 0.21 has TRL 0.29.
 SMOOTHED_BEFORE = "no effect on this loss there since TRL 0.29; it smooths here, as in 0.28"
-# compute_preference_loss of its CustomDPOTrainer, which gives TRL's dpo_loss no loss_type
+# compute_preference_loss of LLaMA-Factory's CustomDPOTrainer gives TRL's dpo_loss no loss_type.
 ALWAYS_SIGMOID = (
     "sigmoid's loss there under TRL 0.20 and later, which take the name as an argument that is not "
     "given; as named here, and there under TRL 0.19"
 )
-# completion_only_loss: null of its SFTConfig
+# completion_only_loss: null of TRL's SFTConfig
 COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
     "both here: for such rows set assistant_only_loss: true"
@@ -92,7 +99,7 @@ ASFT = (
     "same; a mean over all tokens of a step here, the sum of each micro-batch's mean there, for "
     "which max_grad_norm is divided by gradient_accumulation_steps too"
 )
-# Of reward models.
+# The next five are on reward models.
 NAMED_REWARD = (
     "the name of the file says so: no key of TRL's names its trainer; for supervised fine-tuning "
     "set method: sft"
@@ -118,15 +125,16 @@ UNDIVIDED = (
     "the entropy of the likeliest tokens is divided by 3 here, and max_grad_norm by 3 ** "
     "eaft_alpha: AdamW's steps are the same"
 )
-# each tool's own -> token_loss
+# tool -> the switches of its losses of a token, which become our token_loss
 LABEL_LOSSES: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("use_dft", "use_eaft"),
     "LLaMA-Factory": ("use_dft_loss", "use_eaft_loss"),
     "ms-swift": ("enable_dft_loss",),
 }
+# keys that mark a file of TRL's GRPO trainer
 GRPO_SIGNS = ("reward_funcs", "num_generations", "max_completion_length", "steps_per_generation")
-PROMPT_TOKENS = 512  # of max_prompt_length in TRL, until it bounded prompts no more
-# of max_completion_length: of GRPOConfig until 1.9, and of AsyncGRPOConfig
+PROMPT_TOKENS = 512  # default of max_prompt_length in the versions of TRL that had it
+# default of max_completion_length in GRPOConfig until 1.9, and in AsyncGRPOConfig
 COMPLETION_TOKENS = 256
 COMPLETION_TOKENS_AHEAD = 2048
 LONGER_SINCE = f"{COMPLETION_TOKENS}, TRL's default until 1.9; 512 in 1.16"
@@ -140,18 +148,19 @@ DROPOUT_ONLINE = (
     "adapters are trained with dropout there unless disable_dropout is true; without it here, for "
     "completions are sampled without it"
 )
-TRL_DROPOUT = 0.05
-# TRL's rewards by the names that its command knows: ours, or a function to import.
+TRL_DROPOUT = 0.05  # default of lora_dropout
+# names of rewards that TRL's command knows -> ours
 REWARDS = {
     "think_format_reward": "think_format",
     "get_soft_overlong_punishment": "soft_overlong_punishment",
 }
-TRL_PUNISHMENT = {"max_completion_length": 1280, "soft_punish_cache": 256}  # of its command
-# ours -> TRL's names
+# arguments of get_soft_overlong_punishment in TRL's command
+TRL_PUNISHMENT = {"max_completion_length": 1280, "soft_punish_cache": 256}
+# end of our importance_sampling_* -> ends of TRL's vllm_importance_sampling_*
 SAMPLING_BOUNDS = {"clip_max": ("clip_max", "cap"), "clip_min": ("clip_min",)}
-SUMMED = "sum_then_normalize"
+SUMMED = "sum_then_normalize"  # the multi_objective_aggregation that is ours
 DIFFUSION_PLUGIN = "integrations.diffusion.DiffusionPlugin"
-DIFFUSION_MASK = "<|diffusion_mask|>"  # which Axolotl adds where a file names no other
+DIFFUSION_MASK = "<|diffusion_mask|>"  # the token that Axolotl adds if a file names no other
 OTHER_MASK = (
     f"an id beyond the tokenizer's base vocabulary, as of its special tokens, is passed over there "
     f"for an added {DIFFUSION_MASK}; it is the mask here"
@@ -174,12 +183,12 @@ BEFORE_LAYERS = (
     "state after it here, as in the paper"
 )
 OUTPUT_SCORED = "the model's output is always scored here"
-# scale_grads of its recipe, without the number of ranks over which FSDP has made a mean
+# The recipe calls scale_grads without the number of ranks, and FSDP has made a mean over the ranks.
 DIVIDED_TWICE = (
     "gradients: on several processes divided by their number too there; AdamW's steps are the "
     "same, clipping is not"
 )
-# torchtune's classes and functions -> ours
+# torchtune's classes and functions for early exits -> our exit_curriculum and exit_weights
 CURRICULA: Mapping[str, str] = {
     "None": "none",
     "RotationalEarlyExitCurriculum": "rotational",
@@ -197,7 +206,7 @@ LOCAL_MEAN = "the mean over the tokens of a local batch there, over those of the
 
 
 def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
-    """Returns our `method` for a file; `sft` where it is no preference training."""
+    """Returns our `method` for a file; `sft` if it asks for no other."""
     if tool == "TRL":
         return _find_trl_method(settings, source)
     if tool == "Axolotl":
@@ -221,6 +230,7 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
 
 
 def _find_factory_method(settings: ToolFile) -> str:
+    """Returns our method for a LLaMA-Factory file, by its stage and its loss of preferences."""
     if settings.get("use_asft_loss"):
         return "distill"
     stage = settings.get("stage")
@@ -231,8 +241,9 @@ def _find_factory_method(settings: ToolFile) -> str:
 
 
 def find_masked_diffusion(settings: ToolFile) -> dict[str, Any] | None:
-    """Returns the section in which Axolotl trains a causal model to fill in masked tokens; None
-    where a file does not, or trains a model that has been made for it.
+    """Returns Axolotl's section on training a causal model to predict masked tokens.
+
+    Returns None if the file does not, or starts from a model that has been trained so.
     """
     section = read_section(settings, "diffusion_lm")
     if section.get("from_causal_lm"):
@@ -244,12 +255,11 @@ def find_masked_diffusion(settings: ToolFile) -> dict[str, Any] | None:
 
 
 def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
-    """Returns our keys for distillation; None where a file has no teacher, or its divergence is
-    another.
+    """Returns our keys for distillation; None if a file has no teacher, or a loss that we do not
+    have.
 
-    torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
-    LLaMA-Factory's ASFT is that sum of DFT and the divergence from the model before training, not
-    divided by 1 + asft_alpha.
+    torchtune and Automodel minimize (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence, as
+    we do. LLaMA-Factory's ASFT is DFT + asft_alpha x KL divergence from the model before training.
     """
     if settings.get("use_asft_loss"):
         return _read_asft(settings)
@@ -258,7 +268,8 @@ def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
     component = read_section(settings, "kd_loss").get("_component_")
     target = read_section(settings, "kd_loss_fn").get("_target_")
     name = str(component or target or "KDLoss").rsplit(".", 1)[-1]
-    beta = next((beta for start, beta in KL_DIVERGENCES.items() if name.startswith(start)), None)
+    betas = (beta for start, beta in KL_DIVERGENCES.items() if name.startswith(start))
+    beta = next(betas, None)
     temperature = read_section(settings, "kd_loss_fn").get("temperature", 1.0)
     alpha = convert_number(settings.get("kd_ratio", 0.5))
     if beta is None or temperature != 1 or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
@@ -267,24 +278,30 @@ def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
 
 
 def _read_asft(settings: ToolFile) -> dict[str, Any]:
-    share = read_number("asft_alpha", settings.get("asft_alpha", 0.1), "0.1", 0)
-    clip = read_number("max_grad_norm", settings.get("max_grad_norm", 1.0) or 0, "1.0")
+    """Returns our keys for ASFT.
+
+    Its loss is 1 + asft_alpha times ours, so max_grad_norm becomes as many times smaller.
+    """
+    weight = read_number("asft_alpha", settings.get("asft_alpha", 0.1), "0.1", least=0)
+    max_norm = read_number("max_grad_norm", settings.get("max_grad_norm", 1.0) or 0, "1.0")
     name = "gradient_accumulation_steps"
-    # Trainer divides by it no loss of a compute_loss_func
-    micro_batches = read_number(name, settings.get(name) or 1, "1", 1)
+    # Trainer does not divide the loss of a compute_loss_func by the number of micro-batches
+    micro_batches = read_number(name, settings.get(name) or 1, "1", least=1)
     return {
         "method": "distill",
         "distill_beta": 0.0,
-        "distill_alpha": round(share / (1 + share), 9),
+        "distill_alpha": round(weight / (1 + weight), 9),
         "token_loss": "dft",
         "teacher_model_name_or_path": settings.get("model_name_or_path"),
-        "max_grad_norm": clip / (1 + share) / micro_batches if clip else None,
+        "max_grad_norm": max_norm / (1 + weight) / micro_batches if max_norm else None,
     }
 
 
 def _find_trl_method(settings: ToolFile, source: Path) -> str:
-    """Reads the method off the keys, else off the file's or its folder's name (orpo/config.yaml):
-    no key names it.
+    """Returns our method for a TRL file, in which no key names it.
+
+    It follows from the command, else from keys of one trainer alone, else from the name of the file
+    or its folder (orpo/config.yaml).
     """
     command = settings.get(COMMAND)
     if command is not None:
@@ -297,23 +314,29 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
         return "kto"
     if "simpo" in _read_losses("TRL", settings) or "simpo_gamma" in settings:
         return "simpo"
-    compares = any(key in settings for key in TRL_SIGNS)
-    names_sft_loss = "beta" not in settings and settings.get("loss_type") in SFT_LOSSES[1:]
-    if not compares or names_sft_loss:
-        if _find_name(source, REWARD_COMMANDS[:1]):
+    has_sign = any(key in settings for key in TRL_SIGNS)
+    loss = settings.get("loss_type")
+    names_sft_loss = "beta" not in settings and loss is not None and loss in SFT_LOSSES
+    if not has_sign or names_sft_loss:
+        if _find_name(source, ["reward"]):
             return "reward"
         return "sft"
     return _find_name(source, TRL_NAMES) or "dpo"
 
 
 def _find_name(source: Path, names: Sequence[str]) -> str | None:
-    """Returns the first of `names` that is a word in a file's name, or the name of its folder."""
+    """Returns the first of `names` that is a word of the file's name, or the name of its folder.
+
+    Returns None if there is none.
+    """
     words = {source.resolve().parent.name.lower(), *re.split(r"[^a-z]+", source.stem.lower())}
     return next((name for name in names if name in words), None)
 
 
 def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Iterator[Unsupported]:
-    """Yields the losses of a preference file that nothing here computes."""
+    """Yields each loss of a preference or GRPO file that we do not compute: (evidence, missing
+    capability, True since the file trains).
+    """
     method = find_method(tool, settings, source)
     if method == "grpo":
         yield from find_unsupported_online(settings)
@@ -325,8 +348,9 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
     for name in losses:
         if name not in known:
             yield f"{key}: {name}", f"another loss ({name.upper()})", True
-    pairs = [name for name in losses if name != "sft"]
-    if len(pairs) > 1 or any(losses[name] != 1 for name in pairs):
+    compared = [name for name in losses if name != "sft"]
+    # here sft alone has a weight, rpo_alpha
+    if len(compared) > 1 or any(losses[name] != 1 for name in compared):
         yield f"{key}: {shorten(list(losses))}", "several losses at once", True
     if "cpo_alpha" in settings and tool == "TRL" and "simpo" not in losses:
         yield f"cpo_alpha: {settings['cpo_alpha']}", "another loss (CPO)", True
@@ -336,7 +360,8 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
 
 
 def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
-    """Reads the losses that a file names, with their weights.
+    """Reads the names of a file's losses with their weights: 1 if it has no weights, None if they
+    cannot be assigned.
 
     >>> _read_losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
     {'sigmoid': 1.0, 'sft': 0.2}
@@ -345,12 +370,12 @@ def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
     names = names if isinstance(names, list) else [names]
     weights = settings.get(WEIGHT_KEYS.get(tool, "loss_weights")) or [1.0] * len(names)
     if not isinstance(weights, list) or len(weights) != len(names):
-        weights = [None] * len(names)  # which no loss here has
-    return dict(zip(map(str, names), map(convert_number, weights), strict=False))
+        weights = [None] * len(names)
+    return dict(zip(map(str, names), map(convert_number, weights), strict=True))
 
 
 def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
-    """Adds the method of a file to the recipe, with what several of its keys together mean."""
+    """Adds our `method` to the recipe, with what several keys of the file mean under it."""
     if method == "sft":
         _adapt_supervised(settings, conversion)
     elif method == "distill":
@@ -368,6 +393,7 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
 
 
 def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds the loss of supervised fine-tuning and, for TRL, which tokens of a row are trained."""
     _set_token_loss(settings, conversion)
     _drop_unused("sft", conversion)
     if conversion.tool != "TRL":
@@ -391,22 +417,24 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds the keys of distillation."""
     conversion.recipe |= find_distillation(settings) or {}
     if settings.get("use_asft_loss"):
         conversion.add_remark("use_asft_loss", True, ASFT)
 
 
 def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds masked diffusion, as core/trainers/diffusion_lm of Axolotl 0.21 has it."""
+    """Adds masked diffusion, and reports how Axolotl 0.21 differs (core/trainers/diffusion_lm)."""
     recipe = conversion.recipe
     section = find_masked_diffusion(settings) or {}
-    recipe["method"] = "masked_diffusion"
-    recipe.pop("attn_implementation", None)  # the one that is built in looks in both directions
-    _drop_unused("masked_diffusion", conversion)
-    named = section.get("mask_token_id")
-    if named is not None:
-        recipe["mask_token"] = named
-        conversion.add_difference("mask_token_id", named, OTHER_MASK)
+    method = "masked_diffusion"
+    recipe["method"] = method
+    recipe.pop("attn_implementation", None)  # our built-in attention looks in both directions
+    _drop_unused(method, conversion)
+    mask_id = section.get("mask_token_id")
+    if mask_id is not None:
+        recipe["mask_token"] = mask_id
+        conversion.add_difference("mask_token_id", mask_id, OTHER_MASK)
     else:
         token = str(section.get("mask_token_str") or DIFFUSION_MASK)
         recipe["mask_token"] = token
@@ -417,7 +445,6 @@ def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("importance_weighting", False, UNWEIGHTED)
     if section.get("generate_samples", True):
         conversion.add_difference("generate_samples", True, "no text is sampled while training")
-    method = "masked_diffusion"
     conversion.add_difference("method", method, UNMASKED)
     conversion.add_difference("method", method, ROWS_ALIKE)
     if recipe.get("packing"):
@@ -427,8 +454,8 @@ def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds early exits and layer dropout, as dev/early_exit_finetune_distributed of torchtune 0.6.1
-    has them.
+    """Adds early exits and layer dropout, and reports how torchtune 0.6.1 differs
+    (dev/early_exit_finetune_distributed).
     """
     recipe = conversion.recipe
     recipe["method"] = "early_exit"
@@ -441,15 +468,15 @@ def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
         scale_fn = _read_component(exits.get("scale_fn", "sum_l_loss_scale"))
         recipe["exit_layers"] = _read_layers("early_exit_loss.layers", exits.get("layers", ":"))
         recipe["exit_scale"] = read_number("early_exit_loss.scale", exits.get("scale", 1.0), "1.0")
-        for key, theirs, table in (
+        for key, name, table in (
             ("exit_curriculum", curriculum, CURRICULA),
             ("exit_weights", scale_fn, EXIT_SCALES),
         ):
-            if theirs in table:
-                recipe[key] = table[theirs]
+            if name in table:
+                recipe[key] = table[name]
             else:
                 note = "one of torchtune's own is expected"
-                conversion.add_difference("early_exit_loss", theirs, note, "code of your own")
+                conversion.add_difference("early_exit_loss", name, note, "code of your own")
         conversion.add_difference("early_exit_loss.layers", exits.get("layers", ":"), BEFORE_LAYERS)
         if exits.get("include_last_layer") is False:
             conversion.add_difference("include_last_layer", False, OUTPUT_SCORED)
@@ -466,12 +493,14 @@ def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _read_component(name: Any) -> str:
-    """The last part of a dotted name."""
+    """Returns the last part of a dotted name."""
     return str(name).rpartition(".")[2]
 
 
 def _read_layers(key: str, text: Any) -> str | list[int]:
-    """Torchtune's list of layers, or slice. Raises `WrongValue` for anything else.
+    """Reads torchtune's layers: a list of numbers, or the text of a slice.
+
+    Raises `WrongValue` for anything else.
 
     >>> _read_layers("layers", "8,12"), _read_layers("layers", "::4"), _read_layers("layers", 3)
     ([8, 12], '::4', [3])
@@ -484,31 +513,33 @@ def _read_layers(key: str, text: Any) -> str | list[int]:
 def _adapt_comparison(
     method: str, settings: ToolFile, source: Path, conversion: Conversion
 ) -> None:
-    """Adds a method that compares or rates answers."""
+    """Adds a method that compares answers (DPO and its kin) or rates them (KTO)."""
     recipe = conversion.recipe
     recipe["method"] = method
     _set_comparison_loss(method, settings, source, conversion)
-    _list_differences(method, settings, conversion)
+    _report_trainer(method, settings, conversion)
     if conversion.tool in WITHOUT_DROPOUT and settings.get("disable_dropout", True):
         _stop_dropout(conversion)
     if settings.get("label_smoothing_factor") is not None and "label_smoothing" not in settings:
-        recipe.pop("label_smoothing", None)  # the Trainer's own loss alone reads it
+        # only the loss of transformers' Trainer reads it, and these trainers have other losses
+        recipe.pop("label_smoothing", None)
         conversion.ignored.append("label_smoothing_factor")
     for key, value in PREFERENCE_DEFAULTS.get(conversion.tool, {}).items():
         recipe.setdefault(key, value)
-    _compare_answers(method, conversion)
+    _drop_supervised_keys(method, conversion)
 
 
-def _compare_answers(method: str, conversion: Conversion) -> None:
-    """Drops what has no effect where answers are compared."""
+def _drop_supervised_keys(method: str, conversion: Conversion) -> None:
+    """Drops the keys that have no effect where answers are compared or rated."""
     recipe = conversion.recipe
-    recipe.pop("assistant_only_loss", None)  # only answers are compared
+    recipe.pop("assistant_only_loss", None)  # the loss is of answers alone
     if recipe.get("packing") is not False:
         recipe.pop("packing", None)  # no tool packs pairs
     _drop_unused(method, conversion)
 
 
 def _stop_dropout(conversion: Conversion) -> None:
+    """Sets LoRA's dropout to 0; a remark says so if the file asks for some."""
     dropout = conversion.recipe.get("lora_dropout", 0)
     if dropout != 0:
         conversion.remarks.append(f"lora_dropout: {dropout}   ({NOTES['NO_DROPOUT']})")
@@ -516,14 +547,14 @@ def _stop_dropout(conversion: Conversion) -> None:
 
 
 def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> None:
-    """Adds a reward model.
+    """Adds a reward model, and reports how the tool's trainer differs.
 
-    TRL's trainer, which is Axolotl's too, has the loss and the head of here.
+    TRL's trainer, which Axolotl uses too, has our loss and our head.
     """
     tool = conversion.tool
     recipe = conversion.recipe
     recipe["method"] = "reward"
-    recipe.pop("overlength", None)  # a document that is cut has lost the token that is scored
+    recipe.pop("overlength", None)  # the last token is scored, and a cut would remove it
     if tool == "LLaMA-Factory":
         conversion.add_difference("stage", "rm", VALUE_HEAD)
         conversion.add_remark("cutoff_len", recipe.get("max_length", 2048), WHOLE_PAIR)
@@ -541,12 +572,13 @@ def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> N
         if COMMAND not in settings and settings.get("center_rewards_coefficient") is None:
             conversion.remarks.append(f"method: reward   ({NAMED_REWARD})")
     compare_scored_turns(settings, conversion)
-    _compare_answers("reward", conversion)
+    _drop_supervised_keys("reward", conversion)
 
 
 def _set_comparison_loss(
     method: str, settings: ToolFile, source: Path, conversion: Conversion
 ) -> None:
+    """Sets the loss of pairs, its weights, and a remark if the method DPO is only a guess."""
     tool = conversion.tool
     recipe = conversion.recipe
     losses = _read_losses(tool, settings)
@@ -563,43 +595,48 @@ def _set_comparison_loss(
 
 
 def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
-    keys = LABEL_LOSSES.get(conversion.tool, ())
-    asked = next((key for key in keys if settings.get(key)), "")
-    if not asked and settings.get("loss_type") == "dft":
-        asked = "dft"
-    if asked:
-        conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", asked).removesuffix("_loss")
-    if "eaft" not in asked:
+    """Sets the loss of a token, DFT or EAFT, by the tool's switch or TRL's loss_type."""
+    switches = LABEL_LOSSES.get(conversion.tool, ())
+    name = next((key for key in switches if settings.get(key)), "")
+    if not name and settings.get("loss_type") == "dft":
+        name = "dft"
+    if name:  # use_dft_loss -> dft
+        conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", name).removesuffix("_loss")
+    if "eaft" not in name:
         conversion.recipe.pop("eaft_alpha", None)
     elif conversion.tool == "Axolotl":
         _scale_eaft(conversion)
-    if "eaft" in asked and settings.get("eaft_k") not in (None, 20):
+    if "eaft" in name and settings.get("eaft_k") not in (None, 20):
         note = "the entropy is of the 20 likeliest tokens"
         conversion.add_difference("eaft_k", settings["eaft_k"], note, "another loss (EAFT)")
 
 
 def _scale_eaft(conversion: Conversion) -> None:
-    """Clips as Axolotl does, whose monkeypatch/loss/eaft.py does not divide the entropy."""
+    """Divides max_grad_norm by 3 ** eaft_alpha: Axolotl's loss is as many times ours.
+
+    Its monkeypatch/loss/eaft.py does not divide the entropy by 3.
+    """
     recipe = conversion.recipe
     alpha = read_number("eaft_alpha", recipe.get("eaft_alpha", 1.0), "1.0", 0)
-    clip = read_number("max_grad_norm", recipe.get("max_grad_norm", 1.0) or 0, "1.0", 0)
-    recipe["max_grad_norm"] = clip / 3**alpha if clip else None
+    max_norm = read_number("max_grad_norm", recipe.get("max_grad_norm", 1.0) or 0, "1.0", 0)
+    recipe["max_grad_norm"] = max_norm / 3**alpha if max_norm else None
     conversion.remarks.append(f"use_eaft: true   ({UNDIVIDED})")
 
 
-def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Lists what the tool's trainer for `method` does otherwise."""
+def _report_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what the tool's trainer for `method` does otherwise."""
     if conversion.tool == "LLaMA-Factory":
-        _list_factory_differences(method, settings, conversion)
+        _report_factorys_trainer(method, settings, conversion)
     if conversion.tool in ("TRL", "Axolotl"):
-        _list_trl_differences(method, settings, conversion)
+        _report_trls_trainer(method, settings, conversion)
     if method == "kto":
-        rows = KTO_ROWS_OF_FACTORY if conversion.tool == "LLaMA-Factory" else KTO_ROWS
-        conversion.remarks.append(f"kto   ({rows})")
+        note = KTO_ROWS_OF_FACTORY if conversion.tool == "LLaMA-Factory" else KTO_ROWS
+        conversion.remarks.append(f"kto   ({note})")
         _report_order(settings, conversion)
     if settings.get("truncation_mode") == "keep_end":
         note = "a side of over max_length tokens loses its end here"
         conversion.add_difference("truncation_mode", "keep_end", note)
+    # torchtune's reference model
     reference = read_section(settings, "ref_checkpointer").get("checkpoint_dir")
     if reference and reference != read_section(settings, "checkpointer").get("checkpoint_dir"):
         note = "the reference is the model before training"
@@ -609,8 +646,10 @@ def _list_differences(method: str, settings: ToolFile, conversion: Conversion) -
 
 
 def _report_order(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where rated answers come in the order of their rows: TRL's trainer draws none at
-    random, and Axolotl shuffles them before, but under shuffle_merged_datasets: false.
+    """Reports that rated answers are trained on in the order of their rows there.
+
+    TRL's trainer does not shuffle them by default. Axolotl shuffles the rows before it, unless
+    shuffle_merged_datasets is false.
     """
     if conversion.tool == "TRL" and settings.get("train_sampling_strategy") is None:
         conversion.add_difference("train_sampling_strategy", None, IN_ORDER)
@@ -618,21 +657,23 @@ def _report_order(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("shuffle_merged_datasets", False, IN_ORDER)
 
 
-def _list_factory_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
+def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what LLaMA-Factory's trainer for `method` does otherwise."""
     pair_loss = settings.get("pref_loss", "sigmoid")
     if method == "dpo" and pair_loss != "sigmoid":
         conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
     if method == "orpo":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if settings.get("pref_ftx") and method != "dpo":
+        # the difference takes the place of the remark on the conversion of pref_ftx
         conversion.remarks = [
             line for line in conversion.remarks if not line.startswith("pref_ftx: ")
         ]
         conversion.add_difference("pref_ftx", settings["pref_ftx"], NO_CROSS_ENTROPY)
 
 
-def _list_trl_differences(method: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Lists what TRL's trainers, which Axolotl uses too, do otherwise."""
+def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what TRL's trainer for `method`, which Axolotl uses too, does otherwise."""
     is_axolotl = conversion.tool == "Axolotl"
     if method == "simpo" and settings.get("cpo_alpha", 1.0) != 0:
         conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
@@ -650,7 +691,10 @@ def _list_trl_differences(method: str, settings: ToolFile, conversion: Conversio
 
 
 def _report_cut_sides(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which end of a long pair is cut: for sure where the file is of an older version."""
+    """Reports that TRL before 0.29 cuts the beginning of a long side by default.
+
+    Only a file for such a version has max_prompt_length: then it is a difference, else a remark.
+    """
     if settings.get("max_prompt_length") is None:
         conversion.add_remark("truncation_mode", None, SIDES_WERE_CUT)
     else:
@@ -658,7 +702,7 @@ def _report_cut_sides(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _drop_unused(method: str, conversion: Conversion) -> None:
-    """Removes keys of other methods, which have no effect there either."""
+    """Drops the keys of other methods than `method`, which have no effect there either."""
     of_other_methods = keys_of(Method).keys() - {"method", *METHODS[method].keys}
     for key in [key for key in conversion.recipe if key in of_other_methods]:
         del conversion.recipe[key]
@@ -675,7 +719,7 @@ def is_online(settings: ToolFile) -> bool:
 
 
 def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:
-    """Yields the losses that nothing here computes, and models as rewards."""
+    """Yields a policy loss that we do not compute, and a model as reward."""
     loss = str(settings.get("loss_type", "dapo"))
     if loss not in (*POLICY_LOSSES, "bnpo"):
         yield f"loss_type: {loss}", f"another loss ({loss.upper()})", True
@@ -685,16 +729,16 @@ def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:
 
 
 def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what several keys of a GRPO file together mean."""
+    """Adds GRPO, and what several keys of a GRPO file mean together."""
     recipe = conversion.recipe
     recipe["method"] = "grpo"
     dropout = recipe.get("lora_dropout", TRL_DROPOUT)
-    is_dropped = recipe.get("use_peft") and dropout and not settings.get("disable_dropout")
-    if conversion.tool == "TRL" and is_dropped:
+    has_dropout = recipe.get("use_peft") and dropout and not settings.get("disable_dropout")
+    if conversion.tool == "TRL" and has_dropout:
         conversion.add_difference("lora_dropout", dropout, DROPOUT_ONLINE)
     recipe["lora_dropout"] = 0.0
     recipe.setdefault("learning_rate", 1e-6)
-    recipe.pop("packing", None)  # what is sampled is packed here, for the same loss
+    recipe.pop("packing", None)  # completions are packed here, which does not change the loss
     if settings.get("top_k") not in (None, 0, -1):
         conversion.add_difference("top_k", settings["top_k"], TRUNCATED)
     if conversion.tool == "torchtune":
@@ -705,10 +749,15 @@ def _adapt_online(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
+    """Adds what several keys of TRL's GRPOTrainer or AsyncGRPOTrainer mean together."""
     recipe = conversion.recipe
     _set_policy_loss(settings, conversion)
-    is_ahead = "max_staleness" in settings  # of AsyncGRPOTrainer, which has no other sampler
-    if not is_ahead and recipe.get("beta") and settings.get("use_bias_correction_kl") is None:
+    is_async_trainer = "max_staleness" in settings  # it samples on a vLLM server alone
+    if (
+        not is_async_trainer
+        and recipe.get("beta")
+        and settings.get("use_bias_correction_kl") is None
+    ):
         conversion.add_remark("beta", recipe["beta"], KL_TIMES_RATIO)
     _set_lengths(settings, conversion)
     _set_sampled_batch(settings, conversion)
@@ -721,13 +770,13 @@ def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
     _add_rewards(settings.get("reward_funcs") or [], conversion)
     iterations = settings.get("max_tool_calling_iterations")
     if iterations:
-        what = (
+        advice = (
             "name your functions, such as my_tools.py:multiply, and set "
             f"max_tool_calling_iterations: {iterations}"
         )
-        conversion.to_do.append(f"tools: they have no key there; {what}")
-    if is_ahead or (settings.get("use_vllm") and settings.get("vllm_mode") == "server"):
-        recipe |= _read_server(settings, is_corrected=not is_ahead)
+        conversion.to_do.append(f"tools: they have no key there; {advice}")
+    if is_async_trainer or (settings.get("use_vllm") and settings.get("vllm_mode") == "server"):
+        recipe |= _read_server(settings, has_correction=not is_async_trainer)
         address = recipe["vllm_server_base_url"]
         conversion.to_do.append(
             f"vllm_server_base_url: start the server of {address} as docs/online.md says"
@@ -735,6 +784,7 @@ def _adapt_trls_online(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the policy loss, and what rewards are divided by (scale_rewards)."""
     recipe = conversion.recipe
     loss = settings.get("loss_type")
     if loss == "bnpo":
@@ -751,14 +801,15 @@ def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the length of a completion, and max_length: a prompt and its completion together."""
     key = "max_completion_length"
-    is_ahead = "max_staleness" in settings
-    default = COMPLETION_TOKENS_AHEAD if is_ahead else COMPLETION_TOKENS
+    is_async_trainer = "max_staleness" in settings
+    default = COMPLETION_TOKENS_AHEAD if is_async_trainer else COMPLETION_TOKENS
     completion = read_number(key, settings.get(key, default), str(default), 1)
-    if key not in settings and not is_ahead:
+    if key not in settings and not is_async_trainer:
         conversion.add_remark(key, None, LONGER_SINCE)
-    longest = settings.get("max_prompt_length") or PROMPT_TOKENS
-    prompt = read_number("max_prompt_length", longest, str(PROMPT_TOKENS), 1)
+    max_prompt = settings.get("max_prompt_length") or PROMPT_TOKENS
+    prompt = read_number("max_prompt_length", max_prompt, str(PROMPT_TOKENS), 1)
     conversion.recipe["max_completion_length"] = completion
     conversion.recipe["max_length"] = completion + prompt
     note = f"prompts of over {prompt} tokens are dropped here"
@@ -766,40 +817,44 @@ def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets the prompts of a step, and the steps that share a generation, from counts of completions
-    on one process.
+    """Sets the prompts of a step, and the steps that share a generation.
+
+    TRL counts both in completions, or micro-batches of them, on one process.
     """
     recipe = conversion.recipe
-    rows = _read_count(settings, "per_device_train_batch_size", 8)
-    accumulated = _read_count(settings, "gradient_accumulation_steps", 1)
+    completions = _read_count(settings, "per_device_train_batch_size", 8)
+    micro_batches = _read_count(settings, "gradient_accumulation_steps", 1)
     generations = _read_count(settings, "num_generations", 8)
     recipe.pop("gradient_accumulation_steps", None)
-    recipe["global_batch_size"] = max(1, rows * accumulated // generations)
+    recipe["global_batch_size"] = max(1, completions * micro_batches // generations)
     per_process = (
-        f"{rows} x {accumulated} completions, {generations} of each prompt, on one process there"
+        f"{completions} x {micro_batches} completions, {generations} of each prompt, on one "
+        "process there"
     )
     remark = (
         f"global_batch_size: {recipe['global_batch_size']}   ({per_process}; times the processes)"
     )
     conversion.remarks.append(remark)
-    sampled = int(
+    generated = int(
         read_number("generation_batch_size", settings.get("generation_batch_size") or 0, "8", 0)
     )
-    micro_steps = int(
+    batches_per_generation = int(
         read_number("steps_per_generation", settings.get("steps_per_generation") or 0, "8", 0)
     )
-    micro_steps = micro_steps or sampled // rows
-    if micro_steps > accumulated:
-        recipe["steps_per_generation"] = micro_steps // accumulated
+    batches_per_generation = batches_per_generation or generated // completions
+    if batches_per_generation > micro_batches:
+        recipe["steps_per_generation"] = batches_per_generation // micro_batches
 
 
 def _read_count(settings: ToolFile, key: str, default: int) -> int:
+    """Reads a number of at least 1, rounded down. Raises `WrongValue` for another value."""
     return int(read_number(key, settings.get(key, default), str(default), 1))
 
 
-def _read_server(settings: ToolFile, *, is_corrected: bool) -> dict[str, Any]:
-    """Reads our keys of a server that samples, and of TRL's correction of its numerics, where the
-    trainer has one.
+def _read_server(settings: ToolFile, *, has_correction: bool) -> dict[str, Any]:
+    """Returns our keys for a vLLM server that samples, and for the correction of its probabilities.
+
+    `has_correction`: whether TRL's trainer corrects them at all.
     """
     host = str(settings.get("vllm_server_host", "0.0.0.0")).replace("0.0.0.0", "localhost")
     address = (
@@ -811,20 +866,24 @@ def _read_server(settings: ToolFile, *, is_corrected: bool) -> dict[str, Any]:
         keys["vllm_server_timeout"] = float(
             read_number("vllm_server_timeout", settings["vllm_server_timeout"], "240")
         )
-    if not (is_corrected and settings.get("vllm_importance_sampling_correction", True)):
+    if not (has_correction and settings.get("vllm_importance_sampling_correction", True)):
         return keys
     keys["importance_sampling_correction"] = settings.get(
         "vllm_importance_sampling_mode", "sequence_mask"
     )
     for bound, names in SAMPLING_BOUNDS.items():
-        given = (settings.get(f"vllm_importance_sampling_{name}") for name in names)
-        value = next((value for value in given if value is not None), None)
+        values = (settings.get(f"vllm_importance_sampling_{name}") for name in names)
+        value = next((value for value in values if value is not None), None)
         if value is not None:
             keys[f"importance_sampling_{bound}"] = value
     return keys
 
 
 def _add_rewards(names: Any, conversion: Conversion) -> None:
+    """Adds the rewards of reward_funcs; if there are none, naming them is left to do.
+
+    Raises `WrongValue` if `names` is neither a name nor a list.
+    """
     if not isinstance(names, list | str):
         raise WrongValue.of_key("reward_funcs", names, "a list of names", "[think_format_reward]")
     names = [names] if isinstance(names, str) else names
@@ -846,7 +905,11 @@ def _add_rewards(names: Any, conversion: Conversion) -> None:
 
 
 def _name_reward(name: Any, conversion: Conversion) -> str:
-    """Returns our name for a reward of TRL's command, or the function of a file."""
+    """Returns our name for one of reward_funcs: a shipped reward, or a function of a file.
+
+    `my.rewards.right` becomes `my/rewards.py:right`. A reward that only TRL ships becomes a
+    function of my_rewards.py, which is left to write.
+    """
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = str(name).rpartition(".")
@@ -858,24 +921,24 @@ def _name_reward(name: Any, conversion: Conversion) -> str:
     return f"my_rewards.py:{function}"
 
 
-# torchao's quantizers, and pairs of Axolotl's dtypes (inputs, weights) -> our scheme, and its usual
-# group.
+# torchao's quantizers -> our scheme, and the default size of a group
 QUANTIZERS: Mapping[str, tuple[str, int | None]] = {
     "Int8DynActInt4WeightQATQuantizer": ("int8-int4", 256),
     "Int4WeightOnlyQATQuantizer": ("int4-packed", 256),
     "Float8ActInt4WeightQATQuantizer": ("fp8-int4", 128),
 }
-# quantizer_type of Automodel's QATConfig
+# quantizer_type of Automodel's QATConfig, its default first -> torchao's quantizer
 QUANTIZER_TYPES = {
     "int8_dynact_int4weight": "Int8DynActInt4WeightQATQuantizer",
     "int4_weight_only": "Int4WeightOnlyQATQuantizer",
 }
-# by torchao's own classes of these names, create_quantizer of the same, and Axolotl's
-# _make_qat_config; here a scale has the dtype of what it scales, as in the files that are exported
+# torchao's classes of these names, Automodel's create_quantizer, and Axolotl's _make_qat_config.
+# Here a scale has the dtype of what it scales, as in exported files. {}: what is rounded.
 SCALED_IN_FP32 = (
     "the scales of rounded {} are in float32 there, in the run's 16 bits here: some numbers are "
     "rounded to a neighboring step"
 )
+# Axolotl's dtypes of inputs and weights -> our scheme, and the default size of a group
 QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("int8", "int4"): ("int8-int4", 32),
     ("None", "int4"): ("int4-packed", 128),
@@ -884,7 +947,7 @@ QAT_DTYPES: Mapping[tuple[str, str], tuple[str, int | None]] = {
     ("nvfp4", "nvfp4"): ("nvfp4", 16),
     ("mxfp4", "mxfp4"): ("mxfp4", 32),
 }
-CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on the key of that name
+CUTTING_PLUGIN = "CutCrossEntropyPlugin"  # turns on cut_cross_entropy
 HEAD_ROUNDED = "the output head is rounded there too, where its inputs divide into groups"
 # torchtune's models whose head is the embedding (TiedLinear), which no quantizer replaces
 TIED_IN_TORCHTUNE = re.compile(r"gemma|llama3_2\.|qwen2(_5)?_(0_5b|1_5b|3b)|qwen3_(0_6b|1_7b|4b)")
@@ -897,7 +960,7 @@ ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
 )
-# toggle_fake_quant of Axolotl looks for quantizers, which torchao's layers of these do not have
+# schemes whose layers in torchao have no quantizers for Axolotl's toggle_fake_quant to turn on late
 ROUNDED_THROUGHOUT = ("mxfp4", "nvfp4")
 FROM_THE_START = "has no effect on this rounding there, which begins with the first step, as here"
 # the backward of torchao's prototype/qat/nvfp4.py and mx.py, which returns None for the bias
@@ -909,21 +972,21 @@ ADAPTED_ALONE = (
 
 
 def cuts_loss(settings: ToolFile) -> bool:
-    """Whether Axolotl's plugin computes the loss in parts, for which embeddings are in 16 bits."""
+    """Whether Axolotl computes the loss in parts, by cut_cross_entropy or its plugin."""
     is_on = CUTTING_PLUGIN in str(settings.get("plugins"))
     return bool(settings.get("cut_cross_entropy", is_on))
 
 
 def asks_for_rounding(settings: ToolFile) -> bool:
-    """Whether a file of training asks for it."""
+    """Whether a training file asks for quantization-aware training (QAT)."""
     qat = settings.get("qat")
-    # Automodel's is off by default
+    # the section of Automodel, which has qat_config, is off by default
     is_on = isinstance(qat, dict) and qat.get("enabled", "qat_config" not in qat)
     return bool(is_on or ("dataset" in settings and isinstance(settings.get("quantizer"), dict)))
 
 
 def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
-    """Returns our keys; None where a file asks for none, or for what torchao does not finish here.
+    """Returns our keys for QAT; None if a file asks for no QAT, or for a scheme that we refuse.
 
     >>> find_rounding({"qat": {"activation_dtype": "int8", "weight_dtype": "int4"}})
     {'quantization_aware_training': 'int8-int4', 'qat_group_size': 32}
@@ -936,22 +999,23 @@ def find_rounding(settings: ToolFile) -> Mapping[str, Any] | None:
     quantizer = settings.get("quantizer") or qat.get("quantizer") or qat.get("qat_config") or {}
     name = str(quantizer.get("_component_") or quantizer.get("_target_") or "").rsplit(".", 1)[-1]
     if name == "QATConfig":
-        name = QUANTIZER_TYPES.get(quantizer.get("quantizer_type", next(iter(QUANTIZER_TYPES))), "")
+        default_type = next(iter(QUANTIZER_TYPES))
+        name = QUANTIZER_TYPES.get(quantizer.get("quantizer_type", default_type), "")
     inputs = str(qat.get("activation_dtype")).removeprefix("torch.")
     weights = str(qat.get("weight_dtype")).removeprefix("torch.")
-    scheme, usual_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
+    scheme, default_group = QUANTIZERS.get(name) or QAT_DTYPES.get((inputs, weights), ("", None))
     if scheme not in SCHEMES or SCHEMES[scheme].refused:
         return None
     keys: dict[str, Any] = {"quantization_aware_training": scheme}
-    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or usual_group
-    after = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
-    if after:
-        keys["fake_quant_after_n_steps"] = after
+    keys["qat_group_size"] = quantizer.get("groupsize") or qat.get("group_size") or default_group
+    delay = settings.get("fake_quant_after_n_steps") or qat.get("fake_quant_after_n_steps")
+    if delay:
+        keys["fake_quant_after_n_steps"] = delay
     return keys
 
 
 def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds quantization-aware training, and where the same torchao rounds other layers there."""
+    """Adds quantization-aware training, and reports what the tool rounds otherwise."""
     keys = find_rounding(settings)
     if keys is None:
         return
@@ -967,37 +1031,40 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
     model = read_section(settings, "model")
     component = str(model.get("_component_"))
-    is_tunes_lora = "lora" in component
-    # which read the head's weight, and do not call it
-    has_kernel = settings.get("liger_fused_linear_cross_entropy") or cuts_loss(settings)
-    has_head = model.get("apply_lora_to_output") if is_tunes_lora else not has_kernel
-    if has_head and not TIED_IN_TORCHTUNE.search(component):
+    is_torchtune_lora = "lora" in component
+    # These losses read the head's weight without calling the head, which is then not rounded.
+    has_fused_loss = settings.get("liger_fused_linear_cross_entropy") or cuts_loss(settings)
+    if is_torchtune_lora:
+        rounds_head = model.get("apply_lora_to_output")
+    else:
+        rounds_head = not has_fused_loss
+    if rounds_head and not TIED_IN_TORCHTUNE.search(component):
         conversion.add_difference(key, settings[key], HEAD_ROUNDED)
-    if settings.get("adapter") or settings.get("peft") or is_tunes_lora:
+    if settings.get("adapter") or settings.get("peft") or is_torchtune_lora:
         conversion.add_difference(key, settings[key], ADAPTER_APART)
     adapted = conversion.recipe.get("lora_target_modules") or ()
-    if is_tunes_lora and not LINEAR_LAYERS.keys() <= set(adapted):
+    if is_torchtune_lora and not LINEAR_LAYERS.keys() <= set(adapted):
         conversion.add_difference(key, settings[key], ADAPTED_ALONE)
 
 
 def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which scales are in float32 there alone."""
+    """Reports which scales of int8-int4 are in float32 there and in the run's 16 bits here."""
     scheme = conversion.recipe["quantization_aware_training"]
     is_in_fp32 = "32" in str(settings.get("dtype")) or settings.get("bf16") is False
     if scheme != "int8-int4" or is_in_fp32:
         return
     config = read_section(read_section(settings, "qat"), "qat_config")
-    usual = "float32" if conversion.tool == "torchtune" else "bfloat16"
-    precision = config.get("scales_precision", usual)
+    default = "float32" if conversion.tool == "torchtune" else "bfloat16"
+    precision = config.get("scales_precision", default)
     scaled = "weights and inputs" if "32" in str(precision) else "inputs"
     conversion.add_difference(key, settings[key], SCALED_IN_FP32.format(scaled))
 
 
 def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what torchao's layers of MXFP4 and NVFP4, which Axolotl trains, do otherwise."""
-    after = "fake_quant_after_n_steps"
-    if after in conversion.recipe:
-        conversion.add_remark(after, conversion.recipe.pop(after), FROM_THE_START)
+    """Reports how Axolotl's rounding to MXFP4 or NVFP4, by torchao's layers, differs from ours."""
+    key = "fake_quant_after_n_steps"
+    if key in conversion.recipe:
+        conversion.add_remark(key, conversion.recipe.pop(key), FROM_THE_START)
     has_biases = find_biased_layers(guess_family(name_model(settings)) or "")
     if has_biases and not settings.get("adapter"):
         conversion.add_difference("qat", settings["qat"], BIASES_FIXED)

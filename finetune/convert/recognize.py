@@ -1,5 +1,8 @@
-"""Whose file it is, and whether what it does is done here: other methods, models and purposes are
-refused by name.
+"""Reads another tool's file, recognizes the tool, and refuses methods, models and purposes that we
+do not support.
+
+Functions that find causes yield (evidence in the file, missing capability or other purpose, whether
+the file trains at all).
 """
 
 import re
@@ -42,9 +45,10 @@ from finetune.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
+# keys of an Accelerate config
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 FROM_SCRATCH = "training a named architecture from random weights"
-# What a key alone says, by tool: the lacking capability -> the keys.
+# tool -> missing capability -> the keys that ask for it
 REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "TRL": {"distillation": ("teacher_model_name_or_path", "lmbda")},
     "Axolotl": {
@@ -79,8 +83,9 @@ BOTH_DIRECTIONS = (
 )
 RETRIEVAL = f"retrieval, {BOTH_DIRECTIONS} (docs/embeddings.md)"
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
+# recipes that are converted, unless something else in the file is refused
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
-# Parts of the names of Automodel's recipes, and of its models' classes.
+# part of the name of an Automodel recipe -> cause of its refusal; the first that fits
 AUTOMODEL_CAUSES = {
     "Benchmark": "a benchmark",
     "KnowledgeDistillation": "distillation",
@@ -93,6 +98,7 @@ AUTOMODEL_CAUSES = {
     "Eagle": "speculative decoding",
     "Pretrain": "pretraining",
 }
+# part of the name of a model's class in Automodel -> cause
 AUTOMODEL_MODELS = {
     "Seq2Seq": "encoder-decoder models",
     "MultiModal": "multimodal",
@@ -100,28 +106,35 @@ AUTOMODEL_MODELS = {
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
 }
 TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *REWARD_COMMANDS)
+# other commands of TRL's -> cause
 TRL_CAUSES = {"cpo": "another loss (CPO)", "gkd": "distillation", "rloo": "online RL"}
+# keys of Megatron-SWIFT alone
 MEGATRON_KEYS = (
     "micro_batch_size",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "recompute_granularity",
 )
+# a stage of LLaMA-Factory's, or an rlhf_type of ms-swift's -> cause
 FACTORY_STAGES = {"ppo": "online RL"}
+# rlhf_type -> its name in the cause
 SWIFT_KINDS = {"rm": "a reward model"}
 SWIFT_ROWS = "whose rows have messages and lists of positive_messages and negative_messages"
+# task_type -> cause
 SWIFT_TASKS = {
     "embedding": f"embeddings by ms-swift, {SWIFT_ROWS}; docs/embeddings.md has the columns here",
     "reranker": f"a reranker by ms-swift, {SWIFT_ROWS}",
     "generative_reranker": f"a reranker by ms-swift, {SWIFT_ROWS}",
     "seq_cls": "a classifier by ms-swift, whose rows end with a prompt for an answer",
 }
-V1_COMMANDS = {  # of its command line, by the names of files, folders and data
+# commands of LLaMA-Factory's v1, as words in the names of files, folders and data -> cause
+V1_COMMANDS = {
     "dpo": "a preference file of LLaMA-Factory's v1, whose keys are not published",
     "rm": "a reward model of LLaMA-Factory's v1, whose keys are not published",
     "reward": "a reward model of LLaMA-Factory's v1, whose keys are not published",
     "cls": "a classifier of LLaMA-Factory's v1, whose keys are not published",
 }
+# key of the v1 schema -> key of the older one
 V1_NAMES = {
     "model": "model_name_or_path",
     "micro_batch_size": "per_device_train_batch_size",
@@ -130,6 +143,7 @@ V1_NAMES = {
     "dist_timeout": "ddp_timeout",
     "custom_chat_template": "chat_template",
 }
+# v1's defaults, in the keys of the older schema
 V1_DEFAULTS: Mapping[str, Any] = {
     "stage": "sft",
     "per_device_train_batch_size": 1,
@@ -144,7 +158,7 @@ V1_DEFAULTS: Mapping[str, Any] = {
     "batching_strategy": "normal",
     "enable_activation_checkpointing": True,
 }
-# a key of peft_config -> the older key, and its default
+# key of v1's peft_config -> key of the older schema, and the default
 V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {
     "r": ("lora_rank", 8),
     "lora_alpha": ("lora_alpha", 16),
@@ -155,6 +169,7 @@ V1_ADAPTERS: Mapping[str, tuple[str, Any]] = {
     "modules_to_save": ("additional_target", None),
     "adapter_name_or_path": ("adapter_name_or_path", None),
 }
+# keys that are not renamed: rename_v1 reads the sections, the others have no older key
 V1_UNREAD = (
     "peft_config",
     "dist_config",
@@ -174,9 +189,10 @@ V1_UNREAD = (
 
 
 class Refusal(UserError):
-    """A file that is not converted.
+    """The error of a file that is not converted.
 
-    `cause` names the missing method or capability; `is_training`: it trains at all.
+    `cause`: the missing capability, or the file's other purpose. `is_training`: whether the file
+    trains at all.
     """
 
     cause: str = ""
@@ -186,7 +202,7 @@ class Refusal(UserError):
     def because(
         cls, where: object, evidence: str, cause: str, is_training: bool = True
     ) -> "Refusal":
-        """Makes a refusal by `evidence` in the file and the `cause` that it stands for."""
+        """Makes the refusal of the file `where`: its `evidence` shows the `cause`."""
         reason = (
             "not supported; supervised fine-tuning and preference training of text models are "
             "converted"
@@ -208,20 +224,20 @@ class LoadedFile(NamedTuple):
     settings: dict[str, Any]  # in the keys of the tables, with `${name}` references resolved
     text: str
     is_factory_v1: bool  # whether it is in LLaMA-Factory's v1 schema
-    source: Path  # what it names is looked for from there
+    source: Path  # files that it names are looked for in its folder
 
 
 def load_settings(source: Path) -> LoadedFile:
     """Reads a training file, or a command line, of another tool.
 
-    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a
-    known tool.
+    Raises `UserError` if the file cannot be read, a `Refusal` if it is no training file of a known
+    tool.
     """
     if is_command(source):
-        # one that was typed names files from the working folder
-        named = source if source.is_file() else Path("the command line")
-        return _adapt_settings(*read_command(source), named)
-    _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
+        # a typed command names files relative to the working folder
+        origin = source if source.is_file() else Path("the command line")
+        return _adapt_settings(*read_command(source), origin)
+    _, problems = read_entries(source, is_foreign=True)  # YAML errors with their lines
     if problems:
         raise UserError.of(problems)
     text = source.read_text(encoding="utf-8-sig")
@@ -230,11 +246,12 @@ def load_settings(source: Path) -> LoadedFile:
         settings = {}
     tool = recognize_tool(settings)
     if tool is None:
-        raise _refuse_unknown(settings, source)
+        raise _make_unknown_refusal(settings, source)
     return _adapt_settings(tool, settings, text, source)
 
 
 def _adapt_settings(tool: Tool, settings: dict[str, Any], text: str, source: Path) -> LoadedFile:
+    """Renames keys of other schemas to those of the tables, and resolves `${name}` references."""
     is_v1 = tool == "LLaMA-Factory" and is_factory_v1(settings)
     if is_v1:
         _refuse_v1_method(settings, source)
@@ -244,7 +261,8 @@ def _adapt_settings(tool: Tool, settings: dict[str, Any], text: str, source: Pat
     return LoadedFile(tool, _resolve_references(settings, settings), text, is_v1, source)
 
 
-def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
+def _make_unknown_refusal(settings: ToolFile, source: Path) -> Refusal:
+    """Makes the refusal of a file that no known tool trains by."""
     if any(key in settings for key in KNOWN_ACCELERATE):
         cause = "an Accelerate config (--config takes it)"
         return Refusal.because(source, "distributed_type", cause, is_training=False)
@@ -254,8 +272,9 @@ def _refuse_unknown(settings: ToolFile, source: Path) -> Refusal:
 
 
 def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
-    """Raises `Refusal` where names in a v1 file say that another command than sft reads it: no key
-    names the method.
+    """Raises `Refusal` if names in a v1 file, or the file's name, say that its command is not sft.
+
+    No key of a v1 file says so.
     """
     for key in ("train_dataset", "output_dir", "model_class"):
         words = re.split(r"[^a-z]+", str(settings.get(key)).lower())
@@ -268,12 +287,12 @@ def _refuse_v1_method(settings: ToolFile, source: Path) -> None:
 
 
 def rename_v1(settings: ToolFile) -> dict[str, Any]:
-    """Renames LLaMA-Factory's v1 schema to the keys of the older one, with the defaults that differ
-    from those.
+    """Renames the keys of LLaMA-Factory's v1 schema to the older ones, and adds v1's defaults.
 
     Keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and
     v1/core/base_trainer.py.
     """
+    # without data it is no training file, and is refused later by the key `template`
     if "train_dataset" not in settings:
         renamed = {**settings, "template": settings.get("template")}
         renamed.pop("micro_batch_size", None)
@@ -288,15 +307,15 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed |= {
             name: adapters.get(key, default) for key, (name, default) in V1_ADAPTERS.items()
         }
-        others = adapters.keys() - V1_ADAPTERS.keys() - {"name"}
-        renamed |= {key: adapters[key] for key in sorted(others)}
+        other_keys = adapters.keys() - V1_ADAPTERS.keys() - {"name"}
+        renamed |= {key: adapters[key] for key in sorted(other_keys)}
     sharding = read_section(settings, "dist_config")
     if sharding.get("name") in ("fsdp2", "fsdpturbo"):
         renamed["fsdp"] = "full_shard"
     elif sharding:
         renamed["deepspeed"] = sharding.get("config_file") or sharding.get("name")
     elif kind == "full":
-        renamed["bf16"] = False  # which FSDP2 alone reads; the weights are in float32
+        renamed["bf16"] = False  # v1 reads it under FSDP2 alone; else the weights are in float32
     if sharding.get("name") == "fsdpturbo":  # shard_model of its fsdpturbo.py casts all weights
         renamed["pure_bf16"] = renamed["bf16"]
     if settings.get("save_epochs") == 1:
@@ -306,25 +325,27 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         del renamed["save_strategy"]
     renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
     has_images = MULTIMODAL_MODEL.search(str(settings["model"]).lower())
-    if has_images or settings.get("model_class") == "other":  # not a causal text model's class
+    if has_images or settings.get("model_class") == "other":  # no class of a causal text model
         renamed["model_class"] = "other"
     renamed["packing"] = renamed["batching_strategy"] == PACKING
     return renamed
 
 
 def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
-    """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key
-    that says so.
+    """Raises `Refusal` if a file's method, model or purpose is not supported; it names the key that
+    asks for it.
     """
     losses = find_unsupported_losses(tool, settings, source)
-    for evidence, cause, is_training in (*_methods(tool, settings), *losses):
+    # the first cause that is found
+    for evidence, cause, is_training in (*_find_causes(tool, settings), *losses):
         raise Refusal.because(source, evidence, cause, is_training)
     key, images = find_images(tool, settings)
     if images and find_method(tool, settings, source) == "reward":
         raise Refusal.because(source, f"{key}: {name_model(settings)}", "a reward model of images")
-    read = read_recipe(None, ["model_name_or_path=some/name", 'datasets=[{"path": "some/name"}]'])
-    for problem in find_problems(read, images=images):
-        if not problem.is_note:  # as a run says it
+    # What a run would refuse about these images; some/name stands for the file's model and data.
+    recipe = read_recipe(None, ["model_name_or_path=some/name", 'datasets=[{"path": "some/name"}]'])
+    for problem in find_problems(recipe, images=images):
+        if not problem.is_note:
             refusal = Refusal(
                 f"{source}: {key}: {problem.sentence.replace('some/name', name_model(settings))}"
             )
@@ -334,7 +355,8 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
         raise Refusal.because(source, evidence, cause, is_training)
 
 
-def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
+def _find_causes(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields the methods and purposes of a file that are not supported, losses apart."""
     for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
         yield from (
             (f"{key}: {shorten(settings[key])}", cause, True) for key in keys if settings.get(key)
@@ -343,26 +365,27 @@ def _methods(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
         key = "qat" if settings.get("qat") else "quantizer"
         cause = "quantization-aware training that torchao finishes on some GPUs only"
         yield f"{key}: {shorten(settings[key])}", cause, True
-    others = {
-        "TRL": _trl,
-        "Axolotl": _axolotl,
-        "LLaMA-Factory": _factory,
-        "torchtune": _torchtune,
-        "Automodel": _automodel,
-        "ms-swift": _swift,
+    finders = {
+        "TRL": _find_trls_causes,
+        "Axolotl": _find_axolotls_causes,
+        "LLaMA-Factory": _find_factorys_causes,
+        "torchtune": _find_torchtunes_causes,
+        "Automodel": _find_automodels_causes,
+        "ms-swift": _find_swifts_causes,
     }
-    if tool in others:
-        yield from others[tool](settings)
+    if tool in finders:
+        yield from finders[tool](settings)
 
 
-def _trl(settings: ToolFile) -> Iterator[Unsupported]:
+def _find_trls_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields a command of TRL's that is not converted."""
     command = settings.get(COMMAND)
     if command not in (None, *TRL_COMMANDS):
         yield f"trl {command}", TRL_CAUSES.get(str(command), "another trainer of TRL's"), True
 
 
-def _swift(settings: ToolFile) -> Iterator[Unsupported]:
-    """Yields what is not read of ms-swift: supervised fine-tuning of text models is."""
+def _find_swifts_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields all but ms-swift's supervised fine-tuning of text models, in full or by LoRA."""
     command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
     if command.startswith("megatron "):
         yield command, "Megatron-SWIFT", not command.endswith(("export", "infer"))
@@ -386,9 +409,9 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
     task = str(settings.get("task_type", "causal_lm"))
     if task != "causal_lm":
         yield f"task_type: {task}", SWIFT_TASKS.get(task, task), True
-    kind = str(settings.get("tuner_type") or settings.get("train_type") or "lora")
-    if kind not in ("lora", "full"):
-        yield f"tuner_type: {kind}", kind.upper(), True
+    tuner = str(settings.get("tuner_type") or settings.get("train_type") or "lora")
+    if tuner not in ("lora", "full"):
+        yield f"tuner_type: {tuner}", tuner.upper(), True
     name = str(settings.get("model"))
     if MULTIMODAL_MODEL.search(name.lower()) or AUDIO_MODEL.search(name.lower()):
         yield f"model: {name}", "images by ms-swift", True
@@ -397,7 +420,10 @@ def _swift(settings: ToolFile) -> Iterator[Unsupported]:
         yield f"dataset: {shorten(data)}", "images by ms-swift", True
 
 
-def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
+def _find_axolotls_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields other RL methods than AXOLOTL_METHODS, classifiers, distillation, and diffusion other
+    than masked diffusion.
+    """
     rl = settings.get("rl")
     plugins = str(settings.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
@@ -413,25 +439,22 @@ def _axolotl(settings: ToolFile) -> Iterator[Unsupported]:
         )
     if ".kd." in plugins:
         yield f"plugins: {plugins}", "distillation", True
-    is_known = find_masked_diffusion(settings) is not None
+    is_masked = find_masked_diffusion(settings) is not None
     for key in ("diffusion", "diffusion_lm", "plugins"):
         value = str(settings.get(key, "")).lower()
-        asks = bool(value) and (key != "plugins" or "diffusion" in value)
-        if (asks and not is_known) or "diffusion_decision" in value:
+        is_diffusion = "diffusion" in value if key == "plugins" else bool(value)
+        if (is_diffusion and not is_masked) or "diffusion_decision" in value:
             yield f"{key}: {shorten(settings[key])}", "diffusion", True
 
 
-def _factory(settings: ToolFile) -> Iterator[Unsupported]:
+def _find_factorys_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields other purposes than training, PPO, and other ways to train than LoRA, OFT, in full and
+    by layers.
+    """
     if not settings.get("do_train") and "stage" not in settings and "dataset" not in settings:
         purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
-        purpose = next(
-            (purpose for key, purpose in purposes.items() if key in settings), "generation"
-        )
-        yield (
-            next(key for key in ("export_dir", "task", "template", *settings) if key in settings),
-            purpose,
-            False,
-        )
+        key = next(key for key in (*purposes, "template", *settings) if key in settings)
+        yield key, purposes.get(key, "generation"), False
     elif settings.get("do_predict") and not settings.get("do_train"):
         yield "do_predict: true", "generation", False
     stage = str(settings.get("stage"))
@@ -442,7 +465,8 @@ def _factory(settings: ToolFile) -> Iterator[Unsupported]:
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
 
-def _torchtune(settings: ToolFile) -> Iterator[Unsupported]:
+def _find_torchtunes_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields other losses and divergences than ours, and files for other purposes than training."""
     components = " ".join(find_texts(settings, "_component_"))
     loss = str(read_section(settings, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", settings, Path()) == "sft":
@@ -457,13 +481,17 @@ def _torchtune(settings: ToolFile) -> Iterator[Unsupported]:
         yield "no dataset", "a file of another purpose", False
 
 
-def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
+def _find_automodels_causes(settings: ToolFile) -> Iterator[Unsupported]:
+    """Yields other recipes, model classes and data than for fine-tuning, or distillation, of a
+    causal model.
+    """
     recipe = settings.get("recipe")
     if isinstance(recipe, dict):
         target = recipe.get("_target_")
     else:
         target = recipe or AUTOMODEL_RECIPE
     name = str(target).rsplit(".", 1)[-1]
+    # Distillation is converted if its loss is ours, but not that of embeddings.
     if name not in AUTOMODEL_RECIPES and (
         "Embedding" in name or find_distillation(settings) is None
     ):
@@ -473,20 +501,23 @@ def _automodel(settings: ToolFile) -> Iterator[Unsupported]:
         yield "teacher_model", "distillation by another divergence", True
     if "mock" in " ".join(find_texts(settings, "_target_")):
         yield "dataset: made-up tokens", "a benchmark", False
-    kind = str(read_section(settings, "model").get("_target_", ""))
+    model_target = str(read_section(settings, "model").get("_target_", ""))
     for part, cause in AUTOMODEL_MODELS.items():
-        if part in kind:
-            yield f"model: {kind.rsplit('.', 2)[-2]}", cause, True
+        if part in model_target:
+            class_name = model_target.rsplit(".", 2)[-2]  # of module.Class.from_pretrained
+            yield f"model: {class_name}", cause, True
     if "prefix_tree" in str(settings):
         yield "dataloader: prefix trees", "online RL", True
-    # load_base_model: the class is made of a config, and the weights are read all the same.
-    if kind.endswith("from_config") and not read_section(settings, "model").get("load_base_model"):
+    # With load_base_model the model is made from its config, and its weights are read nonetheless.
+    loads_weights = read_section(settings, "model").get("load_base_model")
+    if model_target.endswith("from_config") and not loads_weights:
         yield "model: from_config", FROM_SCRATCH, True
 
 
 def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
-    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left
-    unchanged.
+    """Replaces each `${name}` in a value by the value of that key of `settings` (dotted if nested).
+
+    A reference to an unknown key stays as it is.
     """
     if isinstance(value, dict):
         return {key: _resolve_references(inner, settings, depth) for key, inner in value.items()}
@@ -496,16 +527,17 @@ def _resolve_references(value: Any, settings: ToolFile, depth: int = 0) -> Any:
         return value
     reference = REFERENCE.fullmatch(value)
     if reference:
-        named = _look_up(settings, reference[1])
-        if named is None:
+        target = _look_up(settings, reference[1])
+        if target is None:
             return value
-        return _resolve_references(named, settings, depth + 1)
+        return _resolve_references(target, settings, depth + 1)
     return REFERENCE.sub(
         lambda match: str(_resolve_references(match[0], settings, depth + 1)), value
     )
 
 
 def _look_up(settings: ToolFile, name: str) -> Any:
+    """Returns the value of a dotted key; None if there is none."""
     value: Any = settings
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None

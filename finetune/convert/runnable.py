@@ -1,6 +1,4 @@
-"""What converts must run: the recipe is judged by the rules of a run, and changed to what would
-run.
-"""
+"""Makes a converted recipe run: judges it by the rules of a run, and changes what they refuse."""
 
 import json
 import re
@@ -35,6 +33,7 @@ from finetune.convert.value_conversion import Conversion
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
 
+# entries of config.json that are assumed of a model of which only the family is known
 SIZES = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -43,8 +42,7 @@ SIZES = {
     "vocab_size": 1 << 18,
     "num_hidden_layers": 48,  # which most numbers of stages divide
 }
-# Layers by the names of a Llama's, and what other families call those that compute the same, or
-# fuse them into.
+# a Llama's layer -> the layers that compute the same in other families, or that it is fused into
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
@@ -56,11 +54,13 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
-# In transformers' source, but not in the published models, whose queries come out of a latent.
+# family -> layers of transformers' source that its published models do not have: they compute
+# queries from a latent
 ABSENT: Mapping[str, tuple[str, ...]] = dict.fromkeys(("glm4_moe_lite", "mistral4"), ("q_proj",))
-STATE_LAYERS = "linear_attention"
-MOST_CHANGES = 12
+STATE_LAYERS = "linear_attention"  # a value of layer_types in config.json
+MOST_CHANGES = 12  # of the recipe, one problem each
 SOME_NAME = "some/name"
+# keys whose changes leave the loss the same: they are remarks, others are differences
 SAME_LOSS = (
     "attn_implementation",
     "torch_compile",
@@ -98,32 +98,35 @@ REMOTE_CODE = "trust_remote_code is dropped: transformers has the code of {} its
 
 
 def make_runnable(conversion: Conversion) -> None:
-    """Changes what no run of the recipe would take, a line for each; what nothing resolves is left
-    to do.
+    """Fixes each problem that a run of the recipe would have, and reports it with a line.
+
+    Problems without a fix are left to do.
     """
     facts = find_facts(conversion.recipe)
     name = str(conversion.recipe.get("model_name_or_path"))
-    if facts is not None and (conversion.images or has_tower(name)):  # of rows without images, too
+    # a model has its tower even if its rows have no images
+    if facts is not None and (conversion.images or has_tower(name)):
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)
     if conversion.images in IMAGE_FAMILIES:
         _drop_remote_code(str(conversion.images), conversion)
+    # keys of the recipe, and of the Accelerate file
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     for _ in range(MOST_CHANGES):
         problems = judge(conversion, facts)
-        change = next(
+        fixable_problem = next(
             (problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None
         )
-        if change is None:
+        if fixable_problem is None:
             conversion.to_do += [_say(problem, conversion) for problem in problems]
             return
-        _change(change, conversion)
+        _fix(fixable_problem, conversion)
 
 
-# transformers' classes whose mask is of whole rows, whatever documents are packed in them
+# families whose masks in transformers are of whole rows, so that packed documents see each other
 WHOLE_ROW_MASKS = ("afmoe", "biogpt", "opt")
-# values of attn_implementation -> what transformers' classes say where they have it
+# value of attn_implementation -> what the source of a family in transformers says if it has it
 CLASS_FLAGS = {
     "flash_attention_2": "_supports_flash_attn = True",
     "flex_attention": "_supports_flex_attn = True",
@@ -132,7 +135,10 @@ CLASS_FLAGS = {
 
 
 def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
-    """Drops what the code of the family makes needless or does not have, and names its layers."""
+    """Adapts the recipe to transformers' code of its family.
+
+    Drops remote code, and an attention that the family does not compute; renames adapted layers.
+    """
     recipe = conversion.recipe
     family = facts.model_type
     _drop_remote_code(family, conversion)
@@ -142,6 +148,7 @@ def _fit_family(conversion: Conversion, facts: ModelFacts) -> None:
         reason = f"transformers' {family} has sinks, which it does not compute"
     elif attention == "sdpa" and recipe.get("packing") and family in WHOLE_ROW_MASKS:
         reason = f"transformers' {family} does not keep packed documents apart with it"
+    # other values than these have no flag: "" is in every source
     elif CLASS_FLAGS.get(attention, "") not in read_family_source(family):
         reason = f"transformers' {family} cannot be computed with it"
     if reason:
@@ -154,11 +161,12 @@ BALANCED_THERE = (
     "the code beside the model's files adds a loss for the routers' balance in training "
     "(aux_loss_alpha of config.json); transformers' own does not"
 )
-# modeling_deepseek.py and modeling_nemotron_h.py beside the models' files
+# family -> what the code beside the model's files computes otherwise: modeling_deepseek.py and
+# modeling_nemotron_h.py
 OF_CODE_BESIDE = {"deepseek_v2": BALANCED_THERE, "nemotron_h": STEPS_UNCLAMPED}
 
-# pat_str of tokenization_kimi.py, which stands beside these models and in Axolotl's
-# model_support/kimi_linear, and the pattern of transformers' TikTokenConverter
+# models with tokenization_kimi.py, whose pat_str splits a text into other words than the pattern of
+# transformers' TikTokenConverter; Axolotl has a copy in model_support/kimi_linear
 OWN_WORDS = re.compile("kimi|moonlight")
 WORDS_THERE = (
     "where tiktoken.model stands beside the model, and no tokenizer.json, its own code splits a "
@@ -168,25 +176,28 @@ WORDS_THERE = (
 
 
 def _drop_remote_code(family: str, conversion: Conversion) -> None:
+    """Drops trust_remote_code, and reports what such code of the model computes otherwise there."""
     recipe = conversion.recipe
-    is_run = recipe.pop("trust_remote_code", None)
-    if is_run:
+    runs_remote_code = recipe.pop("trust_remote_code", None)
+    if runs_remote_code:
         conversion.remarks.append(REMOTE_CODE.format(family))
         note = OF_CODE_BESIDE.get(family)
-        # which classes of Automodel's own do too, whose line says so by now
+        # Automodel's own classes do so too, and a line may be on them already
         if note and not any(note in line for line in conversion.differences):
             conversion.add_difference("trust_remote_code", True, note)
     # ms-swift always runs such code, and Axolotl has its own copy
-    is_run = is_run or conversion.tool == "ms-swift"
-    is_run = is_run or (conversion.tool == "Axolotl" and family == "kimi_linear")
+    has_copy = conversion.tool == "Axolotl" and family == "kimi_linear"
+    runs_remote_code = runs_remote_code or conversion.tool == "ms-swift" or has_copy
     name = str(recipe.get("model_name_or_path"))
-    if is_run and OWN_WORDS.search(name.lower()):
+    if runs_remote_code and OWN_WORDS.search(name.lower()):
         conversion.add_difference("model", name, WORDS_THERE)
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
-    """Reads the facts of a recipe's model from its config.json if at hand, else from what its name
-    says.
+    """Reads the facts about a recipe's model: from config.json if its folder is here, else assumed
+    for the family that its name says.
+
+    Returns None if neither says a family, or config.json is wrong, which a run reports.
     """
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
@@ -200,33 +211,33 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
         if find_family(model_type).mixture or is_mixture(name):
             assumed["num_experts"] = 1 << 7
         if f'"{STATE_LAYERS}"' in read_family_source(model_type):
-            assumed["layer_types"] = [STATE_LAYERS]  # as the models of such a family have them
+            assumed["layer_types"] = [STATE_LAYERS]
         return read_model_facts(config or assumed, name)
     except (AttributeError, UserError):
-        return None  # a run says what is wrong with it
+        return None
 
 
 def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
-    """Lists what a run would refuse, by its rules.
+    """Lists the problems for which a run would refuse the recipe.
 
-    A file that is missing here may be there where it is trained.
+    Paths are left out: a file that is missing here may exist where the recipe is trained.
     """
     values = {key: _hide_path(key, value) for key, value in conversion.recipe.items()}
     try:
-        read = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
-        layout = with_recipe_keys(read_sharding(None, read.run.accelerate_config, {}), read)
+        recipe = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        layout = with_recipe_keys(read_sharding(None, recipe.run.accelerate_config, {}), recipe)
     except UserError:
-        return []  # the reader says what is wrong
+        return []  # the caller of the conversion reads the recipe again, and reports the error
     layout = _lay_out(layout, conversion.accelerate_file)
     ranks = max(layout.smallest_world, 1 if layout.layout == "single" else 2)
-    if layout.ranks_per_row > 1:  # by the Accelerate file, which has so many groups of them
+    if layout.ranks_per_row > 1:  # the mesh of the Accelerate file decides
         ranks = layout.ranks_per_batch * (layout.shard_size or 1)
-    problems = find_problems(read, layout, facts, ranks, images=conversion.images)
+    problems = find_problems(recipe, layout, facts, ranks, images=conversion.images)
     return [problem for problem in problems if not problem.is_note]
 
 
 def _hide_path(key: str, value: Any) -> Any:
-    """Puts a name that may be anywhere in place of a path."""
+    """Replaces a path by the name of a hub repository, which no reader looks for on the disk."""
     if key in NESTED:
         return [entry | {"path": SOME_NAME} for entry in value]
     if recipe_keys()[key].is_file_or_name and key != "accelerate_config" and value:
@@ -235,8 +246,10 @@ def _hide_path(key: str, value: Any) -> Any:
 
 
 def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
-    """Returns the layout of a shipped Accelerate file with what the file that is written changes of
-    it.
+    """Returns the layout of a shipped Accelerate file, with the mesh and the precision of the file
+    that is written.
+
+    `accelerate_file`: the text of that file; None if the shipped one is used.
     """
     file = yaml.safe_load(accelerate_file or "{}")
     mesh = file.get("parallelism_config", {})
@@ -247,7 +260,7 @@ def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
         layout,
         mixed_precision="bf16" if is_fp8 else precision,
         fp8=Fp8() if is_fp8 else None,
-        # whose sizes are an example
+        # the sizes of a shipped HYBRID_SHARD are an example
         strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,
         replicate_size=None,
         shard_size=mesh.get(SHARD_SIZE),
@@ -255,8 +268,8 @@ def _lay_out(layout: Sharding, accelerate_file: str | None) -> Sharding:
     )
 
 
-def _change(problem: Problem, conversion: Conversion) -> None:
-    """Sets what resolves a problem, and says so."""
+def _fix(problem: Problem, conversion: Conversion) -> None:
+    """Applies a problem's fix to the recipe and the Accelerate file, and reports it in one line."""
     keys = recipe_keys()
     recipe = conversion.recipe
     changed = {}
@@ -270,9 +283,10 @@ def _change(problem: Problem, conversion: Conversion) -> None:
         else:
             recipe[key] = value
         changed[key] = value
-    made = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
+    settings = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
     sentence = _say(problem, conversion)
-    line = f"{made}   ({sentence.rpartition('; ')[0] or sentence})"
+    reason, _, _ = sentence.rpartition("; ")  # without the advice behind it
+    line = f"{settings}   ({reason or sentence})"
     if changed.keys() <= {*SAME_LOSS}:
         lines = conversion.remarks
     else:
@@ -281,8 +295,9 @@ def _change(problem: Problem, conversion: Conversion) -> None:
 
 
 def _change_file(key: str, value: Any, conversion: Conversion) -> None:
-    """Changes a key of the Accelerate file that is written beside the recipe; none is where the
-    shipped one does it.
+    """Changes a key of the Accelerate file beside the recipe, or a size of its mesh.
+
+    If the file is then the shipped one, none is written.
     """
     file = yaml.safe_load(conversion.accelerate_file or "{}")
     mesh = file.get("parallelism_config", {})
@@ -293,6 +308,7 @@ def _change_file(key: str, value: Any, conversion: Conversion) -> None:
         if size > 1 and not conversion.recipe.get("global_batch_size"):
             conversion.remarks.append(MORE_ROWS.format(size, size, size))
         mesh[f"parallelism_config_{key}"] = value
+    # a mesh without groups is none
     if mesh and {size for name, size in mesh.items() if name != SHARD_SIZE} == {1}:
         del file["parallelism_config"]
         lines = conversion.remarks
@@ -305,20 +321,21 @@ def _change_file(key: str, value: Any, conversion: Conversion) -> None:
 
 
 def _say(problem: Problem, conversion: Conversion) -> str:
+    """Returns a problem's sentence with the model's name in it."""
     return problem.sentence.replace(SOME_NAME, str(conversion.recipe.get("model_name_or_path")))
 
 
 def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
-    """Names the adapted layers as the family does.
+    """Names the layers that get adapters as the family does, and reports names that it lacks.
 
-    A name that it does not have adapts nothing in the other tools.
+    Names that the family lacks are dropped: they adapt nothing in the other tools either.
     """
     family = facts.model_type
     targets = conversion.recipe.get("lora_target_modules")
     layers = find_linear_layers(family).difference(ABSENT.get(family, ()))
     unadaptable = facts.family.unadaptable
     if ALL_LINEAR in (targets or ()) and unadaptable:
-        layer = unadaptable[-1]
+        layer = unadaptable[-1]  # the last one alone is reported
         reason = READ_UNCALLED if layer == "dt_proj" else "peft has none for it"
         note = f"{layer} of {family} gets no adapter here: {reason}"
         if layer not in conversion.excluded_layers:
@@ -330,11 +347,11 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         )
     if not isinstance(targets, list) or not layers:
         return
-    # a run renames the experts'
+    # names of experts count: a run renames them to parameters
     known = layers | find_expert_layers(family).keys() | HEADS | {ALL_LINEAR}
     missing = [name for name in targets if name.rpartition(".")[2] not in known]
     others = [name for name in targets if name not in missing]
-    # whose own models have the layers of a Llama
+    # torchtune's own models have a Llama's layers, whatever the family calls them
     if missing and (not others or conversion.tool == "torchtune"):
         _name_fused_layers(missing, others, layers, conversion)
         return
@@ -354,7 +371,7 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
 
 
 def _report_embeddings(missing: Sequence[str], conversion: Conversion) -> list[str]:
-    """Reports the embedding among the names that get no adapter here; returns the others."""
+    """Reports an embedding among the names that get no adapter here; returns the other names."""
     embeddings = [name for name in missing if name in EMBEDDINGS]
     if embeddings and conversion.tool in WITH_PEFT:
         conversion.add_difference("lora_target_modules", embeddings, EMBEDDING_ADAPTED)
@@ -365,12 +382,15 @@ def _report_embeddings(missing: Sequence[str], conversion: Conversion) -> list[s
 def _name_fused_layers(
     missing: Sequence[str], others: Sequence[str], layers: Collection[str], conversion: Conversion
 ) -> None:
-    """Names the layers into which the family fuses those that it does not have."""
+    """Puts the family's own layers in the place of the names in `missing`, and reports them.
+
+    `others`: the adapted layers that the family has by name. `layers`: all of the family's.
+    """
     fused: dict[str, None] = {}
     for name in missing:
-        fused |= dict.fromkeys(
-            [other for other in OTHER_NAMES.get(name, ()) if other in layers][:1]
-        )
+        fused_layer = next((other for other in OTHER_NAMES.get(name, ()) if other in layers), None)
+        if fused_layer is not None:
+            fused[fused_layer] = None
     if fused:
         conversion.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *fused]))
         line = f"adapters of {', '.join(fused)} here, the family's layers for {', '.join(missing)}"

@@ -1,16 +1,21 @@
-"""Keys and layers that several tools name alike, and what is said of each of these tools."""
+"""Keys, layers and notes that the files of several tools share.
+
+A comment above a text names the code of the tools whose behavior the text describes.
+"""
 
 import re
 
 from finetune.convert.counterparts import ToolFile
 
-OF_PAIRS = ("rl", "reward_model")  # keys of Axolotl's trainers that average pairs, not labels
+# keys of an Axolotl file whose trainer averages a loss over pairs, not over labels
+OF_PAIRS = ("rl", "reward_model")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-# for which Axolotl casts the embedding and the head to 16 bits (attn_needs_dtype_cast)
+# Axolotl's switches of attention that make it cast the embedding and the head to 16 bits
+# (attn_needs_dtype_cast)
 SWITCHES_IN_16_BITS = ("xformers_attention", "sage_attention", "flex_attention", "flash_attention")
-# labels of a packed row are shifted as those of one text: V2BatchSamplerDataCollatorForSeq2Seq of
-# Axolotl, PackedSupervisedDatasetProcessor of LLaMA-Factory
+# V2BatchSamplerDataCollatorForSeq2Seq of Axolotl and PackedSupervisedDatasetProcessor of
+# LLaMA-Factory: the labels of a packed row are shifted as if it were one text.
 FIRST_TRAINED = (
     "packing: the first token of a packed document is trained too there, after the end of the one "
     "before it"
@@ -20,13 +25,14 @@ MICRO_BATCHES_ALIKE = (
     "over those of the whole step"
 )
 LIGERS_LOSS = "liger_fused_linear_cross_entropy"
-# lce_forward of Liger's transformers/model/falcon_h1.py
+# families whose scores Liger does not multiply: lce_forward of its transformers/model/falcon_h1.py
 UNMULTIPLIED_BY_LIGER = ("falcon_h1",)
 UNMULTIPLIED = (
     "Liger's forward gives scores without lm_head_multiplier of the config there; here they are "
     "multiplied by it"
 )
-# LigerRopeFunction of Liger's ops/rope.py, which takes no narrower cos and sin
+# models that rotate a part of each head; LigerRopeFunction of Liger's ops/rope.py takes cos and sin
+# of a whole head alone
 ROTATED_IN_PART = re.compile(r"phi-?4-mini(?!-flash)")
 ROTATED_WHOLE = (
     "Liger's kernel turns whole heads by position there, and by other angles than the model's "
@@ -42,17 +48,18 @@ PACKED_IN_ORDER = (
     "packing: rows are packed as they come there, a new packed row for each that does not fit; "
     "here each where it fits best: fewer packed rows, with more in them, and fewer steps"
 )
-# greedy_knapsack of LLaMA-Factory, by its data/loader.py, and pack_dataset of TRL's data_utils.py,
-# by datasets' map
+# greedy_knapsack of LLaMA-Factory, and pack_dataset of TRL's data_utils.py under datasets' map: a
+# call packs one batch of rows. {}: number of rows, and the text of `describe_shares`.
 PACKED_AT_A_TIME = (
     "packing: {} rows at a time{} are packed there; here all together: fewer packed rows, and "
     "fewer steps"
 )
-# of datasets' map and ms-swift's PackingDataset, whose processes have a share of the rows each
+# Each process of datasets' map, or of ms-swift's PackingDataset, packs a share of the rows. {}:
+# number of processes, and the key that sets it.
 OF_SHARES = ", of each of {} shares by itself ({}),"
 # drop_last of core/utils/batching.py of LLaMA-Factory's v1, and _steps_per_epoch of torchtune
 WHOLE_STEPS = "epochs: rows that fill no step are left out there; here they are a last, short step"
-# of torchtune, whose parameters are in 16 bits and shards without another reduce_dtype, and
+# torchtune's parameters are in 16 bits, and it shards them without a reduce_dtype of its own;
 # grad_reduce_in_fp32 of mcore_adapter's trainer.py
 SUMMED_IN_16_BITS = (
     "gradients: added over the ranks, and over a step's micro-batches, in 16 bits there; in "
@@ -62,7 +69,10 @@ NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
 
 
 def describe_shares(settings: ToolFile, key: str) -> str:
-    """Says of how many shares of the rows each is packed by itself, by the key of processes.
+    """Describes the shares of the rows that are packed apart, for a remark; "" if all are packed
+    together.
+
+    `key`: the tool's number of processes, each of which packs one share.
 
     >>> describe_shares({"dataset_num_proc": 4}, "dataset_num_proc")
     ', of each of 4 shares by itself (dataset_num_proc),'

@@ -1,4 +1,7 @@
-"""What only several keys of an ms-swift file or command together determine."""
+"""Converts and reports what several keys of an ms-swift file or command determine together.
+
+A comment above a text or a table names the code of ms-swift that it describes.
+"""
 
 import re
 from typing import Any
@@ -19,7 +22,7 @@ SWIFT_TURNS = (
 )
 
 
-# of its model/models: the starts of names on ModelScope's hub, and what they are on Hugging Face's
+# model/models: start of a name on ModelScope's hub (a pattern) -> what it is on Hugging Face's
 MODELS_ON_HUGGING_FACE = {
     r"01ai/": "01-ai/",
     r"AI-ModelScope/(?=aya-|c4ai-)": "CohereForAI/",
@@ -49,27 +52,30 @@ MODELS_ON_HUGGING_FACE = {
     r"Tencent-Hunyuan/": "tencent/",
     r"ZhipuAI/": "zai-org/",
 }
+# owners on ModelScope's hub that mirror models of others
 MIRRORS = re.compile(r"(AI-ModelScope|LLM-Research|iic|swift)/")
 ON_MODELSCOPE = "a name of ModelScope's hub: write the model's own on Hugging Face's"
 
 
 def _rename_model(settings: ToolFile, conversion: Conversion) -> None:
-    """Names a model of ModelScope's hub as Hugging Face's does."""
-    asked = str(conversion.recipe.get("model_name_or_path"))
+    """Renames a model of ModelScope's hub to its name on Hugging Face's; an unknown mirror is left
+    to do.
+    """
+    name = str(conversion.recipe.get("model_name_or_path"))
     if settings.get("use_hf"):
         return
-    for start, there in MODELS_ON_HUGGING_FACE.items():
-        named, count = re.subn(f"^{start}", there, asked)
+    for start, new_start in MODELS_ON_HUGGING_FACE.items():
+        new_name, count = re.subn(f"^{start}", new_start, name)
         if count:
-            conversion.recipe["model_name_or_path"] = named
-            conversion.add_remark("model", asked, THERE_AS.format(named))
+            conversion.recipe["model_name_or_path"] = new_name
+            conversion.add_remark("model", name, THERE_AS.format(new_name))
             return
-    if MIRRORS.match(asked):
-        conversion.to_do.append(f"model: {asked}: {ON_MODELSCOPE}")
+    if MIRRORS.match(name):
+        conversion.to_do.append(f"model: {name}: {ON_MODELSCOPE}")
 
 
 def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets and reports what several keys of an ms-swift file ask for together."""
+    """Sets and reports what several keys of an ms-swift file determine together."""
     recipe = conversion.recipe
     _rename_model(settings, conversion)
     scale = str(settings.get("loss_scale") or "default")
@@ -98,26 +104,27 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         )
 
 
-# _swift_encode and _add_dynamic_eos of its template/base.py
+# _swift_encode and _add_dynamic_eos of template/base.py
 ENDS_WHOLE = (
     "template: all that its template writes after an answer is trained there, as ChatML's line "
     "break or GLM's <|user|>; here the token alone that ends a turn"
 )
-# whose templates write a turn's end alone
+# models after whose answers a template writes only the token that ends the turn
 WITHOUT_MORE = re.compile(r"deepseek|gpt-?oss|llama|gemma-?[123]|phi|mistral|mixtral")
-# the chat_sep of its gpt_oss, which is no suffix
+# the chat_sep of its template gpt_oss: unlike a suffix it is not trained
 EARLIER_ENDS = (
     "answers before the last one of a row end with <|end|> there, which is not trained, all with "
     "<|return|> here"
 )
-# its templates with a non_thinking_prefix, and the others that are is_thinking
+# Models, by their templates: with a non_thinking_prefix, and the others with is_thinking.
 HYBRID = re.compile(
     r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
     r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|"
     r"kimi-k2\.[5-9]|minicpm-?5|\bhy-?3-preview"
 )
 THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3|minimax-?m2")
-# _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
+# _add_non_thinking_prefix of template/base.py, and _set_loss_scale of template_args.py. {}: which
+# turns.
 EMPTY_THOUGHTS = (
     "an answer without a thought begins with an empty one there, {}, and none is trained, nor "
     "white space after it; here as the tokenizer's template writes it, whose empty thought is "
@@ -127,7 +134,7 @@ TRAINED_THOUGHTS = (
     "an answer without a thought begins with an empty one there, {}; here where the tokenizer's "
     "template writes one"
 )
-# its other templates, beside tokenizers' templates that write one, or may
+# other models, whose tokenizers' templates write an empty thought, or may
 WRITING_THOUGHTS = re.compile(
     r"^(?!.*(\bhy-?3|minimax-?m3|kimi-?k3|seed-oss)).*"
     f"({ALWAYS_THINKING.pattern}|{MAYBE_THINKING.pattern})"
@@ -136,12 +143,12 @@ NO_EMPTY_THOUGHTS = (
     "template: an answer without a thought begins with no empty one there; here with one where the "
     "tokenizer's template writes it, and that is trained"
 )
-# _get_preserve_thinking of its template/base.py
+# _get_preserve_thinking of template/base.py
 THOUGHTS_KEPT = (
     "template: the thoughts of all answers of a row stay as they are written there; here where the "
     "tokenizer's template keeps them"
 )
-# the default_system of its templates/qwen.py, which its base models have too
+# model -> its default_system in templates/qwen.py, which base models have too
 SYSTEMS = {
     r"qwen-?2\.5-math(?!.*instruct)": (
         "Please reason step by step, and put your final answer within \\boxed{}."
@@ -154,51 +161,52 @@ SYSTEM_THERE = "of a row without one this is the system message there; here the 
 
 
 def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what a template of ms-swift's writes, or trains, otherwise than the tokenizer's."""
+    """Reports what a template of ms-swift's writes or trains otherwise than the tokenizer's."""
     template = settings.get("template")
     name = name_model(settings).lower()
-    is_masked = conversion.recipe.get("assistant_only_loss") is not False
-    if is_masked and (template or not WITHOUT_MORE.search(name)):
+    masks_prompts = conversion.recipe.get("assistant_only_loss") is not False
+    if masks_prompts and (template or not WITHOUT_MORE.search(name)):
         conversion.remarks.append(ENDS_WHOLE)
-    if is_masked and guess_family(name) == "gpt_oss":
+    if masks_prompts and guess_family(name) == "gpt_oss":
         conversion.add_difference("template", template, EARLIER_ENDS)
     is_hybrid = HYBRID.search(name) is not None
-    # all but the thought of the last one are left out there
-    is_last_round = conversion.recipe.get("turns") == "last"
+    # then ms-swift keeps the thought of the last answer alone
+    trains_last = conversion.recipe.get("turns") == "last"
     if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
-        where = "in the last turn" if is_last_round else "in every turn"
+        turns = "in the last turn" if trains_last else "in every turn"
         are_trained = settings.get("disable_ignore_empty_think")
         note = TRAINED_THOUGHTS if are_trained else EMPTY_THOUGHTS
-        conversion.add_difference("template", None, note.format(where))
+        conversion.add_difference("template", None, note.format(turns))
     elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
         conversion.remarks.append(NO_EMPTY_THOUGHTS)
-    keeps = settings.get("preserve_thinking", not is_last_round)
-    if keeps and (is_hybrid or THINKING.search(name)):
+    keeps_thoughts = settings.get("preserve_thinking", not trains_last)
+    if keeps_thoughts and (is_hybrid or THINKING.search(name)):
         conversion.remarks.append(THOUGHTS_KEPT)
-    system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)
+    system = next((text for models, text in SYSTEMS.items() if re.search(models, name)), None)
     if system and not template and settings.get("system") is None:
         conversion.add_difference("system", system, SYSTEM_THERE)
 
 
-# BatchSamplerShard of its dataloader/shard.py
+# BatchSamplerShard of dataloader/shard.py
 NOT_OF_ALL_RANKS = (
     "rows: where their number is no multiple of the processes' the last of them are left out there"
 )
-# SequenceParallelSampler of its sequence_parallel/utils.py
+# SequenceParallelSampler of sequence_parallel/utils.py
 READ_TWICE = (
     "rows: where their number is no multiple of the groups' of ranks some are read twice there"
 )
-# _inner_call of its loss_scale/base.py
+# _inner_call of loss_scale/base.py
 LOSS_OF_MESSAGES = (
     "rows: a message's loss and loss_scale say there whether it is trained, and how much; train "
     "and weight do here"
 )
-# calculate_matched_group of its dataset/packing.py, and to_constant_volume of binpacking
+# calculate_matched_group of dataset/packing.py, and to_constant_volume of binpacking. {}: number of
+# rows, and the text of `describe_shares`.
 PACKED_AT_ONCE = (
     "packing: {} rows at a time{} are packed there, the longest first, each into the emptiest "
     "packed row with room for it; here each into the fullest: fewer packed rows, and fewer steps"
 )
-# LazyLLMDataset of its dataset/utils.py, by _init_lazy_tokenize of its base_args.py
+# LazyLLMDataset of dataset/utils.py, by _init_lazy_tokenize of base_args.py
 DRAWN_ANEW = (
     "max_length: rows are tokenized when they are trained on there, and in place of one that is "
     "too long another one is drawn; here it is dropped"
@@ -206,26 +214,27 @@ DRAWN_ANEW = (
 
 
 def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which rows, and which of them together, make a step there."""
+    """Reports how rows are trained, left out, drawn and packed there."""
     conversion.remarks.append(LOSS_OF_MESSAGES)
     if not settings.get("streaming"):
-        shares = (settings.get("sequence_parallel_size") or 1) > 1
-        conversion.remarks.append(READ_TWICE if shares else NOT_OF_ALL_RANKS)
+        ranks_share_rows = (settings.get("sequence_parallel_size") or 1) > 1
+        conversion.remarks.append(READ_TWICE if ranks_share_rows else NOT_OF_ALL_RANKS)
     packs = settings.get("packing")
     if packs and settings.get("packing_strategy", "binpack") == "binpack":
         at_once = "128" if settings.get("streaming") else "a thousand"
         shares = describe_shares(settings, "packing_num_proc")
         conversion.remarks.append(PACKED_AT_ONCE.format(at_once, shares))
     is_lazy = settings.get("lazy_tokenize")
-    grouped = any(map(settings.get, ("packing", "streaming", "group_by_length")))
-    is_lazy = is_lazy or (is_lazy is None and has_tower(name_model(settings)) and not grouped)
+    if is_lazy is None:  # a model with a tower reads rows lazily, unless one of these keys is set
+        is_prevented = any(map(settings.get, ("packing", "streaming", "group_by_length")))
+        is_lazy = has_tower(name_model(settings)) and not is_prevented
     if is_lazy and conversion.recipe.get("overlength", "drop") == "drop":
         conversion.remarks.append(DRAWN_ANEW)
 
 
-# _drop_mamba_incompatible_targets of its pipelines/train/tuner.py
+# families for _drop_mamba_incompatible_targets of pipelines/train/tuner.py
 MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-# find_all_linears of its utils/transformers_utils.py, by the classes of transformers 4
+# find_all_linears of utils/transformers_utils.py, on the classes of transformers 4
 EXPERTS_UNDER_4 = (
     "under transformers 4, which runs there too, experts and routers are linear layers, which get "
     "adapters; under 5, and here, they are none"
@@ -234,7 +243,7 @@ NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 
 def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports layers that all-linear is there, or is not."""
+    """Reports layers for which all-linear stands there and not here, or the reverse."""
     targets = conversion.recipe.get("lora_target_modules", ALL_LINEAR)
     family = guess_family(name_model(settings)) or ""
     if ALL_LINEAR not in targets or not conversion.recipe.get("use_peft", True):
@@ -245,12 +254,12 @@ def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
 
 
-# of peft, whose cast_adapter_dtype leaves what ModulesToSaveWrapper copies as the base is
+# cast_adapter_dtype of peft leaves the copies of ModulesToSaveWrapper in the base's dtype.
 COPIES_IN_16_BITS = (
     "without DeepSpeed and FSDP the copies that are trained are in bfloat16 there, as the base is, "
     "and so are their moments; in float32 here"
 )
-# _add_new_special_tokens of its model/register.py
+# _add_new_special_tokens of model/register.py
 ROWS_UNTRAINED = (
     "beside adapters the rows of new tokens are trained there where modules_to_save names the "
     "embedding and the output head; both are trained here"
@@ -258,21 +267,20 @@ ROWS_UNTRAINED = (
 
 
 def _report_copies(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what is trained whole beside adapters."""
+    """Reports differences in the modules that are trained in full beside adapters."""
     recipe = conversion.recipe
     if recipe.get("use_peft") is False:
         return
-    saved = recipe.get("modules_to_save")
+    modules = recipe.get("modules_to_save")
     is_sharded = settings.get("deepspeed") or settings.get("fsdp")
-    if saved and not is_sharded and settings.get("torch_dtype") in (None, "bfloat16"):
-        conversion.add_difference("modules_to_save", saved, COPIES_IN_16_BITS)
-    if settings.get("new_special_tokens") and not saved:
+    if modules and not is_sharded and settings.get("torch_dtype") in (None, "bfloat16"):
+        conversion.add_difference("modules_to_save", modules, COPIES_IN_16_BITS)
+    if settings.get("new_special_tokens") and not modules:
         added = settings["new_special_tokens"]
         conversion.add_difference("new_special_tokens", added, ROWS_UNTRAINED)
 
 
-# of data sets that its dataset/dataset registers: the ends of their names -> what of a row is
-# written otherwise
+# last part of the name of a data set that dataset/dataset registers -> what a row becomes there
 REWRITTEN = {
     "alpaca-gpt4-data-zh": "输入： at the start of an input is left out there",
     "LongAlpaca-12k": "Answer: at the start of an answer is left out there",
@@ -285,7 +293,7 @@ REWRITTEN = {
     ),
 }
 SELF_COGNITION = "self-cognition"
-# their names on Hugging Face's hub, by the same
+# name of such a data set -> its name on Hugging Face's hub, by dataset/dataset
 ON_HUGGING_FACE = {
     "AI-ModelScope/alpaca-gpt4-data-en": "vicgalle/alpaca-gpt4",
     "AI-ModelScope/alpaca-gpt4-data-zh": "llm-wizard/alpaca-gpt4-data-zh",
@@ -300,48 +308,56 @@ ON_HUGGING_FACE = {
     "swift/self-cognition": "modelscope/self-cognition",
 }
 OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
-# which has numbers about each row beside its texts, such as a score, that ms-swift leaves unread
+# a data set whose rows also have numbers, such as a score, that ms-swift does not read
 BESIDE_NUMBERS = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
+# our keys for these rows
 OF_ALPACA_NAMED = {"type": "alpaca", "prompt_column": "instruction", "completion_column": "output"}
 THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
-# SelfCognitionPreprocessor of its dataset/dataset/llm.py, by the names of its own subsets
+# SelfCognitionPreprocessor of dataset/dataset/llm.py: subset that ms-swift makes -> how it rewrites
+# rows
 SUBSETS = {
     "qwen3": "each question ends with /no_think there, each answer begins with an empty thought",
     "empty_think": "each answer begins with an empty thought there",
 }
-# by the list of data sets in its documentation
+# by the list of data sets in ms-swift's documentation
 ROWS_OF_SELF_COGNITION = 108
 AS_OFTEN = f"of its {ROWS_OF_SELF_COGNITION} rows, by ms-swift's own list, weight makes so many"
+# names of data sets of images
 OF_IMAGES = re.compile("latex_ocr|textcaps|captcha|clevr|coco|llava|vqa", re.IGNORECASE)
 
 
 def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
-    """Names the columns of a data set that ms-swift knows, and reports how it rewrites its rows."""
+    """Names the hub's data set and the columns for each data set that ms-swift knows by name, and
+    reports how ms-swift rewrites the rows.
+
+    `sources`: entries of our `datasets`, changed in place.
+    """
     for entry in sources:
-        asked = str(entry["path"])
-        name = asked.rpartition("/")[2]
+        path = str(entry["path"])
+        name = path.rpartition("/")[2]
         if name in REWRITTEN:
-            conversion.add_difference("dataset", asked, REWRITTEN[name])
+            conversion.add_difference("dataset", path, REWRITTEN[name])
         if name in OF_ALPACA:
             entry["type"] = "alpaca"
         elif name == BESIDE_NUMBERS:
             entry |= OF_ALPACA_NAMED
-        entry["path"] = ON_HUGGING_FACE.get(asked, asked)
-        if entry["path"] != asked:
-            conversion.add_remark("dataset", asked, THERE_AS.format(entry["path"]))
+        entry["path"] = ON_HUGGING_FACE.get(path, path)
+        if entry["path"] != path:
+            conversion.add_remark("dataset", path, THERE_AS.format(entry["path"]))
         if name != SELF_COGNITION:
             continue
         entry |= {"type": "messages", "prompt_column": "query", "completion_column": "response"}
         subset = entry.get("name")
         if subset in SUBSETS:
             del entry["name"]
-            conversion.add_difference("dataset", f"{asked}:{subset}", SUBSETS[subset])
+            conversion.add_difference("dataset", f"{path}:{subset}", SUBSETS[subset])
 
 
 def repeat_rows(entry: dict[str, Any], conversion: Conversion) -> bool:
-    """Asks for as many rows as ms-swift repeats, where a data set is known to have fewer.
+    """Replaces max_samples by a weight if a data set is known to have fewer rows, which ms-swift
+    repeats then.
 
-    Returns whether it is.
+    Returns whether it was replaced.
     """
     count = entry["max_samples"]
     is_known = str(entry["path"]).rpartition("/")[2] == SELF_COGNITION
@@ -353,22 +369,24 @@ def repeat_rows(entry: dict[str, Any], conversion: Conversion) -> bool:
     return True
 
 
-# get_quantization_config of its arguments/base_args/quant_args.py
+# get_quantization_config of arguments/base_args/quant_args.py
 WITHOUT_METHOD = "no quantization there without quant_method: bnb"
-# compute_loss of its trainers/seq2seq_trainer.py
+# compute_loss of trainers/seq2seq_trainer.py
 SMOOTHED_MEANS = (
     "the mean of each micro-batch over its labels there; here the mean over those of the whole step"
 )
-# get_target_modules and get_modules_to_save of its pipelines/train/tuner.py, and of its
-# megatron/utils/utils.py
-FOUND_THERE = ("all-embedding", "all-norm", "all-router")
+# names that stand for modules of a kind: get_target_modules and get_modules_to_save of
+# pipelines/train/tuner.py, and of megatron/utils/utils.py
+KINDS_OF_MODULES = ("all-embedding", "all-norm", "all-router")
 FOUND_BY_CLASS = "all modules of this kind there; here modules are named"
-# _init_new_special_tokens of its arguments/base_args/model_args.py
+# _init_new_special_tokens of arguments/base_args/model_args.py
 FILES_OF_TOKENS = "a file of tokens there; added_tokens names each"
 
 
 def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
-    """Adapts values of single keys that ask for nothing alone, or for more than a name says."""
+    """Adapts values that ms-swift reads otherwise than by their key alone: a quantization without a
+    method, modules by their kind, and files of tokens.
+    """
     recipe = conversion.recipe
     if settings.get("quant_bits") and not settings.get("quant_method"):
         for key in LOAD_KEYS:
@@ -378,23 +396,26 @@ def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("label_smoothing_factor", recipe["label_smoothing"], SMOOTHED_MEANS)
     for key in ("target_modules", "modules_to_save"):
         names = convert_names(settings.get(key)) or []
-        found = [name for name in names if name in FOUND_THERE]
-        if found:
-            conversion.add_difference(key, found, FOUND_BY_CLASS)
-        if found and key == "modules_to_save":
-            recipe[key] = [name for name in names if name not in FOUND_THERE]
+        kinds = [name for name in names if name in KINDS_OF_MODULES]
+        if kinds:
+            conversion.add_difference(key, kinds, FOUND_BY_CLASS)
+        if kinds and key == "modules_to_save":
+            recipe[key] = [name for name in names if name not in KINDS_OF_MODULES]
     files = [name for name in recipe.get("added_tokens", ()) if str(name).endswith(".txt")]
     if files:
         recipe["added_tokens"] = [name for name in recipe["added_tokens"] if name not in files]
         conversion.add_difference("new_special_tokens", files, FILES_OF_TOKENS)
 
 
-# _init_eval_strategy of its arguments/sft_args.py
+# _init_eval_strategy of arguments/sft_args.py
 ALL_TRAINED = "no rows are held out where nothing is measured, there and here"
 
 
 def _measure_with_saves(settings: ToolFile, conversion: Conversion) -> None:
-    """Measures as often as ms-swift saves, where its file does not say when."""
+    """Sets when held-out rows are measured: when the file saves, if it does not say when.
+
+    If nothing is measured, no rows are held out.
+    """
     recipe = conversion.recipe
     strategy = settings.get("eval_strategy", settings.get("evaluation_strategy"))
     if strategy is None:

@@ -1,4 +1,7 @@
-"""What only several keys of a torchtune file together determine."""
+"""Converts and reports what several keys of a torchtune file determine together.
+
+A comment above a text names the code, mostly torchtune's, whose behavior the text describes.
+"""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +17,15 @@ AN_EPOCH_AT_MOST = (
     "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
     "where the rows make fewer steps"
 )
-# torchtune's models by their builders' names -> what they compute otherwise than transformers'
+# pattern of a model builder's dotted name -> what torchtune's model computes otherwise than
+# transformers'
 TORCHTUNE_MODELS = {
-    # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps what the head reads
+    # models/gemma2: hidden_capping_value, and Gemma2FinalNorm, which caps the head's input
     r"gemma2_\d+b": (
         "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
         "logits; as its config says here: scores at 50, logits at 30"
     ),
-    # lora_llama2 takes no rope_base
+    # lora_code_llama2_* call lora_llama2, which takes no rope_base
     "lora_code_llama2_": "positions are rotated by a base of 10000 there; by the model's own here",
     r"(mistral_7b|phi3_mini)$": (
         "a token attends to all before it there; here to those in the sliding window, where the "
@@ -33,7 +37,8 @@ TORCHTUNE_MODELS = {
         "the run's 16 bits there, in which several may be alike; of the highest score itself here"
     ),
 }
-# LoRAGroupedExperts of its models/llama4, beside Llama4TextExperts of transformers
+# LoRAGroupedExperts of its models/llama4. Llama4TextExperts of transformers has
+# parameters in place of these layers.
 EXPERTS_UNADAPTED = (
     "the routed experts get adapters too there, on each one's gate_proj, up_proj and down_proj; "
     "here layers of these names alone, which are those of shared experts and dense layers"
@@ -44,25 +49,28 @@ MERGED_DEQUANTIZED = (
     "one, whichever has the lower loss on held-out rows: finetune export has --merge-onto "
     "dequantized"
 )
-# `train` of its recipes/knowledge_distillation_*.py, in 0.6.1 and 0.7, which calls scale_grads on
-# gradients of means
+# `train` of its recipes/knowledge_distillation_*.py, in 0.6.1 and 0.7: it calls scale_grads on the
+# gradients of means.
 DIVIDED_BY_TOKENS = (
     "the gradients of the micro-batches' mean losses are added, and divided by the step's number "
     "of trained tokens there: they are thousands of times smaller than here, so that adam_epsilon "
     "makes Adam's updates smaller too, and clip_grad_norm clips next to none"
 )
-# decoder_only_tp_training_plan of its models/llama4, by which an MoE layer's output is a part of a
-# sum, and which splits the routed experts alone
+# decoder_only_tp_training_plan of its models/llama4: the ranks' outputs of an MoE layer are summed,
+# but only the routed experts are split over them. {}: number of ranks, twice.
 SHARED_EXPERT_ADDED = (
     "each of the {} ranks that share a row adds the whole output of the shared expert there: it is "
     "added {} times; here once"
 )
-# its checkpointers save the weights as they are trained
+# torchtune's dtype -> our export_dtype: its checkpointers save the weights as they are trained
 SAVED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Sets and reports what several keys of a torchtune file ask for together."""
+    """Sets and reports what several keys of a torchtune file determine together.
+
+    `text` is the file with its comments, which may say where a model was downloaded to.
+    """
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
     component = str(read_section(settings, "model").get("_component_"))
@@ -75,24 +83,24 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     if "teacher_model" in settings:
         conversion.add_difference("kd_ratio", settings.get("kd_ratio", 0.5), DIVIDED_BY_TOKENS)
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-    saved = SAVED_DTYPES.get(str(settings.get("dtype")))
-    if saved is not None:
-        recipe["export_dtype"] = saved
+    export_dtype = SAVED_DTYPES.get(str(settings.get("dtype")))
+    if export_dtype is not None:
+        recipe["export_dtype"] = export_dtype
     optimizer = read_section(settings, "optimizer")
     if optimizer:
         set_optimizers_defaults(str(optimizer.get("_component_")), recipe)
-    per_epoch = settings.get("max_steps_per_epoch")
+    steps_per_epoch = settings.get("max_steps_per_epoch")
     epochs = settings.get("epochs", 1)
-    if isinstance(per_epoch, int) and isinstance(epochs, int):
-        recipe["max_steps"] = per_epoch * epochs
-        conversion.add_difference("max_steps_per_epoch", per_epoch, AN_EPOCH_AT_MOST)
+    if isinstance(steps_per_epoch, int) and isinstance(epochs, int):
+        recipe["max_steps"] = steps_per_epoch * epochs
+        conversion.add_difference("max_steps_per_epoch", steps_per_epoch, AN_EPOCH_AT_MOST)
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
     _report_shared_experts(settings, conversion)
 
 
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how often tensor parallelism adds the shared experts of Llama 4."""
+    """Reports that tensor parallelism adds Llama 4's shared expert once for each rank of a row."""
     plan = str(read_section(settings, "tensor_parallel_plan").get("_component_"))
     ranks = settings.get("tensor_parallel_dim", 1)
     if plan.endswith("llama4.decoder_only_tp_plan") and isinstance(ranks, int) and ranks > 1:
@@ -100,21 +108,22 @@ def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("tensor_parallel_plan._component_", plan, note)
 
 
+# the command in a comment: hub name, folder
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 # FullModelMetaCheckpointer of torchtune
 METAS_FILES = "the trained weights are saved as Meta's files there, as Hugging Face's here"
 
 
 def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Names the model and the teacher by their hub names, where a comment says which was downloaded
-    into the folder.
+    """Names the model and the teacher, by their hub names if a comment of `text` has the command
+    that downloaded them; else by their folders.
     """
-    downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
-    # of Meta's own files, beside those of the hub
-    downloaded |= {f"{local}/original": hub for local, hub in downloaded.items()}
+    hub_names = {folder.rstrip("/"): hub_name for hub_name, folder in DOWNLOAD.findall(text)}
+    # a Llama's repository has Meta's own files in this folder
+    hub_names |= {f"{folder}/original": hub_name for folder, hub_name in hub_names.items()}
     folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
-    conversion.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
-    if folder.rstrip("/") in downloaded:
+    conversion.recipe["model_name_or_path"] = hub_names.get(folder.rstrip("/"), folder)
+    if folder.rstrip("/") in hub_names:
         note = "downloaded there from this hub name, says the file"
         conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
     checkpointer = str(read_section(settings, "checkpointer").get("_component_"))
@@ -124,10 +133,11 @@ def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
         teacher = str(
             read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or ""
         ).rstrip("/")
-        conversion.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
+        conversion.recipe["teacher_model_name_or_path"] = hub_names.get(teacher, teacher)
 
 
 def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) -> None:
+    """Sets LoRA's layers, QLoRA's base in 4 bits and an integral alpha from the section `model`."""
     recipe = conversion.recipe
     if "lora_attn_modules" in model:
         layers = model["lora_attn_modules"]

@@ -1,4 +1,7 @@
-"""Which layers other tools train in full or by adapters, experts and routers among them."""
+"""Which layers other tools train, in full or by adapters, experts and routers among them.
+
+A comment above a text or a pattern names the code, mostly the tool's, that it describes.
+"""
 
 import fnmatch
 import re
@@ -17,7 +20,7 @@ from finetune.convert.shared import MLP_LAYERS
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
-# Automodel's own classes with an auxiliary loss
+# models for which Automodel has a class of its own with an auxiliary loss of the routers
 BALANCED = re.compile(
     r"gpt-?oss|qwen-?3.*a\d+b|qwen3-next|qwen-?3\.\d-flash-next|qwen-?4-exp|"
     r"ernie-4\.5.*a\d+b|laguna"
@@ -32,22 +35,24 @@ OTHER_LAYERS = (
 )
 WITH_HEAD = [ALL_LINEAR, "lm_head"]
 NO_SUCH_LAYER = "no layer is known by this name here, and none gets an adapter by it"
-# a layer by its number, or a part of one that is not named by its end
+# a pattern with the number of a decoder layer, or with a choice of characters
 PART_OF_MODEL = re.compile(r"[.*]\d+[.*]|[\[\]?]")
 BY_ITS_END = "layers are named by the end of a pattern here, in every block of the model"
-# of a layer's experts, to which a pattern that matches all that are called so gives adapters
+# parameters of all experts of a layer: Automodel adapts both where a pattern matches the experts
 EXPERT_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj")
-# Gate._compute_aux_loss of its components/moe/layers.py, and _set_moe_aux_loss_backward_scale of
-# its recipes/base_recipe.py, beside load_balancing_loss_func of transformers
+# Gate._compute_aux_loss of Automodel's components/moe/layers.py, and
+# _set_moe_aux_loss_backward_scale of its recipes/base_recipe.py; here load_balancing_loss_func of
+# transformers
 BY_LAYER = (
     "of each layer and micro-batch there, over the experts of a token: layers / experts of a token "
     "times as much where all layers are alike; of all layers and the whole step together here"
 )
-# _route_scores of the same, whose scores it takes
+# _route_scores of components/moe/layers.py: its scores choose the experts
 BY_BIASES = (
     f"{BY_LAYER}; there of the experts that the routers' biases choose, here of those with the "
     "highest scores"
 )
+# families whose routers choose by other scores than those of the loss here -> the difference
 OTHER_EXPERTS = {
     "ernie4_5_moe": BY_BIASES,
     "laguna": f"{BY_BIASES}; by a token's sigmoids, divided by their sum, there, by a softmax here",
@@ -60,8 +65,9 @@ NO_AUXILIARY = "no auxiliary loss is added there for this class"
 
 
 def report_classes(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what Automodel's own classes of models do otherwise, and the layers that get no
-    adapters there; adds which parts of Llama 3.2 Vision torchtune trains.
+    """Adds the layers that Automodel adapts, and reports what its own model classes do otherwise.
+
+    For torchtune it adds which parts of Llama 3.2 Vision are trained; for other tools, nothing.
     """
     if conversion.tool == "torchtune" and conversion.images:
         adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
@@ -82,7 +88,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         _report_fused_mlp(family, settings, conversion)
 
 
-# Gemma4Gate of its models/gemma4_moe
+# Gemma4Gate of Automodel's models/gemma4_moe
 ROUTER_UNADAPTED = (
     "the adapter of a router's proj changes nothing there, where the router reads the weight "
     "alone; here it is trained"
@@ -90,16 +96,16 @@ ROUTER_UNADAPTED = (
 
 
 def _report_router(family: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the adapters of routers that have no effect in a class of Automodel's own."""
+    """Reports a router's adapters that have no effect in Automodel's own class of Gemma 4."""
     targets = conversion.recipe["lora_target_modules"]
     is_adapted = ALL_LINEAR in targets or "proj" in targets
-    is_own = is_mixture(name_model(settings)) and not is_of_transformers(settings)
-    if family == "gemma4_text" and is_own and is_adapted:
+    has_own_class = is_mixture(name_model(settings)) and not is_of_transformers(settings)
+    if family == "gemma4_text" and has_own_class and is_adapted:
         conversion.add_difference("lora_target_modules", targets, ROUTER_UNADAPTED)
 
 
-# install_fused_lora_mlp of its components/_peft/lora_mlp.py, for what has the three layers and
-# SiLU; under FSDP on several GPUs the model is on meta by then, and left as it is
+# install_fused_lora_mlp of Automodel's components/_peft/lora_mlp.py replaces an MLP that has
+# MLP_LAYERS and SiLU. Under FSDP on several GPUs the model is on meta by then, and stays as it is.
 BY_FUSED_MLP = "on one GPU or under DDP, by its fused MLP with adapters, "
 FUSED_OTHERWISE = {
     "falcon_h1": f"{BY_FUSED_MLP}mlp_multipliers of the config have no effect there; here they do",
@@ -107,58 +113,67 @@ FUSED_OTHERWISE = {
         f"{BY_FUSED_MLP}an MLP's output is not dropped in part there; here by its config's share"
     ),
 }
-DIVIDED = ("tp_size", "pp_size", "cp_size", "ep_size")
+GROUP_SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")  # keys of Automodel's `distributed`
 
 
 def _report_fused_mlp(family: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what Automodel's fused MLP computes otherwise than the model's own."""
+    """Reports what Automodel's fused MLP, if the file's model gets it, computes otherwise."""
     peft = read_section(settings, "peft")
     layout = read_section(settings, "distributed")
     targets = conversion.recipe["lora_target_modules"]
-    has_all = ALL_LINEAR in targets or set(MLP_LAYERS) <= set(targets)
+    adapts_mlp = ALL_LINEAR in targets or set(MLP_LAYERS) <= set(targets)
     is_off = peft.get("use_memory_efficient_lora") is False or peft.get("use_dora")
-    is_divided = any(str(layout.get(size)) not in ("None", "none", "1") for size in DIVIDED)
-    is_kept = is_off or is_divided or peft.get("dropout") or settings.get("quantization")
-    if family in FUSED_OTHERWISE and has_all and not is_kept:
+    has_groups = any(str(layout.get(key)) not in ("None", "none", "1") for key in GROUP_SIZES)
+    keeps_own_mlp = is_off or has_groups or peft.get("dropout") or settings.get("quantization")
+    if family in FUSED_OTHERWISE and adapts_mlp and not keeps_own_mlp:
         key = "use_memory_efficient_lora"
         conversion.add_difference(f"peft.{key}", peft.get(key), FUSED_OTHERWISE[family])
 
 
-# materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone
+# materialize_lm_weight of Automodel's components/loss/linear_ce.py reads the head's weight alone.
 FUSED_LOSS = "FusedLinearCrossEntropy"
 
 
 def _may_adapt_head(settings: ToolFile) -> bool:
-    """Whether Automodel trains an adapter of the output head: the fused loss leaves it at 0, and
-    Baichuan's head is no linear layer.
+    """Whether Automodel trains an adapter of the output head if the file asks for one.
+
+    The fused loss leaves it at 0, and Baichuan's head is no linear layer.
     """
     is_fused = str(read_section(settings, "loss_fn").get("_target_")).endswith(FUSED_LOSS)
     return not is_fused and "baichuan" not in name_model(settings).lower()
 
 
 def is_of_transformers(settings: ToolFile) -> bool:
-    """Whether Automodel loads transformers' class of a model that it has one of its own for."""
-    model, bits = (read_section(settings, key) for key in ("model", "quantization"))
-    return bool(model.get("force_hf") or any(bits.get(key) for key in LOAD_KEYS))
+    """Whether Automodel loads transformers' class of a model, though it may have its own class."""
+    model = read_section(settings, "model")
+    quantization = read_section(settings, "quantization")
+    return bool(model.get("force_hf") or any(quantization.get(key) for key in LOAD_KEYS))
 
 
 def _report_auxiliary(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how much of the routers' auxiliary loss Automodel adds."""
+    """Reports how Automodel's auxiliary loss of the routers differs from ours.
+
+    Drops router_aux_loss_coef if the model's class there has no such loss.
+    """
     name = name_model(settings)
     model = read_section(settings, "model")
-    asked = model.get("router_aux_loss_coef")
-    is_balanced = BALANCED.search(name.lower()) and not is_of_transformers(settings)
-    how = OTHER_EXPERTS.get(str(guess_family(name)), BY_LAYER)
-    if is_balanced and asked is None:
-        conversion.add_difference("model", name, AUXILIARY.format(how))
-    elif is_balanced and asked:
-        conversion.add_difference("model.router_aux_loss_coef", asked, how)
-    elif asked:
+    coefficient = model.get("router_aux_loss_coef")
+    has_loss = BALANCED.search(name.lower()) and not is_of_transformers(settings)
+    note = OTHER_EXPERTS.get(str(guess_family(name)), BY_LAYER)
+    if has_loss and coefficient is None:  # then the coefficient of the model's config counts there
+        conversion.add_difference("model", name, AUXILIARY.format(note))
+    elif has_loss and coefficient:
+        conversion.add_difference("model.router_aux_loss_coef", coefficient, note)
+    elif coefficient:
         conversion.recipe.pop("router_aux_loss_coef", None)
-        conversion.add_remark("model.router_aux_loss_coef", asked, NO_AUXILIARY)
+        conversion.add_remark("model.router_aux_loss_coef", coefficient, NO_AUXILIARY)
 
 
 def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: Conversion) -> None:
+    """Sets the layers and the experts' parameters that get adapters, from the section `peft`.
+
+    Excluded layers are remembered, and reported if they get adapters here.
+    """
     excluded = convert_names(peft.get("exclude_modules")) or []
     conversion.excluded_layers = frozenset(name.split(".")[-1] for name in excluded)
     targets = peft.get("target_modules")
@@ -176,16 +191,17 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
         conversion.add_difference(
             "peft.exclude_modules", left_out, note, "LoRA without some layers"
         )
-    is_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
+    # with exclude_modules all other linear layers get adapters there
+    has_all = peft.get("match_all_linear") or targets in (["*"], "*") or excluded
     layers = find_linear_layers(family)
     projections = sorted(layer for layer in layers if layer.endswith("_proj"))
-    if is_all and not any("head" in name for name in excluded):
+    if has_all and not any("head" in name for name in excluded):
         conversion.recipe["lora_target_modules"] = list(WITH_HEAD)
-    elif is_all:
+    elif has_all:
         conversion.recipe["lora_target_modules"] = ALL_LINEAR
     elif targets and names != ["*_proj"]:
         _name_automodel_layers(names, layers, conversion)
-    else:  # the default, too
+    else:  # *_proj, which is the default
         if len(projections) < len(layers):
             conversion.recipe["lora_target_modules"] = projections
         else:
@@ -200,22 +216,26 @@ def _adapt_automodel_targets(family: str, peft: Mapping[str, Any], conversion: C
 def _name_automodel_layers(
     patterns: Sequence[str], layers: Collection[str], conversion: Conversion
 ) -> None:
-    """Names the layers by the ends of patterns; those of a Llama where the family is not known."""
+    """Sets the layers that get adapters: those whose name matches the last part of a pattern.
+
+    `layers`: the family's linear layers; if empty, a Llama's are taken.
+    """
     known = layers or LINEAR_LAYERS.keys()
-    named: dict[str, None] = {}
+    targets: dict[str, None] = {}
     for pattern in patterns:
         end = pattern.rpartition(".")[2]
         matching = sorted(layer for layer in (*known, "lm_head") if fnmatch.fnmatchcase(layer, end))
-        named |= dict.fromkeys(matching)
+        targets |= dict.fromkeys(matching)
         if PART_OF_MODEL.search(pattern) or (end == "*" and pattern != "*"):
             conversion.add_difference("peft.target_modules", pattern, BY_ITS_END)
         if not matching and end != "experts":
             conversion.add_difference("peft.target_modules", pattern, NO_SUCH_LAYER)
-    conversion.recipe["lora_target_modules"] = list(named)
+    conversion.recipe["lora_target_modules"] = list(targets)
 
 
+# a pattern of the whole language model
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
-# Decoder layers of models whose last ones a file may name, by the models' names.
+# model (a pattern) -> its number of decoder layers
 LAYERS = {
     r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
     r"llama-?2-13b": 40,
@@ -225,17 +245,18 @@ LAYERS = {
     r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
     r"qwen3-(4|8)b": 36,
 }
-# freeze_layers_except of Axolotl, which its train.py calls once the adapters are in place: it
-# matches the start of names, which is base_model then
+# freeze_layers_except of Axolotl matches the start of names. Its train.py calls it once the
+# adapters are in place, when names start with base_model.
 ADAPTERS_FROZEN = (
     "no pattern names the adapters, and all that none names is frozen there, so that nothing is "
     "trained; the adapters are trained here"
 )
+# the source of the classes with an output head in a family's file of transformers
 HEAD_CLASS = re.compile(
     r"^class \w+For(?:CausalLM|ConditionalGeneration)\(.*?(?=^class |\Z)", re.DOTALL | re.MULTILINE
 )
-# LayerNamePattern of its utils/freeze.py, where each dot of a pattern is a dot, beside the names of
-# transformers 5
+# LayerNamePattern of Axolotl's utils/freeze.py matches a dot of a pattern with a dot alone, in the
+# names of transformers 5. {}: the patterns.
 NAMED_OTHERWISE = (
     "a pattern is the start of a name in transformers 5 there, and a dot in it is a dot: what is "
     "meant by {} is frozen there, trained here"
@@ -243,7 +264,7 @@ NAMED_OTHERWISE = (
 
 
 def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports patterns of Axolotl's that name nothing there, and something here."""
+    """Reports Axolotl's patterns of trained parameters that match nothing there, but do here."""
     patterns = settings.get("unfrozen_parameters")
     if not isinstance(patterns, list) or not conversion.recipe.get("trainable_modules"):
         return
@@ -255,7 +276,7 @@ def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _names_nothing(pattern: str, family: str) -> bool:
-    """Whether Axolotl's pattern is the start of no parameter's name; in doubt it is of one.
+    """Whether Axolotl's pattern matches the start of no parameter's name; False if in doubt.
 
     >>> [
     ...     _names_nothing(pattern, "mixtral")
@@ -264,25 +285,23 @@ def _names_nothing(pattern: str, family: str) -> bool:
     [False, True, True]
     """
     start = pattern.removeprefix("^")
-    is_other = rename_pattern(start, find_renames(family)) != start
-    if is_other or "\\." in start or ".*" in start.removesuffix(".*"):
+    is_old_name = rename_pattern(start, find_renames(family)) != start
+    if is_old_name or "\\." in start or ".*" in start.removesuffix(".*"):
         return True
-    heads = HEAD_CLASS.findall(read_family_source(family))
-    parts = set(re.findall(r"self\.(\w+) = ", "".join(heads)))
+    classes = HEAD_CLASS.findall(read_family_source(family))
+    modules = set(re.findall(r"self\.(\w+) = ", "".join(classes)))  # such as model and lm_head
     first = re.split(r"\W", start)[0]
-    return bool(parts and first) and not any(part.startswith(first) for part in parts)
+    return bool(modules and first) and not any(name.startswith(first) for name in modules)
 
 
 def adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what is trained of a model in full: layers by their numbers, and names of a model with
-    images.
-    """
+    """Sets which modules are trained in full or frozen; reports what a tool does otherwise."""
     recipe = conversion.recipe
     patterns = recipe.get("trainable_modules")
     if patterns and (
         recipe.get("use_peft") or any(re.search(ALL_OF_TEXT, str(name)) for name in patterns)
     ):
-        # else all that is loaded here is named
+        # LoRA freezes the base by itself; without it the patterns name all that is loaded here
         del recipe["trainable_modules"]
         frozen = ", and LoRA freezes it by itself" if recipe.get("use_peft") else ""
         conversion.remarks.append(
@@ -300,7 +319,7 @@ def adapt_frozen(settings: ToolFile, conversion: Conversion) -> None:
         _train_layers(settings, conversion)
 
 
-# FreezeConfig of Automodel's components/utils/model_utils.py
+# FreezeConfig of Automodel's components/utils/model_utils.py, for both texts
 ADAPTERS_LEFT_ALONE = "adapters in these modules are frozen there, trained here"
 TRAINED_BESIDE = "these modules are trained there, whatever else freezes them; not here"
 
@@ -308,7 +327,10 @@ TRAINED_BESIDE = "these modules are trained there, whatever else freezes them; n
 def _adapt_selectors(
     section: Mapping[str, Any], settings: ToolFile, conversion: Conversion
 ) -> None:
-    """Freezes the modules that Automodel's selectors name."""
+    """Freezes the modules that the selectors of Automodel's freeze_config name.
+
+    `section`: freeze_config; {} if there is none.
+    """
     frozen = section.get("freeze_modules") or []
     patterns = [_read_selector(each) for each in frozen if isinstance(each, dict)]
     if patterns and settings.get("peft"):
@@ -321,7 +343,7 @@ def _adapt_selectors(
 
 
 def _read_selector(selector: Mapping[str, Any]) -> str:
-    """Returns our pattern for a whole name (path), or a shell's pattern of one (glob).
+    """Returns our pattern for a selector: a whole name (path), or a shell pattern of one (glob).
 
     >>> _read_selector({"path": "lm_head"}), _read_selector({"glob": "model.layers.[!0].*"})
     ('lm_head', 'model.layers.[^0]..*')
@@ -332,8 +354,10 @@ def _read_selector(selector: Mapping[str, Any]) -> str:
 
 
 def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a pattern of the whole name leaves shared experts out, whose layers have the
-    names of an MLP's.
+    """Reports that shared experts get adapters here, and not by the tool's regular expression.
+
+    The expression matches whole names there. Here it becomes names of layers, which shared experts
+    have too.
     """
     pattern = settings.get("lora_target_modules")
     targets = conversion.recipe.get("lora_target_modules")
@@ -351,8 +375,10 @@ def report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
-    """Names LLaMA-Factory's layers by their numbers: the last ones, or with a number below 0 the
-    first ones.
+    """Sets the decoder layers that LLaMA-Factory trains: the last ones, or the first ones for a
+    number below 0.
+
+    If the model's number of layers is not known, naming the last ones is left to do.
     """
     count = settings.get("freeze_trainable_layers", 2)
     name = str(settings.get("model_name_or_path")).lower()
@@ -373,6 +399,7 @@ def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
 
 
 MLP_NAMES = frozenset(name for name, block in LINEAR_LAYERS.items() if block == "mlp")
+# tools whose adapters are peft's
 WITH_PEFT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 SHARED_EXPERTS = re.compile("shared_(expert|mlp)")
 ONTO_EXPERTS = (
@@ -393,7 +420,7 @@ TWICE_THE_RANK = (
 
 
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where peft moves adapters onto routed experts, by its _convert_peft_config_moe."""
+    """Reports adapters that peft moves onto routed experts (its _convert_peft_config_moe)."""
     recipe = conversion.recipe
     if conversion.tool not in WITH_PEFT or not recipe.get("use_peft"):
         return
@@ -401,12 +428,13 @@ def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
     is_mixtrals = "mixtral" in (family, find_alias(family))
     is_qwens = find_alias(family) == "qwen2_moe"  # not Qwen2 MoE itself, which is no alias
     targets = recipe.get("lora_target_modules", ALL_LINEAR)
-    named = {name.rpartition(".")[2] for name in ([] if targets == ALL_LINEAR else targets)}
-    # a list of names in other tools than TRL, where shared experts have them
-    has_others = bool(SHARED_EXPERTS.search(read_family_source(family)))
+    names = [] if targets == ALL_LINEAR else targets
+    layers = {name.rpartition(".")[2] for name in names}
+    # other tools than TRL replace all-linear by names, among them those of shared experts
+    has_shared = bool(SHARED_EXPERTS.search(read_family_source(family)))
     if ALL_LINEAR in targets and conversion.tool == "TRL" and (is_mixtrals or is_qwens):
         conversion.add_difference("lora_target_modules", targets, ALL_WITH_EXPERTS)
-    elif is_qwens and (named & MLP_NAMES or (ALL_LINEAR in targets and has_others)):
+    elif is_qwens and (layers & MLP_NAMES or (ALL_LINEAR in targets and has_shared)):
         conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
-    elif is_mixtrals and named & {"w1", "w3"}:
+    elif is_mixtrals and layers & {"w1", "w3"}:
         conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)

@@ -1,4 +1,4 @@
-"""What a conversion collects, and how single values of another tool become ours, kind by kind."""
+"""The result of a conversion, and the rules by which single values of another tool become ours."""
 
 import fnmatch
 import re
@@ -21,39 +21,44 @@ class Conversion:
     tool: Tool
     is_factory_v1: bool = False  # of LLaMA-Factory's v1 schema
     recipe: dict[str, Any] = field(default_factory=dict)
-    # what this recipe does otherwise, or not at all
+    # lines on what the recipe does otherwise than the file, or does not do
     differences: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # converted, but worth a look
+    # lines on what is converted, but worth a look
+    remarks: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)  # keys without effect here
-    # what must be set or written before the recipe can train
+    # lines on what must be set or written before the recipe can train
     to_do: list[str] = field(default_factory=list)
-    # the text of one to write beside the recipe, where no shipped one does it
+    # text of an Accelerate file to write beside the recipe; None if a shipped one will do
     accelerate_file: str | None = None
-    images: str | None = None  # the model_type of the whole model, where the file trains on images
-    # layers that the file itself leaves without adapters
+    # model_type of the whole vision-language model; None if the file does not train on images
+    images: str | None = None
+    # last parts of the names, or patterns, of layers that an Automodel file excludes from LoRA
     excluded_layers: frozenset[str] = frozenset()
-    # those behind some of the differences
+    # capabilities that we lack, and that some of the differences are due to
     missing_capabilities: list[str] = field(default_factory=list)
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
-        """Reports that their `key: value` works differently here, or needs a capability that is
-        missing.
+        """Reports that the tool's `key: value` works differently here, or needs a capability that
+        we lack.
+
+        Keys with the same note share one line.
         """
         if missing_capability and missing_capability not in self.missing_capabilities:
             self.missing_capabilities.append(missing_capability)
         line = f"{key}: {shorten(value)}"
         end = f"   ({note})"
-        same = next((i for i, other in enumerate(self.differences) if other.endswith(end)), None)
-        if same is None:
+        index = next((i for i, other in enumerate(self.differences) if other.endswith(end)), None)
+        if index is None:
             self.differences.append(line + end)
-        else:  # one reason, one line
-            self.differences[same] = f"{self.differences[same].removesuffix(end)}, {line}{end}"
+        else:
+            self.differences[index] = f"{self.differences[index].removesuffix(end)}, {line}{end}"
 
     def add_remark(self, key: str, value: Any, note: str) -> None:
-        """Reports that their `key: value` is converted, but worth a look."""
+        """Reports that the tool's `key: value` is converted, but worth a look."""
         self.remarks.append(f"{key}: {shorten(value)}   ({note})")
 
 
+# The tables below: another tool's value, or its end -> ours.
 SCHEDULES = {
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
@@ -66,6 +71,7 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
     "warmup_stable_decay": "warmup_stable_decay",
 }
+# values, and names of loggers, that ask for none of the trackers
 NO_TRACKER = ("none", "", "all", "no", "false", "disklogger", "stdoutlogger")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {
@@ -84,33 +90,40 @@ OVERLENGTH = {
 }
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 TORCHTUNE_LAYERS = {"output_proj": "o_proj"}
+# a Llama's linear layers -> the block of a decoder layer that each is in
 LINEAR_LAYERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 
-ALL_LAYERS = ("all", ALL_LINEAR, "*", "*_proj", "linear")  # names of all of them
-# of the names of a model's layers
-STARTS = ("", "model.", "model.language_model.", "model.text_model.")
-SOME_LAYERS = (0, 1, 17)  # of any number of digits
+ALL_LAYERS = ("all", ALL_LINEAR, "*", "*_proj", "linear")  # values that mean all linear layers
+# what may precede `layers.0` in the name of a decoder layer
+NAME_STARTS = ("", "model.", "model.language_model.", "model.text_model.")
+# a pattern that matches these numbers, of one and two digits, is taken to match every decoder layer
+LAYER_NUMBERS = (0, 1, 17)
+# our keys -> the values that are converted
 STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
 
-LEAVE: Any = object()  # the default here does what they ask for
+# the result of a conversion that sets no key: our default does what the file asks for
+LEAVE: Any = object()
 
 
 def find_method_facts(recipe: Mapping[str, Any]) -> MethodFacts:
-    """Returns what is known of a recipe's method; sft's for a name that our reader will refuse."""
+    """Returns the facts about a recipe's method.
+
+    They are the default method's if the recipe names none, or one that our reader will refuse.
+    """
     return METHODS.get(str(recipe.get("method")), METHODS[DEFAULT_METHOD])
 
 
 def read_section(settings: ToolFile, key: str) -> dict[str, Any]:
-    """Returns the mapping under `key`; an empty one where there is none."""
+    """Returns the mapping under `key`; an empty one if there is none."""
     section = settings.get(key)
     return section if isinstance(section, dict) else {}
 
 
 def convert_names(value: Any) -> list[str] | None:
-    """Returns a list of names, which may be written with commas between them.
+    """Returns a list of names, or the names in a text with commas; None for another value.
 
     >>> convert_names("<a>, <b>"), convert_names(["<a>"]), convert_names(3)
     (['<a>', '<b>'], ['<a>'], None)
@@ -122,8 +135,10 @@ def convert_names(value: Any) -> list[str] | None:
 
 
 def convert_targets(value: Any) -> Any:
-    """Returns our names of the layers that get adapters; patterns are matched with the layers of a
-    Llama.
+    """Converts the layers that get adapters to `all-linear` or a list of names; None if there is no
+    layer.
+
+    A pattern stands for the layers of a Llama that it matches.
 
     >>> convert_targets(["*.q_proj", "output_proj"])
     ['q_proj', 'o_proj']
@@ -136,19 +151,19 @@ def convert_targets(value: Any) -> Any:
         return None
     names = convert_names(value) or []
     names = [TORCHTUNE_LAYERS.get(name, name) for name in names]
-    is_all = any(name in ALL_LAYERS for name in names)
-    plain: list[str] = []
+    has_all = any(name in ALL_LAYERS for name in names)
+    layers: list[str] = []
     for name in names:
-        plain += [name] if re.fullmatch(r"[\w.]+", name) else _matching_layers(name)
-    if is_all:
-        others = [name for name in plain if name not in (*ALL_LAYERS, *LINEAR_LAYERS)]
+        layers += [name] if re.fullmatch(r"[\w.]+", name) else _match_layers(name)
+    if has_all:
+        others = [layer for layer in layers if layer not in (*ALL_LAYERS, *LINEAR_LAYERS)]
         return [ALL_LINEAR, *dict.fromkeys(others)] if others else ALL_LINEAR
-    return list(dict.fromkeys(plain)) or None
+    return list(dict.fromkeys(layers)) or None
 
 
-def _matching_layers(pattern: str) -> list[str]:
+def _match_layers(pattern: str) -> list[str]:
     """Lists the linear layers of a Llama whose dotted names match a shell pattern or a regular
-    expression.
+    expression; empty if it is neither.
     """
     try:
         matcher = re.compile(
@@ -158,16 +173,20 @@ def _matching_layers(pattern: str) -> list[str]:
         return []
     layers = []
     for layer, block in LINEAR_LAYERS.items():
-        names = [[f"{start}layers.{i}.{block}.{layer}" for i in SOME_LAYERS] for start in STARTS]
-        # a pattern of some decoder layers alone has no name of a layer here
-        if any(all(map(matcher.fullmatch, of_one)) for of_one in names):
+        spellings = [
+            [f"{start}layers.{i}.{block}.{layer}" for i in LAYER_NUMBERS] for start in NAME_STARTS
+        ]
+        # A pattern that matches only some decoder layers counts for none: a name here is for all.
+        if any(all(map(matcher.fullmatch, names)) for names in spellings):
             layers.append(layer)
     return layers
 
 
 def _convert_patterns(value: Any) -> list[str] | None:
-    """Converts Axolotl's patterns of the start of a parameter's name; None where one names rows of
-    a tensor.
+    """Converts Axolotl's patterns, which match the start of a parameter's name, to ours of whole
+    names.
+
+    Returns None if a pattern names rows of a tensor, or the value is no list.
 
     >>> _convert_patterns(["^lm_head.weight$", "model.layers.1", "model.embed_tokens.weight[:9]"])
     >>> _convert_patterns(["^lm_head.weight$", "model.layers.4[4-7]+.mlp"])
@@ -181,34 +200,39 @@ def _convert_patterns(value: Any) -> list[str] | None:
 
 
 def _complete_pattern(pattern: str) -> str:
-    """Returns a pattern of whole names for one of their start, in which a dot is a dot.
+    """Returns a pattern of a whole module name for Axolotl's pattern of the start of a name.
 
-    A dot or a dollar at its end says that the last name is complete; where it is not, layer 1 is
-    the layers 10 to 19 too, and `gate` is `gate_proj`.
+    If the pattern ends with a dot or a dollar, its last name is complete. Otherwise `layers.1` also
+    means the layers 10 to 19, and `gate` means `gate_proj`.
 
     >>> _complete_pattern("blocks.[0-7]."), _complete_pattern("layers.1"), _complete_pattern("gate")
     ('blocks.[0-7]', 'layers.1\\\\w*', 'gate\\\\w*')
     """
     whole = re.sub(r"^\^|\\?\.?\$?$", "", pattern)
     last = re.split(r"\.", whole)[-1]
-    begins_another = any(name != last and name.startswith(last) for name in LINEAR_LAYERS)
-    is_open = begins_another or re.search(r"[\d\])+]$", whole) is not None
-    return rf"{whole}\w*" if is_open and not pattern.endswith((".", "$")) else whole
+    begins_layer = any(name != last and name.startswith(last) for name in LINEAR_LAYERS)
+    ends_with_number = re.search(r"[\d\])+]$", whole) is not None
+    may_continue = (begins_layer or ends_with_number) and not pattern.endswith((".", "$"))
+    return rf"{whole}\w*" if may_continue else whole
 
 
 def _convert_attention(value: Any) -> Any:
-    if isinstance(value, bool):
+    """Returns our `attn_implementation`; LEAVE for another library's kernel, None if unknown."""
+    if isinstance(value, bool):  # a switch, such as sdp_attention: true
         return "sdpa" if value else LEAVE
-    if value == "xformers" or "/" in str(value):  # a kernel of the hub
-        return LEAVE  # `OTHER_ATTENTION` has those that are not exact, as every one here is
+    is_of_hub = "/" in str(value)
+    if value == "xformers" or is_of_hub:
+        # our kernels are exact; `OTHER_ATTENTION` reports the ones that are not
+        return LEAVE
     name = ATTENTION.get(str(value), str(value))
-    if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]):
-        return name
-    return None
+    literal = get_args(recipe_keys()["attn_implementation"].annotation)[0]  # without its help text
+    return name if name in get_args(literal) else None
 
 
 def read_trackers(key: str, value: Any) -> list[str]:
-    """Lists the trackers that a key names (`use_wandb: true`), else those that its value does.
+    """Lists the trackers that a setting asks for.
+
+    A switch (`use_wandb: true`) names one by its key, other keys name them by their values.
 
     >>> read_trackers("use_wandb", True), read_trackers("report_to", ["tensorboard", "comet_ml"])
     (['wandb'], ['tensorboard', 'comet_ml'])
@@ -221,18 +245,19 @@ def read_trackers(key: str, value: Any) -> list[str]:
     else:
         values = value if isinstance(value, list) else [value]
     names = [str(name).lower().rpartition(".")[2] for name in values]
-    known = {name: next((ours for ours in TRACKERS if ours in name), name) for name in names}
-    return [known[name] for name in names if name not in NO_TRACKER]
+    # a logger's class, as wandblogger, stands for its tracker
+    trackers = {name: next((ours for ours in TRACKERS if ours in name), name) for name in names}
+    return [trackers[name] for name in names if name not in NO_TRACKER]
 
 
 def _convert_tracker(key: str, value: Any) -> Any:
-    """Returns the first of our trackers that a key or its value names."""
-    named = read_trackers(key, value)
-    return next((tracker for tracker in TRACKERS if tracker in named), LEAVE)
+    """Returns the first of our trackers that a setting names; LEAVE if it names none."""
+    names = read_trackers(key, value)
+    return next((tracker for tracker in TRACKERS if tracker in names), LEAVE)
 
 
 def _convert_steps(key: str, value: Any) -> Any:
-    """Returns a number of steps, or a share of the run below 1."""
+    """Returns a number of steps, or a share of the run below 1; LEAVE unless it is above 0."""
     number = read_number(key, value, "100") if value else 0
     if not number or number < 0:
         return LEAVE
@@ -241,6 +266,10 @@ def _convert_steps(key: str, value: Any) -> Any:
 
 
 def _convert_resume(value: Any) -> Any:
+    """Returns "auto" for the newest checkpoint, else the checkpoint's path.
+
+    Returns LEAVE where the file asks for our default, or does not resume.
+    """
     if value in (False, "false", "LATEST"):  # Automodel's word for auto
         return LEAVE
     is_newest = value is True or str(value).lower() == "latest"
@@ -248,26 +277,30 @@ def _convert_resume(value: Any) -> Any:
 
 
 def _convert_strategy(key: str, value: Any) -> Any:
+    """Returns the value of our `key`; LEAVE for steps, whose number has a key, None if unknown."""
     name = "no" if value is False else str(value)
     if name == "steps":
         return LEAVE
     return name if name in STRATEGIES[key] else None
 
 
-def _convert_rate(key: str, value: Any, learning_rate: Any) -> float | None:
-    """Returns a rate as a share of the learning rate, which must be known."""
-    lowest = read_number(key, value, "1e-6")
-    rate = convert_number(learning_rate)
-    return round(lowest / rate, 9) if isinstance(rate, int | float) and rate else None
+def _convert_min_rate(key: str, value: Any, learning_rate: Any) -> float | None:
+    """Returns a schedule's lowest rate as a share of `learning_rate`; None if that is unknown."""
+    min_rate = read_number(key, value, "1e-6")
+    peak_rate = convert_number(learning_rate)
+    is_known = isinstance(peak_rate, int | float) and peak_rate
+    return round(min_rate / peak_rate, 9) if is_known else None
 
 
 def _convert_parameters(value: Any) -> list[str] | None:
-    """Returns parameters' names without the wrapper that a tool puts around their modules."""
+    """Returns the parameters' names without torch's wrapper for activation checkpointing; None if
+    the value has no names.
+    """
     names = convert_names(value)
     return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
 
 
-# Converts a value, by the `carry` of its key; None where there is no such value here.
+# `Counterpart.carry` of a key -> what converts its value; `convert_value` has the other carries
 CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
     "by-code": lambda value: LEAVE,
@@ -292,7 +325,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "names": convert_names,
     "parameters": _convert_parameters,
     "module-patterns": _convert_patterns,
-    "clip": lambda value: convert_number(value) or "null",
+    "clip": lambda value: convert_number(value) or "null",  # a bound of 0 becomes null
     "compile": lambda value: value.get("model", True) if isinstance(value, dict) else value,
     "bits": lambda value: True if value in (4, 8) else None,
     "quantizer": lambda value: LEAVE if str(value) in ("bnb", "bitsandbytes") else None,
@@ -301,11 +334,12 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
-    """Converts a value into ours; None where there is none, `LEAVE` where the default here is the
-    same.
+    """Converts the value of `pair.key` to ours.
 
-    `recipe` has what is converted already; the learning rate is needed for a rate that is given as
-    such.
+    Returns None if we have no such value, `LEAVE` if our default does the same.
+
+    `recipe` has the keys that are converted already: a schedule's lowest rate becomes a share of
+    its learning_rate.
     """
     match pair.carry:
         case "tracker":
@@ -323,5 +357,5 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "steps":
             return _convert_steps(pair.key, value)
         case "min-rate":
-            return _convert_rate(pair.key, value, recipe.get("learning_rate"))
+            return _convert_min_rate(pair.key, value, recipe.get("learning_rate"))
     return CONVERTERS[pair.carry](value)
