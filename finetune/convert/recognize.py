@@ -504,7 +504,8 @@ def _find_automodels_causes(settings: ToolFile) -> Iterator[Unsupported]:
     model_target = str(read_section(settings, "model").get("_target_", ""))
     for part, cause in AUTOMODEL_MODELS.items():
         if part in model_target:
-            class_name = model_target.rsplit(".", 2)[-2]  # of module.Class.from_pretrained
+            # of module.Class.from_pretrained; the whole target, if it has no dot
+            class_name = model_target.split(".")[-2:][0]
             yield f"model: {class_name}", cause, True
     if "prefix_tree" in str(settings):
         yield "dataloader: prefix trees", "online RL", True

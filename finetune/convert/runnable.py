@@ -113,15 +113,16 @@ def make_runnable(conversion: Conversion) -> None:
         _drop_remote_code(str(conversion.images), conversion)
     # keys of the recipe, and of the Accelerate file
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
+    problems = judge(conversion, facts)
     for _ in range(MOST_CHANGES):
-        problems = judge(conversion, facts)
         fixable_problem = next(
             (problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None
         )
         if fixable_problem is None:
-            conversion.to_do += [_say(problem, conversion) for problem in problems]
-            return
+            break
         _fix(fixable_problem, conversion)
+        problems = judge(conversion, facts)
+    conversion.to_do += [_say(problem, conversion) for problem in problems]
 
 
 # families whose masks in transformers are of whole rows, so that packed documents see each other

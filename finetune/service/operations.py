@@ -138,11 +138,12 @@ class Operations:
         model has no gradients.
         """
         earlier = self._gradients.pop(model, None)
-        self._adapters.activate(state, form)
         session = self.session
+        # Before the session has this model's gradients: an error would leave them to the next one.
+        batch = make_batch(data, session.recipe, session.world)
+        self._adapters.activate(state, form)
         if earlier is not None:
             session.give_gradients(earlier)
-        batch = make_batch(data, session.recipe, session.world)
         logprobs: dict[int, list[Any]] = {}
         measure = _make_measure(loss, options, data, logprobs)
         measured = session.forward_backward(batch, _sum_over_positions(measure))

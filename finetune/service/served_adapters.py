@@ -74,7 +74,8 @@ class ServedAdapters:
         for each in loaded:
             if Path(each.root).is_relative_to(folder):
                 return each.id
-        for each in loaded[: len(loaded) + 1 - MOST_LOADED]:
+        too_many = max(len(loaded) + 1 - MOST_LOADED, 0)
+        for each in loaded[:too_many]:
             self._server.send("/v1/unload_lora_adapter", {"lora_name": each.id})
         name = f"{self._states.parents[1].name}/{state}".replace("/", "-")
         try:

@@ -1049,6 +1049,13 @@ def test_a_nul_in_a_name_is_no_traceback(
     assert "\0" not in "".join(capsys.readouterr())
 
 
+def test_a_class_without_a_module_is_refused_by_its_name(tmp_path: Path) -> None:
+    text = AUTOMODEL.replace("nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained", "Seq2Seq")
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"model: Seq2Seq: encoder-decoder models: not supported"):
+        convert_file(tmp_path / "a.yaml")
+
+
 def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
         text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)

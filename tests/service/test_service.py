@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
+from finetune.service import operations
 from finetune.service.endpoints import join_sampler
 from finetune.service.ledger import Ledger
 from finetune.service.losses import LOSSES
@@ -282,6 +283,30 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
     assert done == ["forward_backward_together", *["forward_backward"] * 3]
     assert "is damaged; load another checkpoint" in damaged["error"]
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
+
+
+def test_a_failed_batch_leaves_no_gradients_to_the_next_model(
+    base: Path, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [datum(ids, weights=1.0) for ids in rows]
+
+    def fail(*_arguments: object) -> None:
+        raise UserError("no batch")
+
+    norms = []
+    for fails in (False, True):
+        with serving(tmp_path / str(fails), base, most_stacked=1) as service:
+            client = Client(service)
+            models = [client.model(4, seed=number) for number in range(2)]
+            client.result(models[0].pass_data(data))
+            if fails:
+                with monkeypatch.context() as patch:
+                    patch.setattr(operations, "make_batch", fail)
+                    assert client.result(models[0].pass_data(data))["error"] == "no batch"
+            client.result(models[1].pass_data(data))
+            gradients = service._run.__self__._gradients[models[1].name]  # type: ignore[attr-defined]
+            norms.append(sum(float(each.square().sum()) for each in gradients.tensors))
+    assert norms[0] == norms[1]
 
 
 def test_a_model_that_was_not_made_is_not_saved(
