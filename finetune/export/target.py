@@ -55,7 +55,7 @@ class TargetModel:
 
     config_json: dict[str, Any]  # the content of config.json, adjusted to `model`
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
-    shapes: dict[str, Shape]  # of parameters and saved buffers, in the model's order, without tied
+    shapes: dict[str, Shape]  # of parameters and saved buffers that are not `tied`, in their order
     tied: dict[str, str]  # tied tensor, which is not stored -> the tensor whose values it shares
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
     # name in the written files -> the parts of tensors in `shapes` that fill it; mostly one tensor
@@ -278,7 +278,7 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
 
 
 def as_floating(block: Tensor) -> Tensor:
-    """Converts a floating-point block to float32. float64 and other kinds of numbers stay."""
+    """Converts floating-point numbers to float32, except float64. Other numbers stay."""
     # float64 rounded to float32 and then to the dtype of the file would be rounded twice
     if block.is_floating_point() and block.dtype != torch.float64:
         return block.float()

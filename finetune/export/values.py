@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
 from finetune.export.target import (
+    SHOWN_PROBLEMS,
     TargetModel,
     Value,
     as_floating,
@@ -43,18 +44,17 @@ from finetune.models.quantized_weights import dequantize_tensor, quantize_whole
 from finetune.models.weights import Slices, convert_to_parameters
 
 BASE_LAYER = ".base_layer."  # peft's name for the layer that an adapter wraps
-SHOWN_PROBLEMS = 20  # the most problems in one message
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """What an adapter does to one tensor of its base. It is computed in float32, slice by slice."""
 
-    # (slices of the base tensor as float32, the slices) -> their updated values
+    # (elements of the base in float32, their slices of the tensor) -> the updated elements
     apply: Callable[[Tensor, Slices], Tensor]
     shape: Shape  # the shape that the base tensor must have
     used: frozenset[str]  # names of the adapter's tensors that `apply` reads
-    is_whole: bool = False  # whether the update replaces the tensor, whatever the base has
+    is_replacement: bool = False  # whether the result does not depend on the base tensor
     needs_whole_rows: bool = False  # whether `apply` takes slices of rows only, not of columns
 
 
@@ -107,6 +107,7 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     for name in sorted(adapter.tensors):
         updates |= _find_update(name, adapter, target, parameters, where)
     own_bases = set(filter(_is_own_base, adapter.tensors))
+    # saved under both names of a tied tensor: the update of the first name covers the second
     repeated = {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     known_names = own_bases.union(repeated, *(update.used for update in updates.values()))
     problems = [
@@ -148,7 +149,7 @@ def _find_update(
     if name.endswith(f"{ROTATION}weight"):
         module, _, _ = name.partition(ROTATION)
         weight = f"{module}.weight"
-        # no such tensor in the target: `find_updates` reports that
+        # 0 if the target has no such tensor, which `find_updates` reports
         row_count = target.shapes[weight][0] if weight in target.shapes else 0
         return {weight: _make_rotation_update(adapter, name, row_count, where)}
     module, _, _ = name.rpartition(".lora_")
@@ -228,7 +229,9 @@ def check_mergeable(
     """
     reason = why_unsupported(adapter.config)
     changed_firsts = {
-        name for name in target.tied.values() if name in updates and not updates[name].is_whole
+        name
+        for name in target.tied.values()
+        if name in updates and not updates[name].is_replacement
     }
     changed_seconds = updates.keys() & target.tied.keys()
     untied = sorted(changed_firsts | changed_seconds)
@@ -283,7 +286,7 @@ def _make_linear_update(
     """Makes the update of a linear layer's weight W [out, in]: W + scale * B A.
 
     With DoRA each row of this sum is then scaled to the length that the magnitude vector has for
-    it.
+    it, which takes whole rows.
     """
     a, b, scale, _ = _find_factors(adapter, module, weight_name, where)
     name = f"{module}.lora_magnitude_vector"
@@ -388,7 +391,7 @@ def _make_replacement(tensor: StoredTensor) -> WeightUpdate:
         lambda _, slices: as_floating(read_slice(tensor, slices)),
         tensor.shape,
         frozenset({tensor.name}),
-        is_whole=True,
+        is_replacement=True,
     )
 
 
@@ -547,7 +550,8 @@ def choose_written_dtype(
 def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
     """Finds the names of the weights that training quantized; empty if the base was not quantized.
 
-    They are those that are stored quantized, or all that the recipe's quantization concerns.
+    They are the weights that are stored quantized. If none is, they are all that training quantizes
+    by the recipe.
     """
     if source.quantized:  # such files may have some linear layers unquantized
         return frozenset(source.quantized)

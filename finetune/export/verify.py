@@ -226,7 +226,7 @@ def start_verification(
 
 
 def compare_values(
-    folder: Path, weights: Weights, written: Digests, read: Mapping[str, str]
+    folder: Path, weights: Weights, written: Digests, read_back: Mapping[str, str]
 ) -> None:
     """Compares the files of an export with the plan: names, shapes, dtypes and values.
 
@@ -234,7 +234,7 @@ def compare_values(
         folder: The export's folder.
         weights: The plan.
         written: The digests of the values that were computed before they were written.
-        read: The digests of the values that were read back.
+        read_back: The digests of the values that were read back.
 
     Raises:
         UserError: A list of the tensors that differ.
@@ -252,7 +252,7 @@ def compare_values(
                 f"{name}: {tensor.dtype} {tensor.shape}, not {value.dtype} {value.shape}"
             )
     refuse_differences(problems, "not exported: the files do not hold what the model needs")
-    differing = [name for name in expected if read.get(name) != written[name]]
+    differing = [name for name in expected if read_back.get(name) != written[name]]
     refuse_differences(
         [f"{name}: differs from the checkpoint" for name in differing],
         "not exported: values read back differ from the checkpoint's",
