@@ -60,7 +60,7 @@ def write_metadata(
         target: The model that config.json describes.
         weights: The plan of the weights. It says whether there is a model, an adapter, or both.
         title: The title of the cards.
-        options: The formats are used, and whether the model's own code is trusted and copied.
+        options: With the formats, and whether the model's own code is trusted and copied.
 
     Raises:
         UserError: The tokenizer is damaged, or runs code of its own without `trust_remote_code`.
@@ -97,8 +97,9 @@ def write_metadata(
 def _write_configs(
     folder: Path, source: Source, target: TargetModel, weights: Weights, options: ExportOptions
 ) -> None:
-    """Writes config.json, generation_config.json and, if the recipe trains embeddings, the configs
-    of sentence-transformers.
+    """Writes the configs of the model and of its generation.
+
+    If the recipe trains embeddings, it writes those of sentence-transformers too.
     """
     config = target.written_config(weights.dtype, options.trust_remote_code)
     _write_json(folder / CONFIG_FILE, config)
