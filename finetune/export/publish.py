@@ -34,7 +34,7 @@ AdapterNames = Literal["peft", "vllm"]  # the program whose names an adapter's t
 class ExportOptions:
     """The options of an export, from the command line or the arguments of `export`."""
 
-    dtype: str | None = None  # of the written model; None: the recipe's export_dtype or the base's
+    dtype: str | None = None  # None: the recipe's export_dtype, or the base's dtype
     max_shard_size: str = "5GB"  # of one safetensors file
     verify: bool = True
     overwrite: bool = False  # whether an existing export at the output is replaced

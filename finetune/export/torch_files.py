@@ -74,7 +74,8 @@ class Archive:
     """The zip archive that `torch.save` wrote: a whole file, or a stretch of one."""
 
     def __init__(self, file: MappedFile, begin: int, length: int, where: str) -> None:
-        """
+        """Takes the stretch of `file` in which the archive lies; `load` opens it.
+
         Args:
             file: The file that holds the archive.
             begin: The archive's first byte in the file.
@@ -85,7 +86,7 @@ class Archive:
         self._where = where
         end = min(begin + length, file.size)
         self._bytes = _Section(file.view[begin:end])
-        self._storage = file.storage[min(begin, end) : end]
+        self._storage = file.storage[min(begin, end) : end]  # empty if `begin` is beyond the file
         # first byte of a record of values, counted from `begin` -> the record's length in bytes
         self._records: dict[int, int] = {}
 
@@ -229,7 +230,7 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
     Raises `UserError` if the metadata asks for anything but DCP's own classes, or disagrees with
     the files.
     """
-    answer = _find_places(folder)
+    answer = _run_find_places(folder)
     tensors = _join_places(folder, answer["tensors"])
     for name, size in answer["sizes"].items():
         if name not in tensors or tensors[name].shape != tuple(size):
@@ -249,7 +250,7 @@ def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     The files lie in one folder and hold one model together. Raises `UserError` if a file holds
     anything but weights, or values that are not stored there as plain bytes.
     """
-    return _join_places(paths[0].parent, _find_places(*paths)["tensors"])
+    return _join_places(paths[0].parent, _run_find_places(*paths)["tensors"])
 
 
 def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
@@ -264,7 +265,7 @@ def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
     return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
-def _find_places(*paths: Path) -> Any:
+def _run_find_places(*paths: Path) -> Any:
     """Calls `find_places(paths)` in a separate process and returns its answer.
 
     Raises `UserError` if the process reports an error or ends without an answer.
