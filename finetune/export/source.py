@@ -60,7 +60,8 @@ class Source:
     description: Path  # the folder with config.json, tokenizer and chat template
     # by the names in the files; if there is an adapter, these are its base model's
     tensors: dict[str, StoredTensor]
-    names_may_be_prefixed: bool = False  # a wrapper's prefix may precede the names of `tensors`
+    # the names may have a common prefix, and an optimizer's tensors lie beside them
+    names_may_be_prefixed: bool = False
     adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder; None: not known
     base: Path | None = None  # the base model's folder; None: not on this machine, or not known
