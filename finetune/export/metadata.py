@@ -1,4 +1,4 @@
-"""The files of an export beside its weights: configs, tokenizer with chat template, and cards."""
+"""The files of an export beside its weights: configs, the tokenizer, and the model cards."""
 
 import json
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.json_files import load_json, read_json_object
 
+# globs of all files that a tokenizer, its chat templates or a processor may have
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -48,22 +49,24 @@ def write_metadata(
     title: str,
     options: ExportOptions,
 ) -> None:
-    """Writes everything but the weights: of the model, of the adapter in its own folder, or of an
-    adapter alone.
+    """Writes all files of an export but its weights.
+
+    With `safetensors` among the formats these are the configs, cards and tokenizer of the model, of
+    the adapter, or of both. Without it the only file is the model's card; an adapter has none.
 
     Args:
-        folder: That of the export.
+        folder: The export's folder.
         source: What is exported.
-        target: The model that the export describes.
-        weights: What was written of the weights.
-        title: Of the cards.
-        options: With the formats, and whether the model's own code is copied.
+        target: The model that config.json describes.
+        weights: The plan of the weights. It says whether there is a model, an adapter, or both.
+        title: The title of the cards.
+        options: With the formats, and whether the model's own code is trusted and copied.
 
     Raises:
         UserError: The tokenizer is damaged, or runs code of its own without `trust_remote_code`.
     """
-    is_folder = "safetensors" in options.formats
-    if weights.model and is_folder:
+    has_safetensors = "safetensors" in options.formats
+    if weights.model and has_safetensors:
         if not options.trust_remote_code:
             _check_tokenizer_code(source.description)
         _write_configs(folder, source, target, weights, options)
@@ -76,12 +79,13 @@ def write_metadata(
             of_base=weights.account.sentences,
         )
         _write_text(folder / CARD_FILE, card)
-    if not is_folder:
+    if not has_safetensors:
         return
     if source.adapter is not None and weights.adapter is not None:
+        # `folder`, or adapter/ in it beside a model
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)
-        config = _adapter_config(source, source.adapter.config, weights)
+        config = _make_adapter_config(source, source.adapter.config, weights)
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
         _write_text(adapter_folder / CARD_FILE, model_card(source, title, is_adapter=True))
     _copy_tokenizer(source.description, folder)
@@ -93,57 +97,65 @@ def write_metadata(
 def _write_configs(
     folder: Path, source: Source, target: TargetModel, weights: Weights, options: ExportOptions
 ) -> None:
-    """Writes the configs of the model, of its generation, and of sentence-transformers."""
+    """Writes the configs of the model and of its generation.
+
+    If the recipe trains embeddings, it writes those of sentence-transformers too.
+    """
     config = target.written_config(weights.dtype, options.trust_remote_code)
     _write_json(folder / CONFIG_FILE, config)
-    _write_json(folder / GENERATION_FILE, _generation_config(source, target))
+    _write_json(folder / GENERATION_FILE, _make_generation_config(source, target))
     if not is_embedder(source.recipe):
         return
-    described = describe_sentence_transformer(source.recipe, _read_hidden(source))
-    for name, content in described.items():
+    contents = describe_sentence_transformer(source.recipe, _read_hidden_size(source))
+    for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         _write_json(path, content)
         sync_folder(path.parent)
 
 
-def _adapter_config(source: Source, trained: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
-    """The adapter's config for inference, with its base and the revision of that.
+def _make_adapter_config(
+    source: Source, trained_config: Mapping[str, Any], weights: Weights
+) -> dict[str, Any]:
+    """Makes the content of adapter_config.json, for inference on the source's base model.
 
     Args:
         source: What is exported.
-        trained: The adapter's config as it was trained.
-        weights: What was written of the weights.
+        trained_config: The adapter's config in the source.
+        weights: Their `adapter_config` is that of the source, or renamed for vLLM.
     """
     config = {
         **weights.adapter_config,
         "base_model_name_or_path": source.base_model,
         "inference_mode": True,
     }
+    # the recipe's revision is one of the recipe's model, not of another that --base-model names
     if source.recipe.get("model_name_or_path") == source.base_model:
-        config["revision"] = trained.get("revision") or source.recipe.get("model_revision")
+        config["revision"] = trained_config.get("revision") or source.recipe.get("model_revision")
     return config
 
 
-def _read_hidden(source: Source) -> int:
-    """Reads how many numbers a hidden state of the model has."""
+def _read_hidden_size(source: Source) -> int:
+    """Reads the model's `hidden_size` from its config.json."""
     return int(read_json_object(source.description / CONFIG_FILE)["hidden_size"])
 
 
 def _copy_tokenizer(description: Path, folder: Path) -> None:
-    """Copies the tokenizer's files and its chat template, byte for byte but for what would cut or
-    pad a text.
+    """Copies the files of the tokenizer and its chat template from `description` to `folder`.
 
-    Raises `UserError` where one of JSON is damaged.
+    They are copied byte for byte. Only a file with settings that cut or pad every text is written
+    without these settings.
+
+    Raises `UserError` if a JSON file is damaged.
     """
     paths = {path for pattern in TOKENIZER_FILES for path in description.glob(pattern)}
     for path in sorted(paths):
         destination = folder / path.relative_to(description)
         destination.parent.mkdir(exist_ok=True)
         content = load_json(path) if path.suffix == ".json" else {}
-        cutting = CUTTING_KEYS.get(path.name, ())
-        if any(content.get(key) for key in cutting):
-            kept = {key: value for key, value in content.items() if key not in cutting}
+        cutting_keys = CUTTING_KEYS.get(path.name, ())
+        if any(content.get(key) for key in cutting_keys):
+            kept = {key: value for key, value in content.items() if key not in cutting_keys}
             _write_text(destination, json.dumps(kept, indent=2, ensure_ascii=False))
         else:
             _copy(path, destination)
@@ -151,21 +163,20 @@ def _copy_tokenizer(description: Path, folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder has the files of a tokenizer."""
+    """Whether `folder` has a tokenizer_config.json or a tokenizer.json."""
     return (folder / TOKENIZER_CONFIG).exists() or (folder / TOKENIZER_FILE).exists()
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Returns whether the tokenizer in `folder` has a chat template, in a file of its own or in its
-    config.
-    """
+    """Whether the tokenizer in `folder` has a chat template, in its config or a file of its own."""
     config = read_json_object(folder / TOKENIZER_CONFIG)
     return bool(config.get("chat_template")) or any(folder.glob("chat_template*"))
 
 
 def _check_tokenizer_code(description: Path) -> None:
-    """Raises `UserError` where the tokenizer's config names code to run, and transformers has no
-    class for it.
+    """Raises `UserError` if the tokenizer needs code of its own.
+
+    It does if its config has an `auto_map` and transformers has no class of its name.
     """
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -183,7 +194,10 @@ def _check_tokenizer_code(description: Path) -> None:
 
 
 def _copy(path: Path, destination: Path) -> None:
-    """Copies a small file: the target of a link, as in the hub's cache."""
+    """Copies a small file. Of a link, as in the hub's cache, it copies the target's content.
+
+    Raises `UserError` if the file cannot be read or written.
+    """
     try:
         write_file(destination, [path.read_bytes()])
     except OSError as error:
@@ -191,24 +205,27 @@ def _copy(path: Path, destination: Path) -> None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON as transformers does."""
+    """Writes a JSON file in transformers' layout: sorted keys, an indent of 2, a final newline."""
     text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
     write_file(path, [f"{text}\n".encode()])
 
 
 def _write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 file. Lone surrogates, which UTF-8 cannot hold, are written as escapes."""
     write_file(path, [text.encode(errors="backslashreplace")])
 
 
-def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
-    """Reads the base model's, which names the tokens that end an answer; else the source's; else
-    makes one from the config.
+def _make_generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
+    """Makes the content of generation_config.json.
+
+    It is that of the base model, which names the tokens that end an answer. If the base has no such
+    file, it is that of the source; if neither has one, it is derived from config.json.
     """
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]
     if source.recipe.get("special_tokens") or source.recipe.get("eot_tokens"):
-        folders.reverse()  # the checkpoint's is the base's with these tokens
+        folders.reverse()  # the checkpoint's file is the base's with these tokens added
     paths = [folder / GENERATION_FILE for folder in folders]
     path = next((path for path in paths if path.exists()), None)
     content: Any
@@ -216,6 +233,6 @@ def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
         content = GenerationConfig.from_model_config(target.model.config).to_diff_dict()
     else:
         content = load_json(path, "fix it, or remove it to derive one from config.json")
-    if content.get("use_cache") is False:
+    if content.get("use_cache") is False:  # generation needs the cache, which is on by default
         del content["use_cache"]
     return dict(content)

@@ -1,6 +1,6 @@
-"""The folder that an export makes: what may be asked of it, and how it appears whole or not at all.
+"""The options of an export, their checks, and the output folder, which appears whole or not at all.
 
-No torch.
+This module imports no torch.
 """
 
 import os
@@ -24,36 +24,38 @@ from finetune.files.json_files import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
-# the base that an adapter trained on a quantized one is merged onto
+# The base onto which a QLoRA adapter is merged: the unquantized one, or the one that training used,
+# quantized and dequantized again.
 MergeOnto = Literal["original", "dequantized"]
-AdapterNames = Literal["peft", "vllm"]
+AdapterNames = Literal["peft", "vllm"]  # the program whose names an adapter's tensors get
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """The options of an export."""
+    """The options of an export, from the command line or the arguments of `export`."""
 
-    dtype: str | None = None  # None: the base model's
-    max_shard_size: str = "5GB"
+    dtype: str | None = None  # None: the recipe's export_dtype, or the base's dtype
+    max_shard_size: str = "5GB"  # of one safetensors file
     verify: bool = True
-    overwrite: bool = False
-    model: bool = True  # LoRA: the merged model
-    adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
-    adapter_names: AdapterNames = "peft"  # whose names the adapter's tensors have
+    overwrite: bool = False  # whether an existing export at the output is replaced
+    model: bool = True  # whether the model is written; under LoRA the merged one
+    # whether an adapter is written as a PEFT folder: in adapter/ if the model is written too
+    adapter: bool = True
+    adapter_names: AdapterNames = "peft"
     trust_remote_code: bool = False
-    merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
+    merge_onto: MergeOnto | None = None  # QLoRA; None: `choose_merge` measures both and chooses
     formats: Names = ("safetensors",)
-    # of the formats (`list_keys`); each has its default
+    # name -> value of the formats' keys (`list_keys`) that are set; the others have their defaults
     keys: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a format's key."""
+        """Returns the value of a format's key: `options["gguf_types"]`."""
         return self.all_keys()[name]
 
     def all_keys(self) -> dict[str, Any]:
-        """The values of all formats' keys, by name.
+        """Returns the values of all formats' keys by name, with defaults for those not set.
 
-        Raises `UserError` where `keys` has one that no format knows.
+        Raises `UserError` if `keys` has a name that no format knows.
         """
         defaults = {key.name: key.default for key in list_keys()}
         for name in self.keys:
@@ -65,30 +67,35 @@ class ExportOptions:
 
 
 def is_alone(name: str, options: "ExportOptions") -> bool:
-    """Whether a format is the only one, whose files stand in the folder itself."""
+    """Whether the format `name` is the only one of an export.
+
+    The files of a folder format then stand in the export's folder, not in a folder within it.
+    """
     return options.formats == (name,)
 
 
 def _was_quantized(source: Path) -> bool:
-    """Whether a checkpoint in `source`, by the recipe in its state, has an adapter of a quantized
-    base.
+    """Whether a checkpoint in `source` was trained on a quantized base, by the recipe in its state.
+
+    `source` is a checkpoint, a folder of checkpoints, or a run's folder.
     """
     states = [source / STATE, *source.glob(f"*/{STATE}"), *source.glob(f"checkpoints/*/{STATE}")]
     recipes = (read_json_object(state).get("recipe") for state in states)
     return any(
-        isinstance(each, dict) and read_recipe_quantization(each).bits is not None
-        for each in recipes
+        isinstance(recipe, dict) and read_recipe_quantization(recipe).bits is not None
+        for recipe in recipes
     )
 
 
 def check_request(source: Path, output: Path, options: ExportOptions) -> None:
-    """Raises `UserError` where the export could only fail, whatever `source` holds.
+    """Raises `UserError` if the paths or the options already rule an export out.
 
-    First restores exports that a killed process was replacing: one of them may be `source`.
+    It reads no weights. First it restores exports that a killed process was replacing, since
+    `source` may be one of them.
     """
     durable.restore_exports(source)
-    for place in (source, output):
-        durable.restore_folder(place)
+    for folder in (source, output):
+        durable.restore_folder(folder)
     if not source.exists():
         raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
     if source.is_file():
@@ -105,7 +112,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
 
 
 def _check_options(options: ExportOptions) -> None:
-    """Raises `UserError` for options of which one is wrong by itself or beside another."""
+    """Raises `UserError` if an option has a wrong value or contradicts another option."""
     if options.dtype not in (None, *DTYPES):
         raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
     check_formats(options.formats, options.all_keys(), is_model=options.model)
@@ -128,39 +135,42 @@ def _check_options(options: ExportOptions) -> None:
 
 
 def _check_writable(output: Path) -> None:
-    """Raises `UserError` where nothing can be written to the folder in which `output` will be."""
-    above = next(folder for folder in output.absolute().parents if folder.exists())
+    """Raises `UserError` if nothing can be written to the nearest existing folder above `output`.
+
+    It makes a temporary folder there and removes it.
+    """
+    nearest = next(folder for folder in output.absolute().parents if folder.exists())
     try:
-        with TemporaryDirectory(prefix=".finetune-", dir=above):
+        with TemporaryDirectory(prefix=".finetune-", dir=nearest):
             pass
     except OSError as error:
-        raise _unwritable(output, error) from None
+        raise _make_unwritable_error(output, error) from None
 
 
 @contextmanager
 def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Makes an empty folder beside `output`, and renames it to that when the block ends.
+    """Yields an empty folder beside `output`, and renames it to `output` when the block ends.
 
-    Where the block raises, the folder is removed, with the folders above it that were made for it.
+    If the block raises, the folder is removed, and with it the parents that were made for it.
 
-    Raises `UserError` where `output` exists and may not be replaced, or another process is
-    exporting to it.
+    Raises `UserError` if `output` exists and may not be replaced, if another process is exporting
+    to it, or in place of an `OSError` (a full disk, say) of the block.
     """
     durable.restore_folder(output)
     _check_replaceable(output, overwrite)
     staging, replaced = durable.paths_beside(output)
-    missing = [folder for folder in output.parents if not folder.exists()]
+    missing_parents = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(staging, output)
+        lock_descriptor = _make_locked_folder(staging, output)
     except OSError as error:
-        _remove_empty(missing)
-        raise _unwritable(output, error) from None
+        _remove_empty(missing_parents)
+        raise _make_unwritable_error(output, error) from None
     try:
         with durable.stage_and_rename(output, staging, replaced):
             yield staging
     except BaseException as error:
-        _remove_empty(missing)
+        _remove_empty(missing_parents)
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
             raise UserError(
@@ -168,11 +178,14 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
             ) from None
         raise
     finally:
-        os.close(lock)
+        os.close(lock_descriptor)
 
 
 def _check_replaceable(output: Path, overwrite: bool) -> None:
-    """Raises `UserError` if `output` exists, unless `overwrite` and it is an export (or empty)."""
+    """Raises `UserError` if `output` exists and may not be replaced.
+
+    It may be replaced if `overwrite` is set and it is an export or an empty folder.
+    """
     if not (output.exists() or output.is_symlink()):
         return
     if not overwrite:
@@ -188,15 +201,18 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
 
 
 def _holds_export(folder: Path) -> bool:
-    """Whether a folder is an export, or empty."""
+    """Whether a folder is empty, or holds a file by which an export is known: a config, or GGUF."""
     suffixes = [row.suffix for row in EXPORT_FORMATS.values() if row.suffix]
-    names = [CONFIG_FILE, ADAPTER_CONFIG, *(f"*{suffix}" for suffix in suffixes)]
-    return not any(folder.iterdir()) or any(any(folder.glob(name)) for name in names)
+    patterns = [CONFIG_FILE, ADAPTER_CONFIG, *(f"*{suffix}" for suffix in suffixes)]
+    is_empty = not any(folder.iterdir())
+    return is_empty or any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def check_disk_space(folder: Path, needed_bytes: int) -> None:
-    """Raises `UserError` where the disk under `folder` has less than `needed_bytes` and a reserve
-    free.
+    """Raises `UserError` if the disk of `folder` has too little room.
+
+    Free must be `needed_bytes` and a reserve of EXPORT_SPARE_BYTES. `folder` lies in the folder
+    that the message names.
     """
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + EXPORT_SPARE_BYTES:
@@ -206,12 +222,16 @@ def check_disk_space(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def _unwritable(output: Path, error: OSError) -> UserError:
+def _make_unwritable_error(output: Path, error: OSError) -> UserError:
     return UserError(f"{output}: cannot be written: {error.strerror}; choose another --output")
 
 
-def _lock(staging: Path, output: Path) -> int:
-    """Makes the staging folder and locks it, until the returned descriptor is closed."""
+def _make_locked_folder(staging: Path, output: Path) -> int:
+    """Makes the folder `staging` if it is missing, and locks it.
+
+    Returns the descriptor of the lock, which lasts until it is closed. Raises `UserError` if
+    another process holds the lock.
+    """
     staging.mkdir(exist_ok=True)
     try:
         return durable.lock_folder(staging)
@@ -222,7 +242,7 @@ def _lock(staging: Path, output: Path) -> int:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """Removes `folders`, each within the one after it, except those that are not empty."""
+    """Removes those of `folders` that are empty. The innermost comes first."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -230,21 +250,22 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and a lost terminal end the block by `SystemExit`, so that unfinished files
-    are removed.
+    """Turns SIGINT, SIGTERM and a lost terminal (SIGHUP) into `SystemExit` within the block.
+
+    The exception unwinds the block, which then removes unfinished files. Signals that are ignored,
+    as SIGHUP is under nohup, stay ignored.
     """
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # under a launcher Ctrl-C arrives twice; the second must not interrupt the removal
+        # Under a launcher Ctrl-C arrives twice. The second must not interrupt the removal.
         if not received:
             received.append(number)
             raise SystemExit(128 + number)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    # nohup ignores SIGHUP
     handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in handled}
+    old_handlers = {number: signal.signal(number, stop) for number in handled}
     try:
         yield
     except Exception:
@@ -252,5 +273,5 @@ def exit_on_signals() -> Iterator[None]:
             raise SystemExit(128 + received[0]) from None
         raise
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

@@ -1,8 +1,7 @@
-"""The parent's side of the process that opens an export (verify.py): starts it, and takes its
-results.
+"""Starts the separate process that opens an export, and takes its results.
 
-The process takes seconds to import, so that it is started early, beside the imports here: this file
-imports no torch.
+export/verify.py is what that process runs. Its imports take seconds, so `finetune export` starts it
+before its own imports. Therefore this module imports no torch.
 """
 
 import json
@@ -22,6 +21,7 @@ from finetune.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+# The environment variables with which a launcher makes a process a rank.
 LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -37,11 +37,13 @@ class ReloadProcess:
     """The running process. Returned by `start_reload`."""
 
     process: "subprocess.Popen[str]"
-    results: Path  # the file that it leaves
+    results: Path  # the safetensors file that it writes
 
     def open_folder(self, folder: Path, files: Collection[str], *, trust_remote_code: bool) -> None:
-        """Starts its work: all of `folder` is there but the values in its `files`, which it reads
-        in this order.
+        """Has the process open `folder`, in which everything is complete but the tensors' values.
+
+        `files`: the safetensors files. The process reads them in this order, each as far as
+        `on_disk` has reported it.
         """
         message = {
             "folder": str(folder),
@@ -51,18 +53,18 @@ class ReloadProcess:
         self._send(message)
 
     def on_disk(self, file: str, end: int) -> None:
-        """The first `end` bytes of `file` may be read."""
+        """Reports to the process that the first `end` bytes of `file` are on disk."""
         self._send({"file": file, "end": end})
 
     def read_results(self) -> "tuple[dict[str, torch.Tensor], dict[str, str]]":
         """Waits for the process to end.
 
         Returns:
-            What it computed of the folder's model, by name; and the digest of each tensor in the
-            folder, in hexadecimal, by name.
+            The logits and expert choices that the process computed with the model, by the names of
+            `verify.main`. And tensor's name -> digest of the values read back, in hexadecimal.
 
         Raises:
-            UserError: The folder could not be used.
+            UserError: The process failed: it could not use the folder.
         """
         _, stderr = self.process.communicate()
         if self.process.returncode:
@@ -84,8 +86,9 @@ class ReloadProcess:
 
 @contextmanager
 def start_reload() -> Iterator[ReloadProcess]:
-    """Starts a process that imports, and waits for a folder to open. It is killed at the end of the
-    block.
+    """Starts the process, which imports its libraries and then waits for `open_folder`.
+
+    It is killed at the end of the block.
     """
     with TemporaryDirectory() as temporary:
         results = Path(temporary) / "results.safetensors"
@@ -102,7 +105,7 @@ def start_reload() -> Iterator[ReloadProcess]:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables for a process on the CPU, offline, outside any process group."""
+    """Makes environment variables for a process on the CPU, offline, that is no rank of a run."""
     root = str(Path(finetune.__file__).resolve().parents[1])
     inherited = {
         name: value
@@ -115,7 +118,8 @@ def _environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         # transformers' threads would hold several whole tensors at once
         "HF_DEACTIVATE_ASYNC_LOAD": "1",
-        "OMP_NUM_THREADS": "1",  # as in every thread of the export: the order of sums depends on it
-        # as in the export's own process: what one thread frees, another uses
+        # as in the export's threads: the order of sums in the logits depends on it
+        "OMP_NUM_THREADS": "1",
+        # as in the export's own process: one heap, so that a thread reuses what another has freed
         "MALLOC_ARENA_MAX": "1",
     }

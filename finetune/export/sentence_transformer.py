@@ -1,51 +1,54 @@
-"""What makes an exported language model one of sentence-transformers: which states are pooled, and
-the prompts.
-"""
+"""The configs and the card's example that make an exported model one of sentence-transformers."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.methods import METHODS
 
-MODULES = "modules.json"  # by which sentence-transformers knows a folder as its own
-POOLING = "1_Pooling/config.json"
-SETTINGS = "config_sentence_transformers.json"  # its prompts
-LIMITS = "sentence_bert_config.json"  # how many tokens it reads
+# sentence-transformers' files in a model's folder
+MODULES = "modules.json"  # its modules in order; by this file it knows a folder as its own
+POOLING = "1_Pooling/config.json"  # which hidden states are pooled
+SETTINGS = "config_sentence_transformers.json"  # the prompts and the similarity
+LIMITS = "sentence_bert_config.json"  # the largest number of tokens of a text
 
 
 def is_embedder(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe, as a flat mapping, trains embeddings."""
+    """Whether a recipe (key -> value) trains embeddings."""
     method = METHODS.get(str(recipe.get("method")))
     return method is not None and method.embeds
 
 
 def is_reranker(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe, as a flat mapping, trains a reranker."""
+    """Whether a recipe (key -> value) trains a reranker."""
     method = METHODS.get(str(recipe.get("method")))
     return method is not None and method.ranks
 
 
-def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dict[str, Any]:
-    """The content of each file of JSON beside the model, by its path in the folder.
+def describe_sentence_transformer(recipe: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Makes sentence-transformers' configs for an embedding model.
 
     Args:
-        recipe: As a flat mapping, of a method that embeds.
-        hidden: Numbers in a state.
+        recipe: Key -> value of a recipe that trains embeddings.
+        hidden_size: The length of the model's hidden states.
+
+    Returns:
+        Path in the model's folder -> content of the JSON file.
     """
     names = ("Transformer", "Pooling", "Normalize")
     modules = []
-    for place, name in enumerate(names):
-        path = f"{place}_{name}" if place else ""
-        kind = f"sentence_transformers.models.{name}"
-        modules.append({"idx": place, "name": str(place), "path": path, "type": kind})
-    pooled = recipe.get("pooling", "lasttoken")
+    for index, name in enumerate(names):
+        path = f"{index}_{name}" if index else ""  # the transformer is in the model's folder itself
+        class_name = f"sentence_transformers.models.{name}"
+        modules.append({"idx": index, "name": str(index), "path": path, "type": class_name})
+    pooling = recipe.get("pooling", "lasttoken")
+    # the recipe's value -> the config's key
     modes = {"lasttoken": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}
     return {
         MODULES: modules,
         POOLING: {
-            "word_embedding_dimension": hidden,
+            "word_embedding_dimension": hidden_size,
             "pooling_mode_cls_token": False,
-            **{name: mode == pooled for mode, name in modes.items()},
+            **{key: mode == pooling for mode, key in modes.items()},
             "include_prompt": True,
         },
         LIMITS: {"max_seq_length": recipe.get("max_length"), "do_lower_case": False},
@@ -57,6 +60,7 @@ def describe_sentence_transformer(recipe: Mapping[str, Any], hidden: int) -> dic
     }
 
 
+# Markdown for the model card: how to use a reranker, and an embedding model.
 USE_RANKER = """```python
 from sentence_transformers import CrossEncoder
 

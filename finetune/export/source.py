@@ -1,4 +1,6 @@
-"""What is exported: found, opened and described, without reading a value.
+"""Opens the source of an export: lists its tensors and finds its configs, without reading values.
+
+A source is one of these:
 
     a run's folder                  its newest valid checkpoint
     a checkpoint of this project    manifest.json, model/, state.json; full or LoRA
@@ -7,7 +9,7 @@
     a PEFT adapter                  adapter_config.json and adapter_model.safetensors
     a Hugging Face folder           *.safetensors, or pytorch_model.bin
 
-Folders of other tools seldom say which architecture they hold; then `base_model` names it.
+Many folders of other tools have no config.json. `base_model` then names the model to describe them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,82 +34,89 @@ from finetune.files.run_files import refuse_several_runs
 from finetune.files.tensors import StoredTensor, hash_weights, read_files, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 
-FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
-FSDP_FILE = "pytorch_model_fsdp.bin"
-# of a hub repository
+FSDP_FOLDER = "pytorch_model_fsdp_0"  # accelerator.save_state writes it for a sharded state dict
+FSDP_FILE = "pytorch_model_fsdp.bin"  # and this file for a full one
+# the files of a hub repository that describe a model, beside its weights
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
+# files of other tools that hold a whole state dict; the first that exists is read
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter. `tensors` have PEFT's names without its prefix:
-    `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    """A PEFT adapter: LoRA or OFT."""
 
-    config: dict[str, Any]  # adapter_config.json
+    config: dict[str, Any]  # the content of adapter_config.json
+    # by PEFT's names without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`
     tensors: dict[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model to export, opened and described; no values are read yet.
+    """The source of an export, whose values are not read yet. Returned by `open_source`."""
 
-    Returned by `open_source`.
-    """
-
-    path: Path  # as errors name it
+    path: Path  # the name in messages
     description: Path  # the folder with config.json, tokenizer and chat template
-    # by the names in the files; the base model's where there is an adapter
+    # by the names in the files; if there is an adapter, these are its base model's
     tensors: dict[str, StoredTensor]
+    # the names may have a common prefix, and an optimizer's tensors lie beside them
     names_may_be_prefixed: bool = False
     adapter: Adapter | None = None
-    base_model: str | None = None  # a hub name or a folder
-    base: Path | None = None  # its folder, where it is on this machine
-    base_is_named: bool = False  # by --base-model
+    base_model: str | None = None  # a hub name or a folder; None: not known
+    base: Path | None = None  # the base model's folder; None: not on this machine, or not known
+    base_is_named: bool = False  # --base-model named the base of a checkpoint of this project
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
-    # state.json of a checkpoint of this project
+    # content of state.json of a checkpoint of this project; empty for other sources
     state: Mapping[str, Any] = field(default_factory=dict)
-    run: Path | None = None  # the run's folder, where the source belongs to one
-    has_critic: bool = False  # beside `tensors`, which no export holds
-    # of `tensors`, those stored in 4 or 8 bits
+    run: Path | None = None  # the run's folder; None: the source belongs to none
+    has_critic: bool = False  # the source also has a critic, which is left out of the tensors
+    # those of `tensors` that are stored in 4 or 8 bits
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
 
     @property
     def adapter_names(self) -> Collection[str]:
-        """The names of the adapter's tensors; none without one."""
+        """The names of the adapter's tensors; empty if there is no adapter."""
         return () if self.adapter is None else self.adapter.tensors.keys()
 
     @property
     def recipe(self) -> Mapping[str, Any]:
+        """The run's recipe as key -> value; empty if the source is no checkpoint of ours."""
         recipe = self.state.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
 
     @property
     def quantization(self) -> Quantization:
-        """How the base was quantized in the training."""
+        """How training quantized the base, by the recipe."""
         return read_recipe_quantization(self.recipe)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype in which the training multiplied with the base."""
+        """The dtype in which training multiplied with the base; bfloat16 if it is not known."""
         return getattr(torch, str(self.state.get("compute_dtype")), torch.bfloat16)
 
 
 def open_source(
     path: Path, *, base_model: str | None = None, log: Callable[[str], object] = print
 ) -> Source:
-    """Opens `path`, whichever of the kinds above it is.
+    """Opens `path`, which is one of the kinds at the top of this file.
 
-    Newer checkpoints that are damaged are logged. A critic, which only training reads, is left out.
+    A critic's weight, which only training reads, is left out.
 
-    Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is
-    missing.
+    Args:
+        path: A folder.
+        base_model: The user's --base-model; None: the source names its base, or needs none.
+        log: Takes lines about newer checkpoints that are damaged and passed over, and a warning if
+            `base_model` has other weights than the adapter was trained on.
+
+    Raises:
+        UserError: `path` is of no such kind or damaged, or its base model is not named, missing or
+            another than the adapter was trained on.
     """
     source = _open(path, base_model, log)
-    trained = source.tensors if source.adapter is None else source.adapter.tensors
-    kept = {name: tensor for name, tensor in trained.items() if not name.endswith(VALUE_WEIGHT)}
-    if len(kept) == len(trained):
+    tensors = source.tensors if source.adapter is None else source.adapter.tensors
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(VALUE_WEIGHT)}
+    if len(kept) == len(tensors):
         return source
     if source.adapter is None:
         return replace(source, tensors=kept, has_critic=True)
@@ -115,15 +124,16 @@ def open_source(
 
 
 def _open(path: Path, base_model: str | None, log: Callable[[str], object]) -> Source:
+    """Opens `path` as `open_source` does, a critic's weight included."""
     checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
         source = replace(
             _open_checkpoint(checkpoint, base_model), base_is_named=base_model is not None
         )
-        return replace(source, base_differs=not _is_base_the_trained_one(source, base_model, log))
+        return replace(source, base_differs=not _verify_base(source, base_model, log))
     if (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, base_model)
-    tensors, prefixed = _read_foreign_tensors(path)
+    tensors, may_be_prefixed = _read_foreign_tensors(path)
     has_config = (path / CONFIG_FILE).exists()
     if not has_config and base_model is None:
         raise UserError(
@@ -132,14 +142,19 @@ def _open(path: Path, base_model: str | None, log: Callable[[str], object]) -> S
         )
     base = find_base(base_model) if base_model else None
     description = path if has_config or base is None else base
-    return Source(path, description, tensors, prefixed, base_model=base_model, base=base)
+    return Source(path, description, tensors, may_be_prefixed, base_model=base_model, base=base)
 
 
 def find_base(name: str, revision: str | None = None, *, with_weights: bool = False) -> Path:
-    """The folder of a base model: `name`, or a hub name's from cache or hub (without weights by
-    default).
+    """Returns the folder of a base model, downloading what is missing in the hub's cache.
 
-    Raises `UserError` where it is missing or unreachable.
+    Args:
+        name: A folder or a hub name.
+        revision: The revision on the hub; None: the main one.
+        with_weights: Whether the weights are downloaded too, beside the files that describe them.
+
+    Raises:
+        UserError: The model is missing or the hub unreachable.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -147,7 +162,7 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
         raise UserError(
             f"{name}: the base model's folder is gone; name its new place with --base-model"
         )
-    # says what is wrong with a repository of something else
+    # First, because it raises the clearer error for a repository without a model.
     download_file(name, CONFIG_FILE, revision)
     if with_weights:
         patterns = [*DESCRIPTIONS, "*.safetensors"]
@@ -157,7 +172,13 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
 
 
 def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
-    """The checkpoint of this project that `path` is or holds; None where there is none."""
+    """Finds the checkpoint of this project that `path` names; None if `path` is something else.
+
+    A checkpoint, or its model/, names that checkpoint. A run's folder, or its checkpoints/, names
+    the newest one that is not damaged. Newer ones that are passed over are logged.
+
+    Raises `UserError` if the checkpoint, or every one of the run, is damaged.
+    """
     checkpoint = find_checkpoint_of(path)
     if checkpoint is not None:
         if problems := _find_problems(checkpoint):
@@ -181,7 +202,7 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
 
 
 def _find_problems(checkpoint: Path) -> list[str]:
-    """Finds what is wrong with a checkpoint's model; reads every byte of it."""
+    """Lists what is wrong with a checkpoint's model; it reads every byte of the model's files."""
     total_bytes = sum(
         path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file()
     )
@@ -190,6 +211,11 @@ def _find_problems(checkpoint: Path) -> list[str]:
 
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
+    """Opens a checkpoint of this project.
+
+    The base is required under LoRA, and where `base_model` names it. Otherwise it is only looked up
+    on this machine, and `Source.base` is None if it is not there.
+    """
     model = checkpoint / MODEL
     state = read_state(checkpoint, STATE)
     name = base_model or state.get("base_model")
@@ -197,8 +223,8 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     if checkpoint.parent.name == "checkpoints":
         run = checkpoint.parent.parent
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
-    is_own = name == source.recipe.get("model_name_or_path")
-    revision = source.recipe.get("model_revision") if is_own else None
+    is_recipe_model = name == source.recipe.get("model_name_or_path")
+    revision = source.recipe.get("model_revision") if is_recipe_model else None
     if (model / ADAPTER_CONFIG).exists():
         return _add_base(source, load_json(model / ADAPTER_CONFIG), revision)
     if base_model is not None:
@@ -206,33 +232,34 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     return replace(source, base=find_local_folder(name, revision) if name else None)
 
 
-def _is_base_the_trained_one(
-    source: Source, given: str | None, log: Callable[[str], object]
-) -> bool:
-    """Whether the base has the weights that the adapter was trained on, if known; reads every byte
-    of it.
+def _verify_base(source: Source, base_model: str | None, log: Callable[[str], object]) -> bool:
+    """Compares the base's weights with the hash of those that the adapter was trained on.
 
-    Raises `UserError` for others, unless --base-model named that base: then the difference is
-    logged.
+    It reads every byte of the base. Returns True if they are the same, or if there is nothing to
+    compare: no adapter, no base, or no hash in the checkpoint. Different weights are an error,
+    unless the user named them by `base_model`: then a warning is logged, and False returned.
+
+    Raises `UserError` for different weights that the user did not name.
     """
-    trained_on = source.state.get("inputs", {}).get("base")
+    trained_hash = source.state.get("inputs", {}).get("base")
     if (
         source.adapter is None
         or source.base is None
-        or trained_on is None
-        or hash_weights(source.base) == trained_on
+        or trained_hash is None
+        or hash_weights(source.base) == trained_hash
     ):
         return True
     problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
-    if given is None:
+    if base_model is None:
         raise UserError(f"{problem}; restore them, or name a folder with --base-model")
     log(f"warning: {problem}; used all the same, since --base-model names them")
     return False
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:
+    """Opens a PEFT folder with the base model that `base_model`, or else the adapter, names."""
     config = load_json(path / ADAPTER_CONFIG)
-    if (path / ADAPTER_WEIGHTS).exists():  # an optimizer's moments may lie beside it
+    if (path / ADAPTER_WEIGHTS).exists():  # the only file to read: others may be an optimizer's
         tensors = read_files([path / ADAPTER_WEIGHTS])
     elif (path / ADAPTER_TORCH_FILE).exists():
         tensors = torch_files.read_torch_files([path / ADAPTER_TORCH_FILE])
@@ -245,15 +272,28 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
 
 
 def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
-    """`source`, whose tensors are an adapter's, with the base model under it."""
+    """Opens the base model of `source`, whose tensors so far are those of an adapter.
+
+    Returns a source with the adapter in `adapter` and the base's tensors in `tensors`.
+
+    Args:
+        source: The adapter as it was opened. Its `base_model` names the base.
+        config: The content of adapter_config.json.
+        revision: The base's revision on the hub; None: the main one.
+
+    Raises:
+        UserError: The config is wrong, or the base is not named or missing.
+    """
     check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
     if source.base_model is None:
         raise UserError(
             f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model"
         )
     base = find_base(source.base_model, revision, with_weights=True)
-    named = {peft_name(name): tensor for name, tensor in source.tensors.items()}
-    adapter = Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
+    by_name = {peft_name(name): tensor for name, tensor in source.tensors.items()}
+    adapter = Adapter(
+        config, {name: replace(tensor, name=name) for name, tensor in by_name.items()}
+    )
     if (source.description / CONFIG_FILE).exists():
         description = source.description
     else:
@@ -270,7 +310,11 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
 
 
 def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
-    """The tensors in a folder of another tool, and whether their names may have a prefix."""
+    """Opens the tensors in a folder of another tool.
+
+    Returns them by name, and whether their names may have a prefix and an optimizer's tensors lie
+    beside them. Raises `UserError` if the folder holds none.
+    """
     for folder in (path, path / FSDP_FOLDER):
         if (folder / torch_files.METADATA).exists():
             return torch_files.read_dcp_folder(folder), True

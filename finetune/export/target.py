@@ -1,5 +1,6 @@
-"""The model that an export makes: built on meta, its tensors computed from the stored ones, in
-rows.
+"""The model that an export writes: its class on the meta device, its tensors, and their values.
+
+A value is computed from stored tensors a few rows at a time, so that memory stays bounded.
 """
 
 import copy
@@ -31,35 +32,37 @@ from finetune.models.weights import (
     find_mismatches,
 )
 
-SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
-# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and
-# that the allocator keeps instead of returning them to the kernel, take a third of the CPU time of
-# 32 MiB blocks.
+SECTIONS = ("text_config", "vision_config")  # the parts of a vision-language model's config.json
+# The largest block of rows, counted in float32, the widest dtype that a block is converted to.
+# Blocks of this size fit a core's cache, and the allocator keeps them instead of returning them to
+# the kernel: they take a third of the CPU time of 32 MiB blocks.
 BLOCK_BYTES = 4 * 1024 * 1024
-PREFETCHED_BLOCKS = 2
-# torch.compile's, FSDP1's, activation checkpointing's
+PREFETCHED_BLOCKS = 2  # blocks that `prefetch` computes ahead of its caller
+# The parts of tensors' names that torch.compile, FSDP1 and activation checkpointing add.
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+PREFIX_PARTS = 3  # the longest prefix of a foreign model's names: a.b.c.
+SHOWN_PROBLEMS = 20  # the most problems in one message
 
 Block = TypeVar("Block")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The tensors of a causal language model, as it holds them and as its files do.
+    """A model and its tensors, by the names in the model and by those in its files.
 
     Returned by `describe_target`.
     """
 
-    config_json: dict[str, Any]  # the file's content
+    config_json: dict[str, Any]  # the content of config.json, adjusted to `model`
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
-    shapes: dict[str, Shape]  # of parameters and saved buffers, in the model's order
-    tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
+    shapes: dict[str, Shape]  # of parameters and saved buffers that are not `tied`, in their order
+    tied: dict[str, str]  # tied tensor, which is not stored -> the tensor whose values it shares
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
-    # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
+    # name in the written files -> the parts of tensors in `shapes` that fill it; mostly one tensor
     files: dict[str, BoxedTensor]
-    # names of what a vision-language model has beside its language model, never trained
+    # names of the tensors of a vision-language model that are no part of its language model
     beside: frozenset[str]
-    # name of a tensor that the source's model has tied, and this one not -> name of the first one
+    # tensor that is tied in the source's model but not in this one -> the tensor it was tied to
     untied: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -67,47 +70,53 @@ class TargetModel:
         return type(self.model).__name__
 
     def written_dtype(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-        """The dtype in which `name`, stored as `stored`, is written to a model of dtype
-        `wanted`.
+        """Returns the dtype in which the tensor `name` is written.
+
+        It is `wanted`, the model's dtype, except for tensors that are not floating-point, which
+        stay as `stored`, and for those that transformers keeps in float32.
         """
         if not stored.is_floating_point:
             return stored
         return torch.float32 if name in self.float32 else wanted
 
     def written_config(self, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
-        """The content of config.json, with the dtype and the class of what is written."""
+        """Makes the content of the export's config.json.
+
+        It is the source's, with the class and the `dtype` of the written model.
+        """
         config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
-        name = str(dtype).removeprefix("torch.")
-        config["dtype"] = name
+        dtype_name = str(dtype).removeprefix("torch.")
+        config["dtype"] = dtype_name
         sections = [config[key] for key in SECTIONS if isinstance(config.get(key), dict)]
-        for part in (config, *sections):
-            if part is not config.get("vision_config"):
-                part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
-            if part.get("use_cache") is False:
-                part["use_cache"] = True  # training turned it off; generation needs it
-            _add_rope_of_transformers_4(part)
+        for section in (config, *sections):
+            if section is not config.get("vision_config"):
+                section |= {key: dtype_name for key in ("dtype", "torch_dtype") if key in section}
+            if section.get("use_cache") is False:
+                section["use_cache"] = True  # training turned it off; generation needs it
+            _add_rope_of_transformers_4(section)
         if not trust_remote_code:
-            # the code that it names is not in the folder, and transformers has the class
+            # the code that auto_map names is not copied, and transformers has the class
             config.pop("auto_map", None)
         return config
 
 
 def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
-    """Adds the keys of transformers 4, which mlx-lm reads: without them it uses wrong
-    frequencies.
+    """Repeats transformers 5's `rope_parameters` under the keys of transformers 4.
+
+    mlx-lm reads these keys: without them it uses wrong frequencies.
     """
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return
     config.setdefault("rope_theta", rope["rope_theta"])
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
-        rest = {key: value for key, value in rope.items() if key != "rope_theta"}
-        config.setdefault("rope_scaling", rest | {"type": kind})
+    rope_type = rope.get("rope_type", "default")
+    if rope_type != "default":
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config.setdefault("rope_scaling", scaling | {"type": rope_type})
 
 
 def import_transformers() -> None:
-    """Imports the libraries that describe a target, which takes seconds."""
+    """Imports the libraries that `describe_target` needs, which takes seconds."""
     import accelerate  # noqa: F401
     import transformers.conversion_mapping
     import transformers.modeling_utils  # noqa: F401
@@ -117,13 +126,17 @@ def import_transformers() -> None:
 def describe_target(
     folder: Path, *, trust_remote_code: bool = False, adapter: Collection[str] = ()
 ) -> TargetModel:
-    """The model that config.json of `folder` describes.
+    """Describes the model of the config.json in `folder`.
 
-    adapter: The names of an adapter's tensors. With one on a tied head the model is untied, since
-        the merged head is no longer the embedding.
+    Args:
+        folder: A folder with a config.json; the weights are not read.
+        trust_remote_code: Whether code that the config names may run.
+        adapter: The names of an adapter's tensors. If a tied head has an adapter the model is
+            untied, since the merged head is no longer the embedding.
 
-    Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a
-    quantized model.
+    Raises:
+        UserError: The config is missing, describes no causal language model or a quantized one, or
+            names code that is not trusted.
     """
     from transformers import CONFIG_MAPPING
 
@@ -140,7 +153,7 @@ def describe_target(
             f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); "
             "read it, then allow it with --trust-remote-code"
         )
-    # of a base, which is read dequantized
+    # A base in a published quantized form is read dequantized: the model here is a plain one.
     if read_published_form(config_json.get("quantization_config")) is not None:
         del config_json["quantization_config"]
     if "quantization_config" in config_json:
@@ -150,8 +163,9 @@ def describe_target(
         )
     model = _build_model(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    adapted = {f"{name.rpartition('.lora_')[0]}.weight" for name in adapter if ".lora_" in name}
-    untied = {name: first for name, first in tied.items() if name in adapted}
+    adapted_modules = {name.rpartition(".lora_")[0] for name in adapter if ".lora_" in name}
+    adapted_weights = {f"{module}.weight" for module in adapted_modules}
+    untied = {name: first for name, first in tied.items() if name in adapted_weights}
     if untied:
         for section in (config_json, config_json.get("text_config")):
             if isinstance(section, dict):
@@ -173,6 +187,11 @@ def describe_target(
 
 
 def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) -> nn.Module:
+    """Builds the model of the config.json in `folder` on meta, in float32 and in eval mode.
+
+    `ties`: False unties the head from the embedding, whatever the config says. Raises `UserError`
+    if transformers cannot build the model.
+    """
     from transformers import AutoConfig
 
     path = folder / CONFIG_FILE
@@ -194,16 +213,15 @@ def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) ->
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the result.
+    """One tensor of the export, whose rows are computed when they are asked for.
 
-    `rows(start, stop)` are its rows in float32, or as stored if not floating.
-
-    A scalar has one row, itself. Reading the same rows again gives the same bits.
+    A scalar has one row, itself.
     """
 
     name: str
     shape: Shape
     dtype: torch.dtype  # as written
+    # (start, stop) -> these rows as `as_floating` returns them; the same bits at every call
     rows: Callable[[int, int], Tensor]
 
     @property
@@ -212,21 +230,23 @@ class Value:
 
 
 def row_blocks(shape: Shape) -> Iterator[tuple[int, int]]:
-    """Returns (start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32
-    (but at least a row).
+    """Divides a tensor's rows into blocks, and yields (start, stop) of each.
+
+    A block has at most BLOCK_BYTES in float32, but at least one row.
 
     >>> list(row_blocks((3, 2**19)))
     [(0, 2), (2, 3)]
     """
-    height = shape[0] if shape else 1
-    step = max(1, BLOCK_BYTES // max(1, 4 * math.prod(shape[1:])))
-    return ((start, min(start + step, height)) for start in range(0, height, step))
+    row_count = shape[0] if shape else 1
+    row_bytes = max(1, torch.float32.itemsize * math.prod(shape[1:]))
+    step = max(1, BLOCK_BYTES // row_bytes)
+    return ((start, min(start + step, row_count)) for start in range(0, row_count, step))
 
 
 def cast_rows(value: Value, start: int, stop: int) -> Tensor:
-    """Rows `start` to `stop` in the dtype of the result.
+    """Reads rows `start` to `stop` of a value in the dtype in which they are written.
 
-    Raises `UserError` where that dtype cannot hold them.
+    Raises `UserError` if that is float16 and a finite number is beyond its range.
     """
     rows = value.rows(start, stop)
     cast = rows.to(value.dtype)
@@ -239,20 +259,17 @@ def cast_rows(value: Value, start: int, stop: int) -> Tensor:
 
 
 def raw_bytes(rows: Tensor) -> memoryview:
-    """The bytes of `rows`, row-major, as a file holds them."""
+    """Returns the bytes of `rows` as a file holds them: row-major. It copies only if it must."""
     return rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:
-    """Rows `start` to `stop` as they are stored; a scalar has one row, itself."""
+    """Reads rows `start` to `stop` in the dtype of the file; a scalar has one row, itself."""
     return read_slice(stored, (slice(start, stop),) if stored.shape else ())
 
 
 def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
-    """A stored tensor as a value to write, under another name and dtype.
-
-    Its rows are read when asked for.
-    """
+    """Makes a value of a stored tensor, to be written as `name` in `dtype`."""
 
     def rows(start: int, stop: int) -> Tensor:
         return as_floating(read_rows(stored, start, stop))
@@ -261,16 +278,17 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
 
 
 def as_floating(block: Tensor) -> Tensor:
-    """`block` as values are computed with: in float32, or as stored if not floating."""
-    # float64 is kept: rounding it to float32 first would round twice
+    """Converts floating-point numbers to float32, except float64. Other numbers stay."""
+    # float64 rounded to float32 and then to the dtype of the file would be rounded twice
     if block.is_floating_point() and block.dtype != torch.float64:
         return block.float()
     return block
 
 
 def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
-    """`compute(*part)` for each part, in order; a thread computes the next ones while the caller
-    works on this one.
+    """Yields `compute(*part)` for each part, in order.
+
+    A thread computes the next PREFETCHED_BLOCKS while the caller works on the latest one.
 
     >>> list(prefetch(pow, [(2, 3), (3, 2)]))
     [8, 9]
@@ -283,6 +301,7 @@ def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) ->
         try:
             while waiting:
                 block = waiting.pop(0).result()
+                # one more part, if any remains
                 waiting += [pool.submit(compute, *part) for part in islice(remaining, 1)]
                 yield block
         finally:
@@ -293,13 +312,21 @@ def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) ->
 def match_tensors(
     stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool
 ) -> dict[str, StoredTensor]:
-    """The stored tensors by the target's names, each of them once, in its order.
+    """Returns the stored tensors by the target's names, in the order of `target.shapes`.
 
-    `prefixed`: the names may have a common prefix (`model.` in Accelerate's folders) and other
-    tensors may lie beside them (an optimizer's). A tied tensor that is stored twice counts once, if
-    both are equal.
+    A tied tensor that is stored under both names must be equal there, and counts once. A tensor
+    that is untied in the target but not stored has the values of the one it was tied to.
 
-    Raises `UserError` listing what is missing, unexpected or of another shape.
+    Args:
+        stored: Name -> tensor of the source's files.
+        target: The model that needs them.
+        where: Names the source in errors.
+        prefixed: Whether the names may have a common prefix (`model.` in Accelerate's folders) and
+            other tensors (an optimizer's) may lie beside them.
+
+    Raises:
+        UserError: A list of the tensors that are missing, unexpected or of another shape; or tied
+            tensors differ.
     """
     named = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
     if prefixed:
@@ -310,30 +337,35 @@ def match_tensors(
             if name.startswith(prefix)
         }
     named = convert_to_parameters(target.model, named, where)
-    for tied, source in target.tied.items():
-        if tied in named:
-            twin = named.pop(tied)
-            if not are_equal(twin, first := named.setdefault(source, twin)):
+    for tied_name, first_name in target.tied.items():
+        if tied_name in named:
+            tied = named.pop(tied_name)
+            first = named.setdefault(first_name, tied)  # the files may have only the tied name
+            if not are_equal(tied, first):
                 raise UserError(
-                    f"{where}: {tied} differs from {first.name}, which the config says it is tied "
-                    "to; set tie_word_embeddings to false in config.json if it was trained on its "
-                    "own"
+                    f"{where}: {tied_name} differs from {first.name}, which the config says it is "
+                    "tied to; set tie_word_embeddings to false in config.json if it was trained on "
+                    "its own"
                 )
-    for name, source in target.untied.items():
-        if source in named:
-            named.setdefault(name, named[source])
+    for name, first_name in target.untied.items():
+        if first_name in named:
+            named.setdefault(name, named[first_name])
     problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
-        raise UserError.of(problems[:20])
+        raise UserError.of(problems[:SHOWN_PROBLEMS])
     return {name: named[name] for name in target.shapes}
 
 
 def _find_prefix(named: Mapping[str, StoredTensor], target: TargetModel, where: str) -> str:
-    """The prefix of the model's names in a state dict that may hold more than the model."""
-    counts: dict[str, int] = {}
+    """Finds the prefix of the model's names in a state dict that may hold more than the model.
+
+    It is the prefix after which the most names are the target's; "" if no name is. Raises
+    `UserError` if several prefixes fit equally many names.
+    """
+    counts: dict[str, int] = {}  # prefix -> the number of names of the target that follow it
     for name in named:
         parts = name.split(".")
-        for start in range(min(len(parts), 4)):
+        for start in range(min(len(parts), PREFIX_PARTS + 1)):
             if ".".join(parts[start:]) in target.shapes:
                 prefix = "".join(f"{part}." for part in parts[:start])
                 counts[prefix] = counts.get(prefix, 0) + 1

@@ -1,12 +1,14 @@
-"""Tensors in files that torch wrote with pickle, found without running any code in them.
+"""Finds the tensors in files that torch wrote with pickle, without running any code in them.
 
-Two kinds: a `torch.distributed.checkpoint` folder (`.metadata` and `*.distcp`) and a whole state
-dict (`*.bin`, `*.pt`). Both keep the values as plain, uncompressed records, which are read like
-safetensors, slice by slice, once it is known where they lie. Finding that is left to torch's
-weights-only loader over a memory map; `.metadata`, which it does not read, to an unpickler that
-imports and calls nothing. Damage can make them ask for any amount of memory or crash, so they run
-in a process of their own, `python -m finetune.export.torch_files PATH...`, with limited memory and
-time. The answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the user.
+There are two kinds: a `torch.distributed.checkpoint` (DCP) folder with `.metadata` and `*.distcp`,
+and a whole state dict (`*.bin`, `*.pt`). Both keep values as plain, uncompressed records. Once it
+is known where these lie, they are read like safetensors, slice by slice.
+
+torch's weights-only loader finds them, over a memory map of the file. It does not read `.metadata`;
+an unpickler here that imports and calls nothing does. A damaged file can make either of them crash
+or ask for any amount of memory. So they run in a separate process with limited memory and time,
+`python -m finetune.export.torch_files PATH...`. It writes one JSON object to stdout: `tensors` and
+`sizes`, or an `error` for the user.
 """
 
 import gc
@@ -14,7 +16,7 @@ import io
 import json
 import mmap
 import os
-import pickle  # read through _MetadataReader alone, which admits no code
+import pickle  # used through _MetadataReader alone, which runs no code
 import pickletools
 import resource
 import signal
@@ -35,14 +37,14 @@ from finetune.constants import Shape
 from finetune.errors import UserError
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
-METADATA = ".metadata"
+METADATA = ".metadata"  # the index of a DCP folder
 
 
 class MappedFile:
-    """A file whose bytes are addressed as memory and read when they are touched."""
+    """A memory map of a file: its bytes are read when they are first used."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        """`problem` begins the error where the file cannot be read."""
+        """Maps the file. `problem` is how the error begins if it cannot be read."""
         try:
             if not path.is_file():
                 raise UserError(f"{problem} cannot be read: no plain file")
@@ -55,39 +57,49 @@ class MappedFile:
         except OSError as error:
             raise UserError(f"{problem} cannot be read: {error.strerror}") from None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not writable
+            warnings.simplefilter("ignore")  # torch warns that the map is not writable
             self.storage = torch.frombuffer(self._map, dtype=torch.uint8).untyped_storage()
         self.view = memoryview(self._map)[: self.size]
 
     def release(self) -> None:
-        """Gives back the pages that have been touched, to be read again: one byte can make 2 MiB
-        resident.
+        """Frees the memory of the pages that were read; later use reads them again.
+
+        One byte can make 2 MiB resident.
         """
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class Archive:
-    """The zip archive that `torch.save` wrote into some part of a file."""
+    """The zip archive that `torch.save` wrote: a whole file, or a stretch of one."""
 
     def __init__(self, file: MappedFile, begin: int, length: int, where: str) -> None:
+        """Takes the stretch of `file` in which the archive lies; `load` opens it.
+
+        Args:
+            file: The file that holds the archive.
+            begin: The archive's first byte in the file.
+            length: The archive's bytes.
+            where: Names the archive in errors.
+        """
         self.begin = begin
         self._where = where
         end = min(begin + length, file.size)
         self._bytes = _Section(file.view[begin:end])
-        self._storage = file.storage[min(begin, end) : end]
-        # where each record of values begins, from `begin` -> its bytes
+        self._storage = file.storage[min(begin, end) : end]  # empty if `begin` is beyond the file
+        # first byte of a record of values, counted from `begin` -> the record's length in bytes
         self._records: dict[int, int] = {}
 
     def load(self) -> Any:
-        """Returns the contents of the archive, with tensors that are views of the mapped file.
+        """Returns the object in the archive; its tensors are views of the mapped file.
 
-        No code of the file's is run.
+        No code in the archive is run. Raises `UserError` if the archive is damaged or holds more
+        than weights.
         """
         try:
             reader = self._open_reader()
-            # What torch.load(mmap=True) calls once it has mapped the file; that function takes
-            # whole files only.
+            # torch.load(mmap=True) maps a file and calls this function. It is called here directly,
+            # since torch.load takes whole files only.
             load: Any = torch.serialization._load
             return load(
                 reader,
@@ -109,8 +121,10 @@ class Archive:
             ) from None
 
     def record_at(self, address: int) -> tuple[int | None, int]:
-        """Returns (where the record of values whose first byte is at `address` begins, its bytes);
-        (None, 0): there is none.
+        """Returns (begin, length) of the record of values that is mapped at a memory address.
+
+        Both are in bytes, `begin` from the archive's first byte. Returns (None, 0) if no record
+        begins there.
         """
         begin = address - self._storage.data_ptr()
         if begin in self._records:
@@ -118,8 +132,10 @@ class Archive:
         return (None, 0)
 
     def _open_reader(self) -> Any:
-        """torch's reader of this archive, once its records are known to lie in the file without
-        overlap.
+        """Checks the archive, notes where its records of values lie, and returns torch's reader.
+
+        Raises `UserError` if torch could not read the archive, or if a record leaves it, overlaps
+        another or is compressed.
         """
         if not zipfile.is_zipfile(self._bytes):
             self._raise(
@@ -142,9 +158,9 @@ class Archive:
                 "written on a machine of another byte order; save it again on a machine like this "
                 "one"
             )
-        end = 0
-        values = [(record, record.filename.partition("/")[2]) for record in records]
-        for record, name in sorted(values, key=lambda entry: entry[0].header_offset):
+        previous_end = 0
+        for record in sorted(records, key=lambda record: record.header_offset):
+            _, _, name = record.filename.partition("/")  # without the archive's top folder
             if not name.startswith("data/") or not record.file_size:
                 continue
             if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
@@ -152,18 +168,19 @@ class Archive:
                     f"its record {name} is compressed or encrypted; save it again with torch.save"
                 )
             begin = int(reader.get_record_offset(name))
-            if begin < end or begin + record.file_size > len(self._storage):
+            end = begin + record.file_size
+            if begin < previous_end or end > len(self._storage):
                 self._raise(f"its record {name} leaves the file or overlaps another; it is damaged")
             self._records[begin] = record.file_size
-            end = begin + record.file_size
+            previous_end = end
         return reader
 
-    def _raise(self, what: str) -> NoReturn:
-        raise UserError(f"{self._where}: {what}")
+    def _raise(self, problem: str) -> NoReturn:
+        raise UserError(f"{self._where}: {problem}")
 
 
 class _Section(io.RawIOBase):
-    """Bytes in memory as a file, not copied."""
+    """A read-only file over bytes in memory, without a copy of them."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -192,26 +209,28 @@ class _Section(io.RawIOBase):
         return len(content)
 
 
-if __name__ == "__main__":  # a short process, most of which is imports: see verify.py
+# As verify.py does: the collector would walk through all objects that imports make.
+if __name__ == "__main__":
     gc.disable()
 
 
-# beyond what importing torch takes; memory maps of files are not counted
+# What the process may use beyond the memory that importing torch takes. Memory maps of files are
+# not counted.
 MEMORY_LIMIT_BYTES = 1024**3
 CPU_LIMIT_SECONDS = 600
 
-# name, dtype, file's name, position in it in bytes, offsets in the whole tensor, shape
+# A part of a tensor: (tensor's name, dtype, file's name, position in the file in bytes, offsets of
+# the part in the whole tensor, shape of the part). JSON makes lists of the tuples.
 Place = tuple[str, str, str, int, tuple[int, ...], tuple[int, ...]]
 
 
 def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder that `torch.distributed.checkpoint.save` wrote, by name; no values
-    are read.
+    """Returns the tensors of a DCP folder by name. It reads no values.
 
-    Raises `UserError` where the metadata asks for anything but DCP's own classes, or names what the
-    files do not hold.
+    Raises `UserError` if the metadata asks for anything but DCP's own classes, or disagrees with
+    the files.
     """
-    answer = _find_places(folder)
+    answer = _run_find_places(folder)
     tensors = _join_places(folder, answer["tensors"])
     for name, size in answer["sizes"].items():
         if name not in tensors or tensors[name].shape != tuple(size):
@@ -226,16 +245,19 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """The tensors of the state dict that `torch.save` wrote into these files, by name; no values
-    are read.
+    """Returns the tensors of state dicts that `torch.save` wrote, by name. It reads no values.
 
-    Raises `UserError` if a file holds anything but weights, or values that are not stored there as
-    plain bytes.
+    The files lie in one folder and hold one model together. Raises `UserError` if a file holds
+    anything but weights, or values that are not stored there as plain bytes.
     """
-    return _join_places(paths[0].parent, _find_places(*paths)["tensors"])
+    return _join_places(paths[0].parent, _run_find_places(*paths)["tensors"])
 
 
 def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
+    """Joins the parts of each tensor. `places`: `Place`s in files of `folder`, as JSON gives them.
+
+    Raises `UserError` if the parts of a tensor do not cover it exactly once.
+    """
     parts_by_name: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for name, dtype, file_name, position, offsets, shape in places:
         part = StoredPart(folder / file_name, position, tuple(offsets), tuple(shape))
@@ -243,13 +265,16 @@ def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
     return {name: join_parts(name, parts) for name, parts in sorted(parts_by_name.items())}
 
 
-def _find_places(*paths: Path) -> Any:
-    """`find_places(paths)`, called in a process of its own."""
+def _run_find_places(*paths: Path) -> Any:
+    """Calls `find_places(paths)` in a separate process and returns its answer.
+
+    Raises `UserError` if the process reports an error or ends without an answer.
+    """
     root = str(Path(finetune.__file__).resolve().parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     }
-    # -P: import nothing from the current folder
+    # -P: Python does not import from the current folder
     command = [sys.executable, "-P", "-m", "finetune.export.torch_files", *map(str, paths)]
     finished = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True
@@ -267,13 +292,15 @@ def _find_places(*paths: Path) -> Any:
 
 
 def _exit_reason(finished: "subprocess.CompletedProcess[bytes]") -> str:
-    if finished.returncode < 0:
+    """Says why a process failed: by its signal, its last line on stderr, or its exit code."""
+    if finished.returncode < 0:  # Python's form of an end by a signal
         return f"ended by {signal.Signals(-finished.returncode).name}"
-    last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return last or f"exit code {finished.returncode}"
+    _, _, last_line = finished.stderr.decode(errors="replace").strip().rpartition("\n")
+    return last_line or f"exit code {finished.returncode}"
 
 
 def main(paths: list[Path]) -> None:
+    """Runs the separate process: prints the answer of `find_places`, or an error, as JSON."""
     _limit_resources()
     answer: dict[str, Any]
     try:
@@ -291,33 +318,40 @@ def main(paths: list[Path]) -> None:
 
 
 def find_places(paths: list[Path]) -> dict[str, Any]:
-    """Finds where the tensors of `paths` lie.
+    """Finds where the tensors of `paths`, one DCP folder or some torch files, lie.
 
-    Returns `tensors`, a `Place` for each part of each tensor, and `sizes`, the shapes in a DCP
-    folder's metadata, by name. Raises `UserError` for what torch's weights-only loader refuses, and
-    for values that do not lie there as they are.
+    Returns:
+        `tensors`: a `Place` for each part of each tensor. `sizes`: name -> shape by the metadata of
+        a DCP folder; empty for torch files.
+
+    Raises:
+        UserError: torch's weights-only loader refuses a file, or values are not stored as plain
+            bytes.
     """
     if paths[0].is_dir():
-        return _dcp_folder(paths[0])
-    return {"tensors": [place for path in paths for place in _torch_file(path)], "sizes": {}}
+        return _find_in_dcp_folder(paths[0])
+    tensors = [place for path in paths for place in _find_in_torch_file(path)]
+    return {"tensors": tensors, "sizes": {}}
 
 
 def _limit_resources() -> None:
-    """Limits this process's memory and time; only its time where /proc does not say what is used
-    (not Linux).
+    """Limits the time and memory of this process, and has it write no core dump.
+
+    Without /proc (not on Linux) the memory is not limited: the memory in use is not known.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        used = int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+        fields = Path("/proc/self/statm").read_text().split()
     except OSError:
         return
-    limit = used + MEMORY_LIMIT_BYTES
+    _size, _resident, _shared, _text, _library, data_pages, *_ = fields
+    limit = int(data_pages) * mmap.PAGESIZE + MEMORY_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Unread:
-    """In place of a class of torch's: keeps its attributes as a mapping, and runs nothing."""
+    """A stand-in for a class that a pickle names: it keeps the attributes, and runs no code."""
 
     attributes: Mapping[str, Any] = MappingProxyType({})
 
@@ -329,7 +363,7 @@ class _Unread:
 
 
 _DCP = "torch.distributed.checkpoint"
-# The only names that DCP writes, and what is called for each.
+# (module, name) -> the stand-in. These are the only names that DCP's metadata refers to.
 _STAND_INS: Mapping[tuple[str, str], type] = {
     **{
         (f"{_DCP}.metadata", name): _Unread for name in ("Metadata", "MetadataIndex", "StorageMeta")
@@ -343,7 +377,7 @@ _STAND_INS: Mapping[tuple[str, str], type] = {
     },
     (f"{_DCP}.filesystem", "_StorageInfo"): _Unread,
     ("torch.serialization", "_get_layout"): _Unread,
-    # Python 3.11.0 to 3.11.3 wrote the members of an enumeration by it
+    # Python 3.11.0 to 3.11.3 pickled the members of an enumeration with it
     ("builtins", "getattr"): _Unread,
     **{
         (module, f"{kind}Path"): _Unread
@@ -355,7 +389,7 @@ _STAND_INS: Mapping[tuple[str, str], type] = {
 }
 
 
-# Of protocols 2 to 5, those that numbers, texts, collections and objects are written with.
+# The opcodes of pickle protocols 2 to 5 that write numbers, texts, collections and objects.
 OPCODES = frozenset(
     {
         "PROTO",
@@ -398,11 +432,13 @@ OPCODES = frozenset(
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Refuses opcodes that DCP's metadata never needs, lengths beyond the file, and a memo with
-    holes.
+    """Checks a pickle before it is loaded, opcode by opcode.
 
-    An unpickler makes room for the memo's largest index: nine bytes could ask for gigabytes.
-    `pickletools` raises ValueError where an argument is longer than what is left of the file.
+    An unpickler makes room for the largest index of its memo (the list of objects that the pickle
+    refers to again), so nine bytes could ask for gigabytes. Indices must follow one another.
+
+    Raises `UserError` for an opcode that DCP's metadata never needs and for a memo with holes, and
+    lets `pickletools` raise ValueError for an argument longer than the rest of the file.
     """
     memo_size = 0
     for opcode, argument, position in pickletools.genops(content):
@@ -416,13 +452,15 @@ def _check_opcodes(content: bytes) -> None:
                 f"refers to place {argument:,} of a memo of {memo_size:,} at byte {position:,}; "
                 "damaged"
             )
-        memo_size += opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT")
+        if opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            memo_size += 1
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Gives a stand-in for each name that DCP writes; any other name stops it."""
+    """An unpickler that imports nothing: it has stand-ins for the names that DCP writes."""
 
     def find_class(self, module: str, name: str) -> type:
+        """Returns the stand-in for `module.name`; raises `UserError` for any other name."""
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _Unread
         if (module, name) not in _STAND_INS:
@@ -434,12 +472,12 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
-    """The `storage_data` and `state_dict_metadata` of a DCP folder, unchecked.
+    """Reads the `storage_data` and `state_dict_metadata` of a DCP folder.
 
-    None of the file's code is run.
+    Both are dicts; what is in them is not checked. No code in the file is run.
 
-    Raises `UserError` where it asks for anything but DCP's own classes, is damaged or describes no
-    checkpoint.
+    Raises `UserError` if the file asks for anything but DCP's own classes, is damaged, or describes
+    no checkpoint.
     """
     path = folder / METADATA
     try:
@@ -461,68 +499,84 @@ def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
     return attributes
 
 
-def _dcp_folder(folder: Path) -> dict[str, Any]:
-    """Every part of every tensor in a DCP folder, and the sizes that its metadata states."""
+def _find_in_dcp_folder(folder: Path) -> dict[str, Any]:
+    """Finds the parts of all tensors in a DCP folder, as `find_places` returns them."""
     metadata = read_metadata(folder)
-    opened: dict[Path, MappedFile] = {}
-    parts = [
+    opened_files: dict[Path, MappedFile] = {}
+    entries = [
         (_attributes(index), _attributes(info)) for index, info in metadata["storage_data"].items()
     ]
-    # One without an offset is a number, a string, a list: none of the weights.
+    # An entry without an offset is no tensor: a number, a string or a list.
     tensors = [
-        _dcp_part(folder, index, info, opened)
-        for index, info in parts
+        _find_dcp_part(folder, index, info, opened_files)
+        for index, info in entries
         if index.get("offset") is not None
     ]
-    described = {
-        name: _attributes(each).get("size")
-        for name, each in metadata["state_dict_metadata"].items()
+    stated_sizes = {
+        name: _attributes(description).get("size")
+        for name, description in metadata["state_dict_metadata"].items()
     }
+    # likewise: only a tensor's description has a size
     sizes = {
         name: size
-        for name, size in described.items()
+        for name, size in stated_sizes.items()
         if isinstance(name, str) and _are_lengths(size)
     }
     return {"tensors": tensors, "sizes": sizes}
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
+    """Returns the attributes of a stand-in; none for any other value of a damaged pickle."""
     return value.attributes if isinstance(value, _Unread) else {}
 
 
-def _dcp_part(
-    folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], opened: dict[Path, MappedFile]
+def _find_dcp_part(
+    folder: Path,
+    index: Mapping[str, Any],
+    info: Mapping[str, Any],
+    opened_files: dict[Path, MappedFile],
 ) -> Place:
-    """A tensor's part in a .distcp file: a small torch file of its own between two offsets."""
+    """Finds a part of a tensor in a DCP folder: a small torch file within a .distcp file.
+
+    Args:
+        folder: The DCP folder.
+        index: Attributes of DCP's MetadataIndex: the tensor's name and the part's offsets.
+        info: Attributes of DCP's _StorageInfo: the .distcp file, and the stretch of it.
+        opened_files: The .distcp files mapped so far; a file that is missing there is added.
+
+    Raises:
+        UserError: The entry is not valid, or the file does not hold such a tensor.
+    """
     where = folder / METADATA
     offsets = index["offset"]
     name = index.get("fqn")
     file_name = info.get("relative_path")
-    place = (info.get("offset"), info.get("length"))
+    stretch = (info.get("offset"), info.get("length"))  # in bytes
     if not isinstance(name, str) or not isinstance(file_name, str):
         raise UserError(f"{where}: an entry without a name or a file")
     if Path(file_name).name != file_name or not file_name.isprintable():
         raise UserError(f"{where}: {name}: its file {file_name!r} leads out of the folder")
-    if not _are_lengths(place) or not _are_lengths(offsets):
+    if not _are_lengths(stretch) or not _are_lengths(offsets):
         raise UserError(f"{where}: {name}: its place in {file_name} is not valid")
     if extensions := info.get("transform_descriptors"):
         raise UserError(
             f"{where}: {name}: written through {extensions}; save it without extensions"
         )
     path = folder / file_name
-    if path not in opened:
-        opened[path] = MappedFile(path, f"{path}: {name}: its file is missing or")
-    archive = Archive(opened[path], place[0], place[1], f"{path}: {name}")
+    if path not in opened_files:
+        opened_files[path] = MappedFile(path, f"{path}: {name}: its file is missing or")
+    begin, length = stretch
+    archive = Archive(opened_files[path], begin, length, f"{path}: {name}")
     content = archive.load()
     if not isinstance(content, Tensor) or content.dim() != len(offsets):
         raise UserError(f"{path}: {name}: holds no tensor of {len(offsets)} dimensions")
-    with_offsets = _place(path, name, content, archive, offsets)
-    opened[path].release()
-    return with_offsets
+    place = _make_place(path, name, content, archive, offsets)
+    opened_files[path].release()
+    return place
 
 
-def _torch_file(path: Path) -> list[Place]:
-    """Every tensor of a state dict that `torch.save` wrote."""
+def _find_in_torch_file(path: Path) -> list[Place]:
+    """Finds the tensors of a state dict that `torch.save` wrote, alone or under the key `model`."""
     file = MappedFile(path, f"{path}:")
     archive = Archive(file, 0, file.size, str(path))
     content = archive.load()
@@ -532,13 +586,20 @@ def _torch_file(path: Path) -> list[Place]:
         raise UserError(f"{path}: holds no state dict")
     tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
     return [
-        _place(path, name, tensor, archive, (0,) * tensor.dim()) for name, tensor in tensors.items()
+        _make_place(path, name, tensor, archive, (0,) * tensor.dim())
+        for name, tensor in tensors.items()
     ]
 
 
-def _place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Shape) -> Place:
-    def refuse(what: str) -> NoReturn:
-        raise UserError(f"{path}: {name}: {what}")
+def _make_place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Shape) -> Place:
+    """Makes the `Place` of a tensor that `archive` has loaded from the file `path`.
+
+    `offsets`: where the tensor begins in the whole one; zeros if it is whole. Raises `UserError` if
+    the values are not plain, contiguous bytes of a record in the file.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise UserError(f"{path}: {name}: {problem}")
 
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         refuse("has no plain values in the file (a sparse or quantized tensor?)")
@@ -550,18 +611,20 @@ def _place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Sha
     if not tensor.is_contiguous():
         refuse("its elements do not lie in order; save it with .contiguous()")
     position = archive.begin
-    if tensor.numel():
+    if tensor.numel():  # an empty tensor has no record
         storage = tensor.untyped_storage()
-        record, record_size = archive.record_at(storage.data_ptr())
+        record_begin, record_bytes = archive.record_at(storage.data_ptr())
+        # of the tensor in its storage, which other tensors may share
         begin = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        if record is None:
+        end = begin + tensor.numel() * tensor.dtype.itemsize
+        if record_begin is None:
             refuse("has no plain values in the file (a sparse or quantized tensor?)")
-        if max(storage.nbytes(), begin + tensor.numel() * tensor.dtype.itemsize) > record_size:
+        if max(storage.nbytes(), end) > record_bytes:
             refuse(
-                f"claims more bytes than the {record_size:,} of its record in the file; it is "
+                f"claims more bytes than the {record_bytes:,} of its record in the file; it is "
                 "damaged"
             )
-        position += record + begin
+        position += record_begin + begin
     return (
         name,
         str(tensor.dtype).removeprefix("torch."),
@@ -573,6 +636,7 @@ def _place(path: Path, name: str, tensor: Tensor, archive: Archive, offsets: Sha
 
 
 def _are_lengths(value: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether a value from a file is a tuple of integers that sizes and offsets can have."""
     return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 

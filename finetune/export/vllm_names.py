@@ -1,8 +1,8 @@
-"""A LoRA adapter under the names by which vLLM loads it, in families where these are not
-transformers'.
+"""Renames a LoRA adapter for vLLM, which has other names than transformers in some families.
 
-Where vLLM adapts a layer's outputs in parts, each part has all of A, and its own rows of B: the
-products are the same, and A is stored and multiplied once more for each part.
+Sometimes several modules of vLLM stand for one of transformers, each for an equal part of the
+layer's outputs. Each of them gets all of A, and the rows of B of its part. The products are the
+same; only A is stored and multiplied more often.
 """
 
 import re
@@ -19,24 +19,31 @@ from finetune.export.source import Adapter
 from finetune.export.target import TargetModel, Value
 from finetune.models.lora import find_adapted_parameters
 
+# precedes "A.weight" or "B.weight" in the names of an adapter's tensors, after the module
 LORA = ".lora_"
 
 
 def has_other_names(names: Iterable[str], model_type: str) -> bool:
-    """Whether vLLM knows one of an adapter's tensors by another name; `names`: in peft's terms."""
-    modules = find_family(model_type).vllm_modules
-    return any(rename_for_vllm(name, modules) != (name,) for name in names)
+    """Whether vLLM has another name for one of an adapter's tensors. `names`: peft's names."""
+    vllm_modules = find_family(model_type).vllm_modules
+    return any(rename_for_vllm(name, vllm_modules) != (name,) for name in names)
 
 
 def name_for_vllm(
     adapter: Adapter, values: Iterable[Value], target: TargetModel, where: str
 ) -> tuple[dict[str, Any], list[Value]]:
-    """The content of adapter_config.json and the tensors under vLLM's names.
+    """Returns the content of adapter_config.json and the tensors, both under vLLM's names.
 
-    Both are the adapter's own where vLLM has no others. `values`: its tensors, under peft's names.
+    If vLLM has the same names as peft, both are unchanged.
+
+    Args:
+        adapter: The adapter.
+        values: The adapter's tensors, under peft's names.
+        target: The base model.
+        where: Names the adapter in errors.
 
     Raises:
-        UserError: Where vLLM loads no such adapter under any name.
+        UserError: vLLM loads no adapter of this kind, whatever its names.
     """
     reason = why_not_loaded(adapter.config)
     if reason is not None:
@@ -47,55 +54,61 @@ def name_for_vllm(
     model_type = str(target.config_json.get("model_type"))
     if not has_other_names(adapter.tensors, model_type):
         return adapter.config, list(values)
-    modules = find_family(model_type).vllm_modules
-    renamed = [part for value in values for part in _rename(value, modules)]
-    return adapter.config | _describe(adapter, target, modules), renamed
+    vllm_modules = find_family(model_type).vllm_modules
+    renamed = [part for value in values for part in _rename(value, vllm_modules)]
+    return adapter.config | _rename_in_config(adapter, target, vllm_modules), renamed
 
 
-def _rename(value: Value, modules: Mapping[str, Names]) -> list[Value]:
-    """A tensor under its new names; B in equal parts of its rows, where it has several."""
-    module, mark, factor = value.name.rpartition(LORA)
-    names = rename_for_vllm(module, modules)
+def _rename(value: Value, vllm_modules: Mapping[str, Names]) -> list[Value]:
+    """Returns a tensor under vLLM's names, one value for each name.
+
+    With several names A is repeated, and B is cut into equal parts of its rows.
+    """
+    module, separator, factor = value.name.rpartition(LORA)
+    vllm_names = rename_for_vllm(module, vllm_modules)
     parts = []
-    for number, name in enumerate(names):
-        part = replace(value, name=f"{name}{mark}{factor}")
+    for index, vllm_name in enumerate(vllm_names):
+        part = replace(value, name=f"{vllm_name}{separator}{factor}")
         if factor.startswith("B"):
-            part = _cut(part, number, len(names))
+            part = _cut_rows(part, index, len(vllm_names))
         parts.append(part)
     return parts
 
 
-def _cut(value: Value, number: int, count: int) -> Value:
-    """The part `number` of `count` equal ones of a tensor's rows."""
-    height = value.shape[0] // count
-    first = number * height
+def _cut_rows(value: Value, index: int, count: int) -> Value:
+    """Cuts a tensor's rows into `count` equal parts and returns the part `index`, from 0."""
+    part_rows = value.shape[0] // count
+    first_row = index * part_rows
     return replace(
         value,
-        shape=(height, *value.shape[1:]),
-        rows=lambda start, stop: value.rows(first + start, first + stop),
+        shape=(part_rows, *value.shape[1:]),
+        rows=lambda start, stop: value.rows(first_row + start, first_row + stop),
     )
 
 
-def _describe(
-    adapter: Adapter, target: TargetModel, modules: Mapping[str, Names]
+def _rename_in_config(
+    adapter: Adapter, target: TargetModel, vllm_modules: Mapping[str, Names]
 ) -> dict[str, Any]:
-    """The keys of adapter_config.json that name modules. A pattern is replaced by the names of the
-    modules that it gives a rank or alpha of their own: it may match no new name, or others.
+    """Makes the keys of adapter_config.json that name modules, with vLLM's names.
+
+    Patterns of ranks and alphas are replaced by the full names of the modules that they match: a
+    pattern that is kept might match none of vLLM's names, or too many.
     """
     config = adapter.config
     parameters = find_adapted_parameters(target.model, config.get("target_parameters") or ())
     patterns: dict[str, dict[str, Any]] = {"rank_pattern": {}, "alpha_pattern": {}}
-    targets = set()
-    for tensor in adapter.tensors:
-        module, _, factor = tensor.rpartition(LORA)
-        if factor != "A.weight":
+    target_modules = set()
+    for tensor_name in adapter.tensors:
+        module, _, factor = tensor_name.rpartition(LORA)
+        if factor != "A.weight":  # each module once
             continue
-        # a pattern names a parameter where target_parameters does
-        named = parameters[module].name if module in parameters else module
-        names = rename_for_vllm(named.removesuffix(".weight"), modules)
-        if named == module or named.endswith(".weight"):  # and not a parameter of experts
-            targets |= {name.rpartition(".")[2] for name in names}
-        for key, chosen in patterns.items():
-            if value := find_value(named, config.get(key), 0):
-                chosen |= {re.escape(name): value for name in names}
-    return {"target_modules": sorted(targets), NAMES_KEY: "vllm", **patterns}
+        # peft's patterns name a parameter if target_parameters adapts it, and else the module
+        adapted = parameters[module].name if module in parameters else module
+        vllm_names = rename_for_vllm(adapted.removesuffix(".weight"), vllm_modules)
+        is_expert_parameter = adapted != module and not adapted.endswith(".weight")
+        if not is_expert_parameter:
+            target_modules |= {name.rpartition(".")[2] for name in vllm_names}
+        for key, new_patterns in patterns.items():
+            if value := find_value(adapted, config.get(key), 0):  # 0: no pattern matches
+                new_patterns |= {re.escape(name): value for name in vllm_names}
+    return {"target_modules": sorted(target_modules), NAMES_KEY: "vllm", **patterns}

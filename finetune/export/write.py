@@ -1,6 +1,4 @@
-"""The weights of the result: planned as values in files, then streamed to disk a block at a
-time.
-"""
+"""Plans the safetensors files of an export, and streams their values to disk block by block."""
 
 import json
 import os
@@ -48,18 +46,20 @@ from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header
 from finetune.models.weights import BoxedTensor, Slices
 from finetune.units import read_size
 
-SYNC_BYTES = 64 * 1024 * 1024  # how much is written before the disk is waited for
-# of SYNC_BYTES; a slower disk holds the writer up, instead of filling the memory
+SYNC_BYTES = 64 * 1024 * 1024  # a part: as much as is written before the disk is waited for
+# The most parts that wait for the disk. A slower disk then holds the writer up, instead of filling
+# the memory.
 UNSYNCED_PARTS = 4
-# the kernel drops from its cache only whole folios, which may begin in the part before
+# The kernel drops only whole folios, its units of cache, and one may begin in the part before: at
+# most this much earlier.
 FOLIO_BYTES = 2 * 1024 * 1024
 
 
 def make_file(path: Path, content: bytes, size: int) -> None:
-    """A new file of `size` bytes that begins with `content`; the rest are zeros, which take no room
-    before `fill_file`.
+    """Makes a new file of `size` bytes that begins with `content`, for `fill_file` to complete.
 
-    Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes.
+    The rest are zeros that take no room on disk. Raises `FileExistsError` if the file exists, and
+    any other `OSError` as it comes.
     """
     with path.open("xb", buffering=0) as file:
         file.write(content)
@@ -72,11 +72,12 @@ def fill_file(
     chunks: Iterable[bytes | memoryview],
     on_disk: Callable[[int], object] = lambda _: None,
 ) -> None:
-    """Writes `chunks` into a file from `position` on, and waits until the disk has them.
+    """Writes `chunks` into an existing file from byte `position` on, and waits for the disk.
 
-    A thread waits for the disk while the next part is written. It then has the kernel forget the
-    part, so that whoever reads it next reads the disk, and calls `on_disk` with the number of
-    bytes, from the file's beginning, that are there.
+    After each part of SYNC_BYTES a thread waits for the disk, while the next part is written. Then
+    it has the kernel drop the part from its cache, so that whoever reads it next reads the disk.
+    Last it calls `on_disk` with the end of the part: the bytes up to there, counted from the file's
+    beginning, are on disk.
 
     Raises `OSError` as it comes (a full disk, say).
     """
@@ -90,27 +91,28 @@ def fill_file(
 
     with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as pool:
         file.seek(position)
-        synced = 0
+        part_begin = 0  # the first part includes what `make_file` wrote
         waiting = list[Future[None]]()
         for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            position += len(view)
-            while view:
-                view = view[file.write(view) :]
-            if position - synced >= SYNC_BYTES:
-                waiting.append(pool.submit(sync, file.fileno(), synced, position))
-                synced = position
+            unwritten = memoryview(chunk).cast("B")
+            position += len(unwritten)
+            while unwritten:  # an unbuffered write may write less than it was given
+                unwritten = unwritten[file.write(unwritten) :]
+            if position - part_begin >= SYNC_BYTES:
+                waiting.append(pool.submit(sync, file.fileno(), part_begin, position))
+                part_begin = position
             if len(waiting) > UNSYNCED_PARTS:
                 waiting.pop(0).result()
-        waiting.append(pool.submit(sync, file.fileno(), synced, position, is_last=True))
-        # each: the kernel reports a failure once, to the part that waited for it
+        waiting.append(pool.submit(sync, file.fileno(), part_begin, position, is_last=True))
+        # Each is asked: the kernel reports a failure once, to the part that waited for it.
         for future in waiting:
             future.result()
 
 
 def _forget(descriptor: int, start: int, end: int) -> None:
-    """Has the kernel drop these bytes of a file, which are on disk, from its cache, where the
-    system can.
+    """Has the kernel drop bytes of a file, which are on disk, from its cache.
+
+    Without posix_fadvise (on macOS) it does nothing.
     """
     if hasattr(os, "posix_fadvise"):
         start = max(0, start - FOLIO_BYTES)
@@ -119,14 +121,15 @@ def _forget(descriptor: int, start: int, end: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file of the result."""
+    """One safetensors file of the export."""
 
-    name: str  # its path in the result's folder
-    values: tuple[Value, ...]
+    name: str  # the file's path in the export's folder
+    values: tuple[Value, ...]  # in the order of the file
 
     @property
     def header(self) -> bytes:
-        return header_bytes(((v.name, v.dtype, v.shape) for v in self.values), {"format": "pt"})
+        entries = ((value.name, value.dtype, value.shape) for value in self.values)
+        return header_bytes(entries, {"format": "pt"})
 
     @property
     def byte_count(self) -> int:
@@ -135,17 +138,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights that will be written. Returned by `plan_weights`."""
+    """The weights that an export will have. Returned by `plan_weights`."""
 
-    model: tuple[Shard, ...]  # empty where the adapter alone is exported
-    adapter: Shard | None
-    adapter_config: Mapping[str, Any]  # the content of adapter_config.json
-    dtype: torch.dtype  # of the model
-    # by the target's names: the checkpoint's, or the base's under an adapter
+    model: tuple[Shard, ...]  # empty: only the adapter is exported
+    adapter: Shard | None  # None: no adapter is exported
+    adapter_config: Mapping[str, Any]  # the content of adapter_config.json; empty without adapter
+    dtype: torch.dtype  # the dtype of the model
+    # `find_stored`: the tensors that the model's values are made of; empty without a model
     stored: Mapping[str, StoredTensor]
-    merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
-    is_merged: bool = False  # whether an adapter is in the model's values
-    account: BaseAccount = NOTHING_CARRIED  # of the base's tensors
+    merge: MergeChoice | None = None  # the base of the merge; None: not QLoRA, or no merge
+    is_merged: bool = False  # whether an adapter is merged into the model's values
+    account: BaseAccount = NOTHING_CARRIED  # what the export makes of the base's tensors
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -157,7 +160,7 @@ class Weights:
 
     @property
     def values(self) -> list[Value]:
-        """The tensors of the model itself, without those that are carried over from the base."""
+        """The values of the model's parameters: all but the tensors carried over from the base."""
         return [
             value
             for shard in self.model
@@ -166,12 +169,12 @@ class Weights:
         ]
 
 
-# tensor -> xxh3_128 of its bytes, taken from memory on their way to the file
+# tensor's name -> hexadecimal xxh3_128 of its bytes, computed in memory as they were written
 Digests = Mapping[str, str]
 
 
 def ignore(_file: str, _end: int) -> None:
-    """Does nothing: no reader waits for the files."""
+    """Stands in for `on_disk` where nobody reads the files while they are written."""
 
 
 def plan_weights(
@@ -181,12 +184,22 @@ def plan_weights(
     merge: MergeChoice | None = None,
     account: BaseAccount = NOTHING_CARRIED,
 ) -> Weights:
-    """The files of the result, and how each tensor in them follows from what is stored.
+    """Plans the files of an export and the value of each tensor in them.
 
-    Reads no values, but tied ones.
+    It reads no values but those of tied tensors, which are compared, and of tensors beside a
+    language model, which are compared with the base's.
 
-    Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not
-    fit it.
+    Args:
+        source: What is exported.
+        target: The model that is written.
+        options: Whether model and adapter are written, the dtype, and the size of a file.
+        merge: Which base a QLoRA adapter is merged onto; None: the original, or nothing is merged.
+        account: With the tensors that are carried over from the base: training never touched them,
+            and the target has no parameter for them.
+
+    Raises:
+        UserError: The stored tensors are not those of `target`, the adapter does not fit it, or an
+            adapter is asked for and there is none.
     """
     if source.adapter is None and not options.model:
         raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
@@ -216,36 +229,50 @@ def plan_weights(
             return read_dequantized(base)[slices]
         return read_slice(base, slices)
 
-    values = list(_plan_files(source, target, read_base, planned))
+    values = list(_plan_file_tensors(source, target, read_base, planned))
     values += plan_carried(account, source, target, dtype, dtype_is_given=dtype_is_given)
     shards = _split_into_shards(values, read_size(options.max_shard_size))
     is_merged = source.adapter is not None
     return Weights(shards, adapter, config, dtype, stored, merge, is_merged, account)
 
 
-def _plan_files(
+def _plan_file_tensors(
     source: Source, target: TargetModel, read_base: Values, planned: Mapping[str, Value]
 ) -> Iterator[Value]:
-    """The tensors as the files hold them, made from the model's parameters: one file tensor for
-    each expert, where the model has one parameter for all experts of a layer.
+    """Plans the tensors that the files hold, which may differ from the model's parameters.
+
+    Most of them are whole parameters. But a file tensor may also be a part of a parameter, or made
+    of several: where one parameter holds all experts of a layer, the files may have a tensor for
+    each expert.
+
+    Args:
+        source: What is exported.
+        target: The model. Its `files` say of which parts a file tensor is made.
+        read_base: Reads slices of a parameter of the base.
+        planned: The values of the whole parameters, from `plan_values`.
+
+    Raises:
+        UserError: The files hold parts of a parameter that is stored quantized, or whose update
+            takes whole rows only.
     """
     updates = {}
     if source.adapter is not None:
         updates = find_updates(source.adapter, target, str(source.path))
 
-    def read(parameter: str, slices: Slices) -> Tensor:
-        values = as_floating(read_base(parameter, slices))
+    def read_updated(parameter: str, slices: Slices) -> Tensor:
+        base = as_floating(read_base(parameter, slices))
         if parameter in updates:
-            return updates[parameter].apply(values, slices)
-        return values
+            return updates[parameter].apply(base, slices)
+        return base
 
-    def rows(box: BoxedTensor, start: int, stop: int) -> Tensor:
-        return box.read((slice(start, stop),), read)
+    def read_rows(box: BoxedTensor, start: int, stop: int) -> Tensor:
+        return box.read((slice(start, stop),), read_updated)
 
     for name, box in target.files.items():
         first = box.parts[0].name
         parameters = {part.name for part in box.parts}
-        if box.parts == BoxedTensor.whole(first, target.shapes[first]).parts:
+        is_whole_parameter = box.parts == BoxedTensor.whole(first, target.shapes[first]).parts
+        if is_whole_parameter:
             yield replace(planned[first], name=name)
         elif parameters & source.quantized.keys() or any(
             updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()
@@ -255,24 +282,29 @@ def _plan_files(
                 "its files; --adapter-only exports the adapter as it is"
             )
         else:
-            yield Value(name, box.shape, planned[first].dtype, partial(rows, box))
+            yield Value(name, box.shape, planned[first].dtype, partial(read_rows, box))
 
 
 def _plan_adapter(
     adapter: Adapter, target: TargetModel, where: str, options: ExportOptions
 ) -> tuple[Mapping[str, Any], Shard]:
-    """The content of adapter_config.json, and the file of its tensors."""
-    dtype = None
+    """Plans the adapter's files: returns the content of adapter_config.json and the weights.
+
+    The tensors keep their dtype, unless the adapter is exported alone and --dtype is given. Raises
+    `UserError` if the adapter does not fit the target, or vLLM's names are asked for and vLLM does
+    not load it.
+    """
+    dtype = None  # each tensor's own
     if options.dtype and not options.model:
         dtype = getattr(torch, options.dtype)
     if why_unsupported(adapter.config) is None:
-        find_updates(adapter, target, where)  # raises unless it is complete and fits
+        find_updates(adapter, target, where)  # raises unless the adapter is complete and fits
     tensors = dict(adapter.tensors)
-    # peft gives each module that it replaces a copy of its own
+    # peft gives each module in modules_to_save a copy of the weights, even of tied ones
+    saved_modules = adapter.config.get("modules_to_save") or ()
     for name, first in target.tied.items():
-        if first in tensors and name.rpartition(".")[0] in (
-            adapter.config.get("modules_to_save") or ()
-        ):
+        module, _, _ = name.rpartition(".")
+        if first in tensors and module in saved_modules:
             tensors.setdefault(name, tensors[first])
     values = [
         stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype)
@@ -287,25 +319,26 @@ def _plan_adapter(
 
 
 def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a
-    file of its own.
+    """Divides `values`, in order, into files of at most `max_shard_bytes` of values.
+
+    A larger tensor gets a file of its own. A single file is named without a number.
     """
     groups: list[list[Value]] = [[]]
-    filled = 0
+    group_bytes = 0  # of the last group
     for value in values:
-        if groups[-1] and filled + value.byte_count > max_shard_bytes:
+        if groups[-1] and group_bytes + value.byte_count > max_shard_bytes:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(value)
-        filled += value.byte_count
+        group_bytes += value.byte_count
     stem = SINGLE_FILE.removesuffix(".safetensors")
     if len(groups) == 1:
         names = [SINGLE_FILE]
     else:
         numbers = range(1, len(groups) + 1)
         names = [f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors" for number in numbers]
-    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and
-    # order is kept otherwise.
+    # Within a file wide elements come first, so that each tensor is aligned to its dtype. Tensors
+    # of one width keep their order, and mixed dtypes are rare.
     return tuple(
         Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
         for name, group in zip(names, groups, strict=True)
@@ -315,9 +348,10 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
 def write_weights(
     folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = ignore
 ) -> Digests:
-    """Fills the files that `make_files` made.
+    """Computes all values and writes them into the files that `make_files` made.
 
-    Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are there.
+    A thread calls `on_disk(file, end)` whenever more is on disk: the first `end` bytes of that
+    file. Returns the digest of each tensor's bytes.
     """
     digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
     with progress_bar("writing", weights.byte_count) as advance:
@@ -328,8 +362,9 @@ def write_weights(
 
 
 def make_files(folder: Path, weights: Weights) -> None:
-    """Every safetensors file of the result, with its header but without values, and a model's
-    index.
+    """Makes all safetensors files with their headers but without values, and the model's index.
+
+    A model in one file has no index.
     """
     for shard in weights.shards:
         (folder / shard.name).parent.mkdir(exist_ok=True)
@@ -339,18 +374,23 @@ def make_files(folder: Path, weights: Weights) -> None:
         weight_map = {value.name: shard.name for shard in weights.model for value in shard.values}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
-    for inner in {(folder / shard.name).parent for shard in weights.shards}:
-        sync_folder(inner)
+    for parent in {(folder / shard.name).parent for shard in weights.shards}:
+        sync_folder(parent)
 
 
 def _stream(
     shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
 ) -> Iterator[memoryview]:
-    """The bytes of one file's values, in order; adds those of each tensor to its digest."""
-    parts = [
+    """Yields the bytes of a file's values in order, a block of rows at a time.
+
+    It adds them to the digest of their tensor, and calls `advance` with their number once the
+    caller comes back for the next block.
+    """
+    block_places = [
         (value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)
     ]
-    for (value, _, _), block in zip(parts, prefetch(cast_rows, parts), strict=True):
+    blocks = prefetch(cast_rows, block_places)
+    for (value, _, _), block in zip(block_places, blocks, strict=True):
         if block.numel():
             content = raw_bytes(block)
             digests[value.name].update(content)

@@ -45,7 +45,7 @@ def in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             torch_files,
-            "_find_places",
+            "_run_find_places",
             lambda *paths: json.loads(json.dumps(find_places(list(paths)))),
         )
         yield
