@@ -129,9 +129,11 @@ def _make_adapter_config(
         "base_model_name_or_path": source.base_model,
         "inference_mode": True,
     }
-    # the recipe's revision is one of the recipe's model, not of another that --base-model names
+    # A revision is one of the model that it is named with, not of another that --base-model names.
     if source.recipe.get("model_name_or_path") == source.base_model:
         config["revision"] = trained_config.get("revision") or source.recipe.get("model_revision")
+    elif trained_config.get("base_model_name_or_path") != source.base_model:
+        config["revision"] = None
     return config
 
 

@@ -265,10 +265,12 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
         tensors = torch_files.read_torch_files([path / ADAPTER_TORCH_FILE])
     else:
         tensors = read_folder(path)
-    name = base_model or config.get("base_model_name_or_path")
+    trained_base = config.get("base_model_name_or_path")
+    name = base_model or trained_base
     if not isinstance(name, str) or not name:
         raise UserError(f"{path / ADAPTER_CONFIG}: names no base model; name it with --base-model")
-    return _add_base(Source(path, path, tensors, base_model=name), config, config.get("revision"))
+    revision = config.get("revision") if name == trained_base else None
+    return _add_base(Source(path, path, tensors, base_model=name), config, revision)
 
 
 def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:

@@ -172,9 +172,11 @@ def test_a_tied_weight_is_not_merged_but_exported_as_an_adapter(
     )
 
 
+@pytest.mark.parametrize("is_named_by_the_command", [False, True])
 def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(
-    tiny_llama: Callable[..., Path], tmp_path: Path
+    is_named_by_the_command: bool, tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """A revision in the adapter's config is one of the base that it names, not of another."""
     base, cached = tiny_llama(), Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
     adapter, out = (
         make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"]),
@@ -192,9 +194,13 @@ def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(
     config = json.loads((adapter / "adapter_config.json").read_text()) | {
         "base_model_name_or_path": "somebody/tiny"
     }
+    named = []
+    if is_named_by_the_command:
+        config |= {"base_model_name_or_path": "another/one", "revision": "v1"}
+        named = ["--base-model", "somebody/tiny"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     try:
-        assert main(["export", str(adapter), "--output", str(out), "--no-verify"]) == 0
+        assert main(["export", str(adapter), "--output", str(out), "--no-verify", *named]) == 0
     finally:
         shutil.rmtree(cached)
     assert json.loads((out / "generation_config.json").read_text()) == ends_answers
