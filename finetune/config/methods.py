@@ -220,7 +220,7 @@ class RolloutKeys:
         Ge(0),
         SameOnResume,
         "How many generations ahead of training the server samples: the completions of step n come "
-        "from the weights after step n - max_staleness, or later ones. 0: from those of the step.",
+        "from the weights before step n - max_staleness, or later ones.",
     ] = 0
     routing_replay: Annotated[
         bool,

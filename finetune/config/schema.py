@@ -421,7 +421,7 @@ class Data:
     step_separator: Annotated[
         str,
         SameOnResume,
-        "The text after each step of an answer; a step is scored at its last token.",
+        "The text after each step of an answer; a step is scored at the last token of that text.",
     ] = "\n"
     pooling: Annotated[
         Pooling,
