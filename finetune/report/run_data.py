@@ -566,11 +566,12 @@ def _measure_step_seconds(run: RunRecord) -> float | None:
     lines = [line for line in run.lines if all(line.get(key) for key in keys)][-RATE_LINES:]
     pairs = list(pairwise(lines))
     # a line's speed is that of the steps since the line before it
-    seconds = sum(
+    seconds: float = sum(
         (line["tokens"] - before["tokens"]) / line["tokens_per_second"] for before, line in pairs
     )
     if pairs and seconds > 0:
-        return seconds / (lines[-1]["step"] - lines[0]["step"])
+        steps: int = lines[-1]["step"] - lines[0]["step"]
+        return seconds / steps
     return None
 
 
