@@ -1,6 +1,6 @@
-"""The `finetune` command, and the options of its subcommands, each of which is in its own package.
+"""The `finetune` command: reads the arguments of all subcommands and runs one of them.
 
-Nothing heavy is imported before a subcommand has been chosen and its arguments have been read.
+A subcommand's module, which may import torch, is imported only after its arguments have been read.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from finetune.errors import (
     silence_libraries,
 )
 
-# Subcommand -> the function that runs it, by name: importing it would import torch.
+# Subcommand -> "module:function" that runs it. It is a name, because the module may import torch.
 COMMANDS = {
     "init": "finetune.init.cli:init_command",
     "launch": "finetune.run:launch_command",
@@ -42,7 +42,9 @@ COMMANDS = {
     "checkpoints": "finetune.checkpoint.folders:checkpoints_command",
     "env": "finetune.init.environment:environment_command",
 }
+# subcommands with --recipe, whose further arguments override keys of the recipe
 TAKES_A_RECIPE = ("launch", "serve-training", "plan", "inspect", "env")
+# errors about a recipe's keys then also say what other tools' keys are called here
 add_hints(hints)
 
 Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -50,15 +52,19 @@ Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 @clean_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 0, 2 for a mistake the user can fix, 75 for a
-    preempted run.
+    """Runs the `finetune` command and returns its exit code.
+
+    The code is the subcommand's (0 for success), 2 for a mistake that the user can fix, 75 for a
+    preempted run, and 130 after Ctrl-C. Without `arguments`, those of the process are read.
     """
     silence_libraries()
     try:
         options = read_arguments(sys.argv[1:] if arguments is None else arguments)
         module, _, function = COMMANDS[options.command].partition(":")
-        code: int = getattr(importlib.import_module(module), function)(options)
-        sys.stdout.flush()  # here, not at the interpreter's end: what cannot be written is an error
+        run_command = getattr(importlib.import_module(module), function)
+        code: int = run_command(options)
+        # flushed here, so that a failure is handled below and not at the interpreter's end
+        sys.stdout.flush()
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -66,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(stop, file=sys.stderr)
         return EXIT_PREEMPTED
     except KeyboardInterrupt:
-        return 130  # the shell's own for SIGINT
-    except BrokenPipeError:
-        discard(sys.stdout)  # its reader has gone (`| head`)
+        return 130  # as shells report SIGINT
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`
+        discard(sys.stdout)
         return 0
     except OSError as error:
         if not getattr(sys.stdout, "has_failed", False):
-            raise  # of another file
+            raise  # the error is about another file
         discard(sys.stdout)
         print(
             f"stdout: cannot be written: {error.strerror}; send the output elsewhere, or make room",
@@ -83,8 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, read; for the subcommands that take a recipe, `overrides` holds its
-    `key=value` texts.
+    """Reads the command line: `command`, and the options of that subcommand.
+
+    For the subcommands that take a recipe, `overrides` lists the recipe's overrides as `key=value`.
+    Exits with argparse's message if an argument is wrong.
     """
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
@@ -101,18 +109,24 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _take_file(rest: list[str]) -> str | None:
-    """Takes the first word out of `rest` that is neither an option, nor an option's value, nor
-    `key=value`.
+    """Removes the data file of `finetune inspect` from the arguments `rest`, and returns it.
+
+    It is the first word that is no option, no option's value and no `key=value`; None if there is
+    no such word. A word with "=" is a file if that file exists.
     """
     for i, word in enumerate(rest):
+        is_option = word.startswith("--")
         is_value = i > 0 and rest[i - 1].startswith("--") and "=" not in rest[i - 1]
-        if not (word.startswith("--") or is_value or ("=" in word and not Path(word).exists())):
+        if is_option or is_value:
+            continue
+        is_override = "=" in word and not Path(word).exists()
+        if not is_override:
             return rest.pop(i)
     return None
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every subcommand with its options."""
+    """Builds the parser of the command line, with all subcommands and their options."""
     parser = argparse.ArgumentParser(
         prog="finetune",
         description="Fine-tune Llama-style models on Hugging Face Accelerate.",
@@ -127,109 +141,117 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_init(subcommands: "Subcommands") -> None:
-    init = _add(
+    """Adds `finetune init`."""
+    init = _add_command(
         subcommands,
         "init",
         "write a first recipe for a model, data and GPUs, which the plan says fits",
     )
     init.epilog = "What no flag says is asked, where there is a terminal."
-    _take(init, "--model", "M", "what to train: a folder or hub name")
-    _take(init, "--data", "PATH", "a file, glob, folder, hub name or function (my_data.py:rows)")
-    _take(init, "--data-name", "NAME", "the hub data set's configuration")
-    _take(init, "--split", "SPLIT", "of the data (default: train)", default="train")
+    _add_argument(init, "--model", "M", "what to train: a folder or hub name")
+    _add_argument(
+        init, "--data", "PATH", "a file, glob, folder, hub name or function (my_data.py:rows)"
+    )
+    _add_argument(init, "--data-name", "NAME", "the hub data set's configuration")
+    _add_argument(init, "--split", "SPLIT", "of the data (default: train)", default="train")
     for column in ("messages", "prompt", "completion", "text", "chosen", "rejected", "label"):
-        _take(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
-    _take(init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)")
-    _take(
+        _add_argument(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
+    _add_argument(
+        init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)"
+    )
+    _add_argument(
         init,
         "--gpu-memory",
         "SIZE",
         "of each, for example 80GiB; a bare 80 is GiB (default: this machine's)",
     )
-    _take(
+    _add_argument(
         init,
         "--host-memory",
         "SIZE",
         "of the machine (default: this machine's, where the GPUs are its own)",
     )
-    _take(
+    _add_argument(
         init,
         "--disk",
         "SIZE",
         "for the run (default: what is free here, where the GPUs are this machine's)",
     )
     methods = f"{', '.join(METHODS)} (default: as the data asks, answers, pairs or ratings)"
-    _take(init, "--method", "NAME", f"what it learns from: {methods}")
-    _take(
+    _add_argument(init, "--method", "NAME", f"what it learns from: {methods}")
+    _add_argument(
         init,
         "--train",
         "WHAT",
         "auto, full, lora or qlora (default: all parameters where they fit, else lora)",
     )
-    _take(
+    _add_argument(
         init,
         "--chat-template",
         "T",
         "a name, a file or Jinja text, in place of the tokenizer's own",
     )
-    _take(init, "--teacher", "M", "the model to learn from, a folder or hub name")
-    _take(
+    _add_argument(init, "--teacher", "M", "the model to learn from, a folder or hub name")
+    _add_argument(
         init,
         "--rewards",
         "NAMES",
         "what completions are worth, such as exact_answer,my_rewards.py:short",
     )
-    _take(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
-    _flag(init, "--overwrite", "replace FILE where it exists")
+    _add_argument(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
+    _add_flag(init, "--overwrite", "replace FILE where it exists")
 
 
 def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
-    launch = _add(subcommands, "launch", "start a run on this machine's GPUs, or on CPU ranks")
-    _add_run(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
-    _flag(launch, "--dry-run", "print the plan of the run and stop")
+    """Adds the subcommands of TAKES_A_RECIPE."""
+    launch = _add_command(
+        subcommands, "launch", "start a run on this machine's GPUs, or on CPU ranks"
+    )
+    _add_run_options(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
+    _add_flag(launch, "--dry-run", "print the plan of the run and stop")
 
-    serve = _add(
+    serve = _add_command(
         subcommands, "serve-training", "serve the Tinker API: clients train adapters on one base"
     )
-    _add_run(serve, "ranks on this machine (default: one for each GPU, or one on the CPU)")
+    _add_run_options(serve, "ranks on this machine (default: one for each GPU, or one on the CPU)")
     add_service_options(serve)
 
-    plan = _add(
+    plan = _add_command(
         subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights"
     )
-    _add_run(plan, "ranks of the run (default: a table over many)")
-    _take(
+    _add_run_options(plan, "ranks of the run (default: a table over many)")
+    _add_argument(
         plan,
         "--gpu-memory",
         "SIZE",
         "of each GPU, such as 80GiB: print whether the run fits, or what makes it fit",
     )
-    _take(plan, "--host-memory", "SIZE", "of a node, which is compared too")
-    _take(plan, "--disk", "SIZE", "for checkpoints and export, which is compared too")
-    _take(
+    _add_argument(plan, "--host-memory", "SIZE", "of a node, which is compared too")
+    _add_argument(plan, "--disk", "SIZE", "for checkpoints and export, which is compared too")
+    _add_argument(
         plan,
         "--gpu-link",
         "SIZE",
         "bytes a second, one way, between GPUs of a node (default: 450GB)",
     )
-    _take(
+    _add_argument(
         plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)"
     )
-    _take(
+    _add_argument(
         plan,
         "--mfu",
         "SHARE",
         "assumed share of the peak FLOP/s (default: as measured, 0.22 to 0.58)",
         type=float,
     )
-    _flag(plan, "--json", "print JSON")
+    _add_flag(plan, "--json", "print JSON")
 
-    env = _add(
+    env = _add_command(
         subcommands, "env", "print versions, devices and kernels, and what a recipe lacks here"
     )
-    _add_run(env, "ranks of the run (default: one for each GPU, or one)", recipe=None)
+    _add_run_options(env, "ranks of the run (default: one for each GPU, or one)", recipe=None)
 
-    inspect = _add(
+    inspect = _add_command(
         subcommands, "inspect", "show the data as the model will see it, and what is wrong with it"
     )
     inspect.usage = (
@@ -240,31 +262,35 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
         "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's "
         "without one."
     )
-    _take(inspect, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)")
-    _take(
+    _add_argument(inspect, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)")
+    _add_argument(
         inspect,
         "--model",
         "M",
         "use this model's tokenizer and chat template: a folder or hub name",
     )
-    _take(inspect, "--rows", "N", "examples to show (default: 3)", type=int, default=3)
-    _take(inspect, "--examples", "ID,ID", "show these instead, by the numbers in a run's messages")
-    _flag(inspect, "--turns", "and the prompt that inference gives for each turn of them")
-    _take(inspect, "--html", "FILE", "write these prompts beside what is trained into a page")
-    _flag(inspect, "--json", "print JSON")
+    _add_argument(inspect, "--rows", "N", "examples to show (default: 3)", type=int, default=3)
+    _add_argument(
+        inspect, "--examples", "ID,ID", "show these instead, by the numbers in a run's messages"
+    )
+    _add_flag(inspect, "--turns", "and the prompt that inference gives for each turn of them")
+    _add_argument(
+        inspect, "--html", "FILE", "write these prompts beside what is trained into a page"
+    )
+    _add_flag(inspect, "--json", "print JSON")
 
 
 def add_service_options(serve: argparse.ArgumentParser) -> None:
-    """Adds the options that the server and the script on its ranks both take."""
-    _take(
+    """Adds the options of `serve-training`, which the script on the server's ranks takes too."""
+    _add_argument(
         serve,
         "--host",
         "HOST",
         "where to listen (default: 127.0.0.1); elsewhere FINETUNE_API_KEY is what clients send",
         default="127.0.0.1",
     )
-    _take(serve, "--port", "N", "default: 8010; 0: a free one", type=int, default=8010)
-    _take(
+    _add_argument(serve, "--port", "N", "default: 8010; 0: a free one", type=int, default=8010)
+    _add_argument(
         serve,
         "--max-stacked",
         "N",
@@ -272,33 +298,36 @@ def add_service_options(serve: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
     )
-    _take(
+    _add_argument(
         serve,
         "--vllm-server",
         "URL",
         "a vLLM server of the base that samples; it reads adapters from output_dir (default: the "
         "model itself samples)",
     )
-    _take(serve, "--max-sessions", "N", "open at once (default: 64)", type=int, default=64)
-    _take(serve, "--max-body", "SIZE", "of a request (default: 64MiB)", default="64MiB")
-    _take(serve, "--max-disk", "SIZE", "of all states (default: 100GiB)", default="100GiB")
+    _add_argument(serve, "--max-sessions", "N", "open at once (default: 64)", type=int, default=64)
+    _add_argument(serve, "--max-body", "SIZE", "of a request (default: 64MiB)", default="64MiB")
+    _add_argument(serve, "--max-disk", "SIZE", "of all states (default: 100GiB)", default="100GiB")
 
 
 def _add_export(subcommands: "Subcommands") -> None:
-    export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
-    _take(
+    """Adds `finetune export`."""
+    export = _add_command(
+        subcommands, "export", "turn a checkpoint into a verified Hugging Face folder"
+    )
+    _add_argument(
         export,
         "source",
         "RUN_OR_CHECKPOINT",
         "a run's folder (its newest checkpoint), or a checkpoint",
     )
-    _take(export, "--output", "DIR", "the folder to make", required=True)
+    _add_argument(export, "--output", "DIR", "the folder to make", required=True)
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default: the base checkpoint's)",
     )
-    _take(
+    _add_argument(
         export,
         "--format",
         "FORMATS",
@@ -306,7 +335,7 @@ def _add_export(subcommands: "Subcommands") -> None:
         default="safetensors",
     )
     for key in list_keys():
-        _take(
+        _add_argument(
             export,
             key.flag,
             key.metavar,
@@ -315,10 +344,12 @@ def _add_export(subcommands: "Subcommands") -> None:
             type=key.read,
             default=key.default,
         )
-    _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
-    _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
-    _flag(export, "--overwrite", "replace DIR where it exists")
-    _flag(export, "--adapter-only", "LoRA: the PEFT folder alone, nothing merged")
+    _add_argument(
+        export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB"
+    )
+    _add_flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
+    _add_flag(export, "--overwrite", "replace DIR where it exists")
+    _add_flag(export, "--adapter-only", "LoRA: the PEFT folder alone, nothing merged")
     export.add_argument(
         "--adapter-names",
         choices=("peft", "vllm"),
@@ -336,43 +367,48 @@ def _add_export(subcommands: "Subcommands") -> None:
             "held-out loss)"
         ),
     )
-    _take(
+    _add_argument(
         export,
         "--base-model",
         "MODEL",
         "the base model, where the checkpoint does not name it: a folder or hub name",
     )
-    _take(export, "--push-to-hub", "REPO", "upload the verified folder to this hub repository")
-    _flag(export, "--trust-remote-code", "run the base model's own code")
+    _add_argument(
+        export, "--push-to-hub", "REPO", "upload the verified folder to this hub repository"
+    )
+    _add_flag(export, "--trust-remote-code", "run the base model's own code")
 
 
 def _add_commands_on_folders(subcommands: "Subcommands") -> None:
+    """Adds the subcommands whose first argument is a run, a model or another tool's file."""
     _add_export(subcommands)
     _add_chat(subcommands)
     _add_evaluate(subcommands)
     _add_serve_check(subcommands)
 
-    report = _add(
+    report = _add_command(
         subcommands, "report", "write an HTML file on one run, or on several side by side"
     )
-    _take(report, "runs", "RUN", "a run's folder", nargs="+")
-    _take(
+    _add_argument(report, "runs", "RUN", "a run's folder", nargs="+")
+    _add_argument(
         report,
         "--output",
         "FILE",
         "the file to write, and its .png (default: report.html and loss.png in the first RUN)",
     )
-    _flag(report, "--serve", "write no file; serve the report on localhost, as it grows")
-    _take(report, "--port", "N", "of --serve (default: the first free one from 8000)", type=int)
+    _add_flag(report, "--serve", "write no file; serve the report on localhost, as it grows")
+    _add_argument(
+        report, "--port", "N", "of --serve (default: the first free one from 8000)", type=int
+    )
 
-    checkpoints = _add(
+    checkpoints = _add_command(
         subcommands, "checkpoints", "list what a run can be resumed or exported from"
     )
-    _take(checkpoints, "run", "RUN", "a run's folder")
-    _flag(checkpoints, "--verify", "read every file and compare its checksum")
-    _flag(checkpoints, "--json", "print JSON")
+    _add_argument(checkpoints, "run", "RUN", "a run's folder")
+    _add_flag(checkpoints, "--verify", "read every file and compare its checksum")
+    _add_flag(checkpoints, "--json", "print JSON")
 
-    convert = _add(
+    convert = _add_command(
         subcommands,
         "convert",
         (
@@ -380,32 +416,33 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
             "Automodel, ms-swift"
         ),
     )
-    _take(
+    _add_argument(
         convert,
         "source",
         "THEIR.yaml",
         "the other tool's file, a script, or a command line in quotes",
     )
-    _take(convert, "--output", "FILE", "the recipe to write (default: print it)")
-    _flag(convert, "--overwrite", "replace FILE where it exists")
+    _add_argument(convert, "--output", "FILE", "the recipe to write (default: print it)")
+    _add_flag(convert, "--overwrite", "replace FILE where it exists")
 
 
 def _add_chat(subcommands: "Subcommands") -> None:
-    chat = _add(
+    """Adds `finetune chat`."""
+    chat = _add_command(
         subcommands,
         "chat",
         "talk to a trained model, with its base beside it, or answer the prompts of a script",
     )
-    _take(
+    _add_argument(
         chat,
         "source",
         "RUN_OR_FOLDER",
         "a run's folder, a checkpoint, an adapter, a model's folder or hub name",
     )
-    _flag(chat, "--compare", "also answer with the base model")
-    _take(chat, "--compare-with", "OTHER", "also answer with this model: as RUN_OR_FOLDER")
+    _add_flag(chat, "--compare", "also answer with the base model")
+    _add_argument(chat, "--compare-with", "OTHER", "also answer with this model: as RUN_OR_FOLDER")
     prompts = chat.add_mutually_exclusive_group()
-    _take(
+    _add_argument(
         prompts,
         "--prompt",
         "TEXT",
@@ -413,16 +450,18 @@ def _add_chat(subcommands: "Subcommands") -> None:
         action="append",
         default=[],
     )
-    _take(
+    _add_argument(
         prompts,
         "--prompts",
         "FILE",
         "answer every row (JSON Lines, CSV, Parquet, ...) or line of text",
     )
-    _flag(chat, "--json", "print a JSON object for each prompt")
-    _take(chat, "--rank", "FILE", "with an embedder: rank the lines of FILE by each prompt")
-    _take(chat, "--nearest", "K", "lines that --rank shows (default: 5)", type=int, default=5)
-    _take(
+    _add_flag(chat, "--json", "print a JSON object for each prompt")
+    _add_argument(chat, "--rank", "FILE", "with an embedder: rank the lines of FILE by each prompt")
+    _add_argument(
+        chat, "--nearest", "K", "lines that --rank shows (default: 5)", type=int, default=5
+    )
+    _add_argument(
         chat,
         "--image",
         "FILE",
@@ -430,123 +469,143 @@ def _add_chat(subcommands: "Subcommands") -> None:
         action="append",
         default=[],
     )
-    _take(chat, "--system", "TEXT", "the system message")
-    _take(chat, "--max-new-tokens", "N", "of an answer (default: 512)", type=int, default=512)
-    _take(
+    _add_argument(chat, "--system", "TEXT", "the system message")
+    _add_argument(
+        chat, "--max-new-tokens", "N", "of an answer (default: 512)", type=int, default=512
+    )
+    _add_argument(
         chat,
         "--temperature",
         "T",
         "0 answers greedily (default: the model's generation_config.json)",
         type=float,
     )
-    _take(chat, "--top-p", "P", "sample from this share of the probability", type=float)
-    _take(chat, "--seed", "N", "sample the same answers again", type=int)
+    _add_argument(chat, "--top-p", "P", "sample from this share of the probability", type=float)
+    _add_argument(chat, "--seed", "N", "sample the same answers again", type=int)
     template = chat.add_mutually_exclusive_group()
-    _take(
+    _add_argument(
         template,
         "--chat-template",
         "T",
         "a name, a file or Jinja text (default: the tokenizer's own)",
     )
-    _flag(
+    _add_flag(
         template, "--no-chat-template", "continue prompts as they are", clears="use_chat_template"
     )
     _add_model_options(chat)
 
 
 def _add_evaluate(subcommands: "Subcommands") -> None:
-    evaluate = _add(
+    """Adds `finetune evaluate`."""
+    evaluate = _add_command(
         subcommands, "evaluate", "measure a trained model and its base on lm-eval's tasks"
     )
-    _take(evaluate, "source", "RUN_OR_FOLDER", "as for chat; a run keeps the results")
-    _take(
+    _add_argument(evaluate, "source", "RUN_OR_FOLDER", "as for chat; a run keeps the results")
+    _add_argument(
         evaluate,
         "--tasks",
         "T,T",
         "such as gsm8k,mmlu; `lm-eval ls tasks` lists them",
         required=True,
     )
-    _take(evaluate, "--include-path", "DIR", "also take tasks from the YAML files in this folder")
-    _take(evaluate, "--num-fewshot", "N", "examples in a prompt (default: the task's)", type=int)
-    _take(evaluate, "--limit", "N", "documents of each task, or a share (default: all)", type=float)
-    _take(evaluate, "--batch-size", "N", "documents at once (default: auto)", default="auto")
-    _flag(evaluate, "--apply-chat-template", "ask in the model's chat template")
-    _flag(evaluate, "--no-compare", "do not measure the base model", clears="compare")
-    _take(evaluate, "--output", "FILE", "also write the results to this JSON file")
+    _add_argument(
+        evaluate, "--include-path", "DIR", "also take tasks from the YAML files in this folder"
+    )
+    _add_argument(
+        evaluate, "--num-fewshot", "N", "examples in a prompt (default: the task's)", type=int
+    )
+    _add_argument(
+        evaluate, "--limit", "N", "documents of each task, or a share (default: all)", type=float
+    )
+    _add_argument(
+        evaluate, "--batch-size", "N", "documents at once (default: auto)", default="auto"
+    )
+    _add_flag(evaluate, "--apply-chat-template", "ask in the model's chat template")
+    _add_flag(evaluate, "--no-compare", "do not measure the base model", clears="compare")
+    _add_argument(evaluate, "--output", "FILE", "also write the results to this JSON file")
     _add_model_options(evaluate)
 
 
 def _add_serve_check(subcommands: "Subcommands") -> None:
-    check = _add(
+    """Adds `finetune serve-check`."""
+    check = _add_command(
         subcommands, "serve-check", "compare a server's answers with those of transformers"
     )
-    _take(
+    _add_argument(
         check,
         "source",
         "RUN_OR_FOLDER",
         "as for chat: what transformers answers with, and vLLM serves",
     )
-    _take(
+    _add_argument(
         check,
         "--server",
         "S",
         "llama.cpp or vllm, which is started; ollama or a URL, which is running",
         required=True,
     )
+    # an option for each format whose export is a file that a server reads, such as --gguf
     for name, row in EXPORT_FORMATS.items():
         if row.suffix is not None and row.server is not None:
-            _take(
+            _add_argument(
                 check,
                 f"--{name}",
                 "FILE",
                 f"what {row.server} serves (default: the first in the folder)",
             )
-    _take(
+    _add_argument(
         check,
         "--served-model",
         "NAME",
         "what a running server calls the model (default: its only one)",
     )
-    _take(
+    _add_argument(
         check, "--prompts", "FILE", "rows or lines, as for chat (default: the run's held-out rows)"
     )
-    _take(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
-    _take(check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32)
-    _take(
+    _add_argument(check, "--count", "N", "prompts to ask (default: 8)", type=int, default=8)
+    _add_argument(
+        check, "--max-new-tokens", "N", "of an answer (default: 32)", type=int, default=32
+    )
+    _add_argument(
         check,
         "--max-difference",
         "NATS",
         "also exit with 1 where a log-probability differs by more",
         type=float,
     )
-    _take(
+    _add_argument(
         check,
         "--base-model",
         "MODEL",
         "the base model, where it is not named or has moved: a folder or hub name",
     )
-    _flag(check, "--trust-remote-code", "run the model's own code")
+    _add_flag(check, "--trust-remote-code", "run the model's own code")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    _take(
+    """Adds the options of a subcommand that loads a model and its chat template."""
+    _add_argument(
         parser,
         "--chat-template-kwargs",
         "JSON",
         "what the template also reads: '{\"enable_thinking\": false}'",
     )
-    _take(
+    _add_argument(
         parser,
         "--base-model",
         "MODEL",
         "the base model, where it is not named or has moved: a folder or hub name",
     )
-    _flag(parser, "--trust-remote-code", "run the model's own code")
+    _add_flag(parser, "--trust-remote-code", "run the model's own code")
 
 
-def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentParser:
+def _add_command(subcommands: "Subcommands", name: str, help_text: str) -> argparse.ArgumentParser:
+    """Adds a subcommand and returns its parser. `help_text` says what the subcommand does."""
     parser = subcommands.add_parser(
-        name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False
+        name,
+        help=help_text,
+        description=help_text[0].upper() + help_text[1:] + ".",
+        allow_abbrev=False,
     )
     if name in TAKES_A_RECIPE:
         parser.epilog = (
@@ -556,33 +615,41 @@ def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentP
     return parser
 
 
-def _take(parser: Any, name: str, metavar: str, what: str, **keys: Any) -> None:
-    parser.add_argument(name, metavar=metavar, help=what, **keys)
+def _add_argument(parser: Any, name: str, metavar: str, help_text: str, **keys: Any) -> None:
+    """Adds an option (or a positional argument, without "--") that has a value."""
+    parser.add_argument(name, metavar=metavar, help=help_text, **keys)
 
 
-def _flag(parser: Any, name: str, what: str, *, clears: str | None = None) -> None:
-    """A flag that sets its own name, or `clears` another that is set without it."""
+def _add_flag(parser: Any, name: str, help_text: str, *, clears: str | None = None) -> None:
+    """Adds an option without a value. It sets the attribute of its own name to True.
+
+    With `clears`, it sets the attribute of that name to False instead, which is True without it.
+    """
     if clears is None:
         keys: dict[str, Any] = {"action": "store_true"}
     else:
         keys = {"action": "store_false", "dest": clears}
-    parser.add_argument(name, help=what, **keys)
+    parser.add_argument(name, help=help_text, **keys)
 
 
-def _add_run(
+def _add_run_options(
     parser: argparse.ArgumentParser, ranks: str, *, recipe: str | None = "quickstart"
 ) -> None:
-    _take(
+    """Adds the options that describe a run: --recipe, --config and --num-processes.
+
+    `ranks`: the help text of --num-processes. `recipe`: the default recipe; None: there is none.
+    """
+    _add_argument(
         parser,
         "--recipe",
         "R",
         f"a file, or a name in recipes/ (default: {recipe or 'none'})",
         default=recipe,
     )
-    _take(
+    _add_argument(
         parser,
         "--config",
         "C",
         "an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)",
     )
-    _take(parser, "--num-processes", "N", ranks, type=int)
+    _add_argument(parser, "--num-processes", "N", ranks, type=int)

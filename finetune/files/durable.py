@@ -1,8 +1,8 @@
-"""Files and folders that are on disk whole, or as they were before: through kills, power cuts and
-full disks.
+"""Writes of files and folders that are complete or have not happened, whatever kill, power cut or
+full disk interrupts them.
 
-A file's bytes are on disk only after its own fsync, and its name only after the fsync of the folder
-that holds it. A folder becomes visible by one rename, once all in it is on disk.
+A file's bytes are on disk only after an fsync of the file, and its name only after an fsync of the
+folder that holds it. A folder gets its final name by one rename, after all its files are on disk.
 """
 
 import fcntl
@@ -20,42 +20,40 @@ import xxhash
 
 from finetune.constants import ADAPTER, EXPORT
 
-# finds damage, not malice, at the speed of memory; a SHA-256 would halve the rate of a fast disk
+# It finds damage, not malice. It is as fast as memory; SHA-256 would halve the rate of a fast disk.
 CHECKSUM = "xxh3_128"
 CHUNK_BYTES = 16 * 1024 * 1024
-# process ids are those of a machine, or of a container with a name of its own
+# It goes into a file name beside the process id, which is unique only on one machine or container.
 HOST = os.uname().nodename
 
 
 class FolderInUse(Exception):
-    """Another process holds the lock of a folder.
-
-    The message names that process, where it is known.
-    """
+    """Another process holds the lock of a folder. The message names that process if it is known."""
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, object]:
-    """Writes a new file and waits until the disk has it.
+    """Writes `chunks` to a new file and waits until the disk has them.
 
-    Returns its `size` in bytes and its checksum.
+    Returns {"size": bytes written, CHECKSUM: checksum as hexadecimal digits}.
 
-    Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes (a full
-    disk, say).
+    Raises `FileExistsError` if the file exists, or another `OSError` (such as for a full disk). The
+    error names the file.
     """
     digest = xxhash.xxh3_128()
     size = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        for whole in chunks:
-            view = memoryview(whole).cast("B")
+        for chunk in chunks:
+            view = memoryview(chunk).cast("B")
             for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
-                digest.update(chunk)
-                size += len(chunk)
-                while chunk:
-                    chunk = chunk[os.write(descriptor, chunk) :]
+                unwritten = view[start : start + CHUNK_BYTES]
+                digest.update(unwritten)
+                size += len(unwritten)
+                while unwritten:  # a write may stop early
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
         os.fsync(descriptor)
-    except OSError as error:  # of a descriptor: the system does not say of which file
+    except OSError as error:
+        # the system names no file in an error of a descriptor
         error.filename = str(path)
         raise
     finally:
@@ -64,11 +62,12 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, ob
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes `content` beside `path` and renames it to `path`.
+    """Replaces the file `path`, or makes it: writes a temporary file beside it and renames that.
 
-    A link stays one, and a device (/dev/stdout) is written to.
+    A symbolic link stays, and the file that it points to is replaced. A device such as /dev/stdout
+    is written to directly.
 
-    Raises `OSError` where that fails; then `path` is what it was.
+    Raises `OSError` if it fails; `path` then keeps its old content.
     """
     raw = content.encode("utf-8") if isinstance(content, str) else content
     if path.exists() and not path.is_file():
@@ -83,33 +82,34 @@ def replace_file(path: Path, content: str | bytes) -> None:
         temporary.replace(target)
         sync_folder(target.parent)
     except OSError as error:
-        error.filename = str(path)  # the user knows no temporary file
+        error.filename = str(path)  # the user does not know the temporary file
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Removes what killed processes of this machine have left of a `replace_file` of `target`."""
-    own = f".{target.name}.{HOST}-"
-    for path in target.parent.glob(f"{glob.escape(own)}*.part"):
-        process = path.name.removeprefix(own).removesuffix(".part")
+    """Removes the temporary files of `replace_file(target)` calls that were killed on this host.
+
+    The temporary files of processes that still run stay.
+    """
+    prefix = f".{target.name}.{HOST}-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*.part"):
+        process_id = path.name.removeprefix(prefix).removesuffix(".part")
         try:
-            os.kill(int(process), 0)
+            os.kill(int(process_id), 0)  # signal 0 only asks whether the process exists
         except ProcessLookupError:
             path.unlink(missing_ok=True)
-        except (
-            ValueError,
-            OverflowError,
-            PermissionError,
-        ):  # another file's, or a process of another user
+        except (ValueError, OverflowError):  # no process id: this file is not a temporary of ours
+            continue
+        except PermissionError:  # the process runs, under another user
             continue
 
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
-    """The `size` and checksum of a file, as `write_file` returns them.
+    """Reads a file and returns its size and checksum, as `write_file` does.
 
-    Calls `advance` with the bytes read.
+    Calls `advance` after each chunk with the chunk's number of bytes.
     """
     digest = xxhash.xxh3_128()
     size = 0
@@ -122,12 +122,15 @@ def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> d
 
 
 def hash_json(value: Any) -> str:
-    """A hash of `value` as JSON. What JSON has no form for is hashed as `str` writes it."""
+    """Hashes `value` as JSON text with sorted keys.
+
+    An object that JSON cannot hold is hashed as its `str`.
+    """
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the disk has the names in `path`."""
+    """Waits until the disk has the names of the files in the folder `path`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -136,7 +139,10 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes `path` and the missing folders above it; one that exists is fine."""
+    """Makes `path` and the missing folders above it, and waits until the disk has their names.
+
+    It does nothing if `path` exists.
+    """
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -144,12 +150,10 @@ def make_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder within its parent; `target` must not exist.
+    """Renames a folder within its parent, atomically. `target` must not exist.
 
-    Atomic: there is no moment with half of it.
-
-    Raises `OSError` where that fails; with "renamed, but ..." where only the disk has not confirmed
-    the new name.
+    Raises `OSError` if it fails. Its message is "renamed, but ..." if the rename succeeded and only
+    the disk has not confirmed the new name.
     """
     source.rename(target)
     try:
@@ -163,9 +167,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Removes a folder or file and all in it; a missing one is fine. Of a link, its target stays.
+    """Removes a file, or a folder with all that it holds; does nothing if `path` does not exist.
 
-    `ignore_errors` removes what it can and leaves the rest.
+    For a symbolic link, the link is removed and its target stays. With `ignore_errors`, what cannot
+    be removed stays.
     """
     try:
         if path.is_symlink() or path.is_file():
@@ -178,22 +183,23 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
 
 
 def empty_folder(path: Path) -> None:
-    """Makes `path` an empty folder: a missing one is made, and what an existing one holds is
-    removed.
+    """Makes `path` an empty folder: makes it if it is missing, else removes all that it holds.
+
+    A file or symbolic link at `path` is replaced by the folder.
     """
     if path.is_symlink() or path.is_file():
         path.unlink()
     make_folder(path)
-    for inner in path.iterdir():
-        remove_tree(inner)
+    for child in path.iterdir():
+        remove_tree(child)
 
 
 @contextmanager
 def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) -> Iterator[Path]:
-    """An empty folder `staging` that is renamed to `target` when the block ends, and is removed
-    where it raises.
+    """Gives the block an empty folder `staging`, and renames it to `target` after the block.
 
-    The three paths lie in one folder. `replaced`: see `publish_folder`.
+    If the block or the rename raises, `staging` is removed. The three paths must have the same
+    parent. `replaced`: the name that an older `target` has meanwhile (see `publish_folder`).
     """
     try:
         empty_folder(staging)
@@ -205,23 +211,26 @@ def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) 
 
 
 def try_writing(folder: Path) -> Path:
-    """Writes a file where `folder` is or would be made, and leaves nothing; returns the folder that
-    exists there. Raises `OSError` where it cannot.
+    """Checks that `folder` can be written to, or made, by a temporary file that is removed again.
+
+    Returns the folder with the temporary file: `folder`, or its nearest parent that exists. Raises
+    `OSError` if a file cannot be made there.
     """
     path = folder.absolute()
-    existing = next(each for each in (path, *path.parents) if each.exists())
-    with tempfile.TemporaryFile(dir=existing):
-        return existing
+    existing_folder = next(each for each in (path, *path.parents) if each.exists())
+    with tempfile.TemporaryFile(dir=existing_folder):
+        return existing_folder
 
 
 def publish_folder(target: Path, staging: Path, replaced: Path | None = None) -> None:
-    """Renames `staging`, in which all files are on disk, to `target`.
+    """Renames the folder `staging` to `target`. All files in it must be on disk.
 
-    Only one process at a time may do this.
+    With `replaced`, only one process at a time may call this. An older `target` is renamed to
+    `replaced`, and removed after the new one is in place. If the process is killed between the two
+    renames, `recover_replaced` restores the older one.
 
-    A `target` that exists is first renamed to `replaced`, then removed: `recover_replaced` restores
-    it where the process is killed between the two renames. Without `replaced`, a `target` that
-    exists stays and `staging` is removed: another process has published the same content.
+    Without `replaced`, an existing `target` stays and `staging` is removed: another process has
+    published the same content.
     """
     sync_folder(staging)
     if replaced is not None and target.exists():
@@ -237,13 +246,14 @@ def publish_folder(target: Path, staging: Path, replaced: Path | None = None) ->
             return
         raise
     if replaced is not None:
-        # the next `recover_replaced` removes what could not be removed now
+        # a later `recover_replaced` removes what cannot be removed now
         remove_tree(replaced, ignore_errors=True)
 
 
 def recover_replaced(target: Path, replaced: Path) -> None:
-    """Undoes half of a `publish_folder`: gives `replaced` its name back where `target` is missing,
-    else removes it.
+    """Cleans up after a `publish_folder` that was interrupted.
+
+    If `target` is missing, renames `replaced` back to `target`; else removes `replaced`.
     """
     if target.exists():
         remove_tree(replaced, ignore_errors=True)
@@ -252,18 +262,18 @@ def recover_replaced(target: Path, replaced: Path) -> None:
 
 
 def paths_beside(target: Path) -> tuple[Path, Path]:
-    """Returns (where a folder that a user named, an export, is written; what an older one is called
-    while it is replaced).
+    """Names the two hidden folders beside an export's folder `target`, while it is written.
+
+    Returns (the staging folder, the name that an older `target` has while it is replaced).
     """
     return target.parent / f".{target.name}.exporting", target.parent / f".{target.name}.replaced"
 
 
 def restore_folder(target: Path) -> None:
-    """Restores the folder at `target` where a process was killed while it replaced it, between two
-    renames.
+    """Restores an export's folder `target` if a process was killed between the two renames that
+    replace it.
 
-    Every command that may meet an export calls this. It does nothing while another process writes
-    there.
+    It does nothing if `target` exists or another process holds the lock of the staging folder.
     """
     staging, replaced = paths_beside(target)
     if target.exists() or not replaced.is_dir():
@@ -273,24 +283,25 @@ def restore_folder(target: Path) -> None:
         lock = lock_folder(staging)
         try:
             recover_replaced(target, replaced)
-            with suppress(OSError):  # another process has begun to write there
+            with suppress(OSError):  # a staging folder that is not empty stays
                 staging.rmdir()
         finally:
             os.close(lock)
 
 
 def restore_exports(run: Path) -> None:
-    """`restore_folder` of the exports in a run's folder."""
+    """Calls `restore_folder` for the exports in a run's folder: the model's and the adapter's."""
     for name in (EXPORT, ADAPTER):
         restore_folder(run / name)
 
 
 def lock_folder(folder: Path, file: str | None = None) -> int:
-    """Locks `folder` until the returned descriptor is closed or this process ends, however it ends.
+    """Locks `folder` for this process until the returned descriptor is closed or the process ends.
 
-    The lock is on the folder itself, or on `file` in it, which then names this process. On a file
-    system without locks nothing keeps two processes apart. Raises `FolderInUse` where another
-    process has the lock.
+    The lock is on the folder, or on `file` in it; the process's id is then written into the file. A
+    file system without locks lets several processes have it at once.
+
+    Raises `FolderInUse` if another process has the lock, or has just renamed or removed the folder.
     """
     path = folder if file is None else folder / file
     if file is None:
@@ -299,19 +310,18 @@ def lock_folder(folder: Path, file: str | None = None) -> int:
         flags = os.O_RDWR | os.O_CREAT
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-    ):  # the process that had it has renamed or removed it
+    except (FileNotFoundError, NotADirectoryError):
+        # the process that had the folder has renamed or removed it
         raise FolderInUse("another process") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_renamed = not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino
+        # between open and flock another process may have renamed what this descriptor refers to
+        is_in_use = not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino
     except BlockingIOError:
-        is_renamed = True
-    except OSError:
-        is_renamed = False
-    if is_renamed:
+        is_in_use = True
+    except OSError:  # a file system without locks
+        is_in_use = False
+    if is_in_use:
         if file is None:
             holder = ""
         else:

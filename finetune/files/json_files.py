@@ -1,6 +1,6 @@
-"""JSON that comes from outside, read within bounds: files, lines, headers of safetensors files.
+"""Reads JSON from files that are not trusted, with limits on size, nesting and digits.
 
-Imports no torch.
+It reads whole files, JSON Lines, and the headers of safetensors files. Imports no torch.
 """
 
 import errno
@@ -15,20 +15,20 @@ from typing import Any
 
 from finetune.errors import UserError
 
-# of a file; the reference implementation of safetensors allows a header as many
+# Limit on a file, and on a safetensors header, as in the reference implementation of safetensors.
 LIMIT_BYTES = 100_000_000
 MAX_DEPTH = 100
-MAX_DIGITS = 20  # of an integer; 2^64 has as many
+MAX_DIGITS = 20  # digits of an integer; 2^64 has 20
 LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
-# Python's str.splitlines ends a line at these too, and so do readers that use it.
+# Python's str.splitlines also ends a line at these characters; here they become JSON escapes.
 ENDS_OF_LINES = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DAMAGED = "the file is damaged, copy or download it again"
 
 
 def read_bounded(path: Path) -> bytes:
-    """The bytes of a plain file.
+    """Returns the bytes of a regular file of at most LIMIT_BYTES.
 
-    Raises `OSError` for others, such as a pipe, and for a larger one.
+    Raises `OSError` if the file is larger, cannot be read, or is no regular file (such as a pipe).
     """
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > LIMIT_BYTES:
@@ -37,8 +37,8 @@ def read_bounded(path: Path) -> bytes:
 
 
 def open_plain(path: Path) -> FileIO:
-    """A plain file, opened for reading. Raises `OSError`."""
-    if "\0" in str(path):  # of which Python raises a `ValueError`
+    """Opens a regular file for reading. Raises `OSError` for anything else, such as a pipe."""
+    if "\0" in str(path):  # Python would raise a `ValueError`
         raise OSError(errno.EINVAL, "a name with a NUL, which no file has")
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a plain file")
@@ -46,9 +46,10 @@ def open_plain(path: Path) -> FileIO:
 
 
 def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads a JSON file and returns the object in it.
 
-    Raises `UserError`, with `advice`, where there is none that can be read.
+    Raises `UserError` if the file cannot be read or holds no JSON object. `advice` is what the
+    message then says to do about the content.
     """
     try:
         return parse_object(path, read_bounded(path), advice=advice)
@@ -57,9 +58,11 @@ def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
 
 
 def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> dict[str, Any]:
-    """The JSON object in `text`, which is (`part` of) the file `path`.
+    """Parses `text`, the content of the file `path`, as one JSON object.
 
-    Raises `UserError`, for repeated names too.
+    `part`: how messages name the text if it is only a part of the file, with a colon and a space
+    behind ("header: "). Raises `UserError` if `text` is no JSON object, or an object in it has two
+    entries of one name.
     """
     try:
         value = parse_json(text, is_strict=True)
@@ -75,7 +78,7 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Reads the header of a safetensors file, without checking the entries in it.
 
-    Raises `UserError` where the file is cut or its header is no JSON object.
+    Raises `UserError` if the file is shorter than its header or the header is no JSON object.
 
     Returns:
         The header, the position in bytes where the values begin, and the file's size in bytes.
@@ -86,7 +89,7 @@ def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     with file:
         size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(file.read(8), "little")  # of the header, in bytes
         if size < 8 or length > size - 8:
             raise UserError(
                 f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; "
@@ -100,46 +103,54 @@ def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
-    """The object on each line; None for a line that holds none. Empty where there is no such file.
+    """Returns the JSON object on each line of a file, or None for a line without one.
 
-    A last line without its end is dropped where it is cut: a run was killed, or is writing it.
+    The list is empty if the file does not exist. A last line that is incomplete is left out: a run
+    was killed while writing it, or is still writing it.
     """
     return [value for _, value in read_lines_as_written(path)]
 
 
 def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """As `read_json_lines`, each with its bytes, without the end of the line."""
+    """Returns (bytes of the line without its newline, JSON object or None) for each line of a file.
+
+    A missing file and an incomplete last line are treated as in `read_json_lines`.
+    """
     if not path.is_file():
         return []
-    parsed = [(line, _parse(line)) for line in path.read_bytes().split(b"\n")]
-    return parsed if parsed[-1][1] is not None else parsed[:-1]
+    parsed = [(line, _parse_object_or_none(line)) for line in path.read_bytes().split(b"\n")]
+    # what follows the last newline: nothing, or a line that was not finished
+    _, last_value = parsed[-1]
+    return parsed if last_value is not None else parsed[:-1]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no such file, or none in it."""
+    """Returns the JSON object in a file, or {} if the file cannot be read or holds no object."""
     try:
-        return _parse(read_bounded(path)) or {}
+        return _parse_object_or_none(read_bounded(path)) or {}
     except OSError:
         return {}
 
 
 def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Adds a line for each object, in place of the cut line that a killed run may have left at the
-    end.
+    """Appends one line for each object to a file, which is made if it is missing.
+
+    An incomplete last line, as a killed run leaves it, is removed first.
     """
     with path.open("ab+") as file:
-        _drop_cut_line(file)
+        _drop_incomplete_line(file)
         for line in lines:
-            # a lone surrogate becomes its JSON escape
+            # UTF-8 has no lone surrogates; "backslashreplace" writes their JSON escapes
             file.write(write_json_line(line).encode("utf-8", "backslashreplace") + b"\n")
 
 
 def write_json_line(value: Mapping[str, Any]) -> str:
-    """A value as JSON on one line, for readers that split at any end of a line too."""
+    """Writes a value as JSON on one line, even for readers that split lines as `str.splitlines`."""
     return json.dumps(value, ensure_ascii=False).translate(ENDS_OF_LINES)
 
 
-def _drop_cut_line(file: Any) -> None:
+def _drop_incomplete_line(file: Any) -> None:
+    """Truncates the file behind its last newline; to nothing if it has none."""
     end = file.seek(0, os.SEEK_END)
     while end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
         end -= 1
@@ -147,36 +158,39 @@ def _drop_cut_line(file: Any) -> None:
 
 
 class RepeatedName(ValueError):
-    """Two values in one JSON object have the same name, which is the error's text."""
+    """An object in JSON text has two entries of the same name. The error's text is that name."""
 
 
 def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
-    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits
-    is a float.
+    """Parses JSON text that is not trusted. An integer of more than MAX_DIGITS digits is a float.
 
-    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if
-    `is_strict`.
+    Raises `ValueError` if it is no JSON or is nested deeper than MAX_DEPTH. With `is_strict`,
+    raises `RepeatedName` (a `ValueError`) for two entries of one name.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
-    read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
+    # without a long number, json's own function (None) is used, because it is faster
+    read_integer = _read_integer if LONG_NUMBER.search(text) else None
     try:
         value = json.loads(
-            text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None
+            text, parse_int=read_integer, object_pairs_hook=_require_unique if is_strict else None
         )
     except RecursionError:
         raise ValueError("nested too deep") from None
+    # `level`: all lists and objects at one depth of nesting
     level = [value] if isinstance(value, list | dict) else []
     depth = 0
+    # a text with at most MAX_DEPTH opening brackets cannot be nested deeper
     while level and text.count("[") + text.count("{") > MAX_DEPTH:
-        inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [inner for values in inside for inner in values if isinstance(inner, list | dict)]
+        children = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in children for inner in values if isinstance(inner, list | dict)]
         depth += 1
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
     return value
 
 
-def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes a dict of a JSON object's entries. Raises `RepeatedName` if two have one name."""
     entries: dict[str, Any] = {}
     for name, value in pairs:
         if name in entries:
@@ -186,12 +200,14 @@ def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_integer(digits: str) -> int | float:
+    """Reads an integer of JSON text; as a float if it has more than MAX_DIGITS characters."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse_object_or_none(text: bytes) -> dict[str, Any] | None:
+    """Parses JSON text; returns None if it is no JSON, or a value other than an object."""
     try:
-        value = parse_json(line)
+        value = parse_json(text)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -1,6 +1,4 @@
-"""What goes over the network: files of the hub, up and down, and answers of a server, each failure
-a sentence.
-"""
+"""Downloads from the hub, uploads to it, and requests to a server. Each failure is one sentence."""
 
 import json
 import os
@@ -24,7 +22,10 @@ from finetune.files.json_files import read_json_object
 
 
 def find_cache(name: str) -> Path:
-    """The folder of this `name` for what can be made again, in the Hugging Face cache."""
+    """Returns the path of the folder `name` in our part of the Hugging Face cache.
+
+    Only what can be made again is kept there. The folder may not exist yet.
+    """
     return (
         Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / name
     )
@@ -32,10 +33,10 @@ def find_cache(name: str) -> Path:
 
 @cache
 def go_offline_without_network() -> None:
-    """Takes this process offline if the hub does not answer one request.
+    """Puts the hub's client offline in this process if the hub does not answer one request.
 
-    Otherwise the hub's client asks six times for each file, for half a minute, before it looks into
-    the cache.
+    Otherwise the client asks six times for each file, for half a minute, before it looks into the
+    cache.
     """
     from huggingface_hub import constants, get_session
 
@@ -43,33 +44,32 @@ def go_offline_without_network() -> None:
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except (
-        Exception
-    ):  # of the network, a proxy or a certificate: the file that is asked for may be in the cache
+    except Exception:
+        # The network, a proxy or a certificate failed. The wanted file may still be in the cache.
         constants.HF_HUB_OFFLINE = True
 
 
 def download_file(repository: str, name: str, revision: str | None = None) -> Path:
-    """The local path of one file of a hub repository, downloaded unless it is in the cache.
+    """Downloads one file of a hub repository, unless it is in the cache; returns its local path.
 
-    Raises `UserError` where it cannot be downloaded.
+    Raises `UserError` if the file can be neither found in the cache nor downloaded.
     """
     from huggingface_hub import hf_hub_download
 
     go_offline_without_network()
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
-    except Exception as error:  # the hub, the network and the disk each raise their own
+    except Exception as error:  # the hub, the network and the disk raise unrelated classes
         raise hub_error(repository, error, what=name, revision=revision) from None
 
 
 def download_folder(
     repository: str, patterns: list[str], what: str, revision: str | None = None
 ) -> Path:
-    """The local folder with a hub repository's files that match `patterns`, downloaded unless
-    cached.
+    """Downloads the files of a hub repository that match `patterns`, unless they are in the cache;
+    returns the local folder that holds them.
 
-    Raises `UserError`, which calls them `what`, where they cannot be downloaded.
+    `what` names the files in messages. Raises `UserError` if they cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -81,8 +81,10 @@ def download_folder(
 
 
 def find_local_folder(name: str, revision: str | None = None) -> Path | None:
-    """A model's folder without using the network: local, or in the hub's cache; None if there is
-    neither.
+    """Finds a model's folder without the network: `name` as a local folder, or as a hub repository
+    with a config.json in the cache.
+
+    Returns None if there is neither.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -99,8 +101,10 @@ def find_local_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def hub_error(repository: str, error: Exception, what: str, revision: str | None) -> UserError:
-    """The error to raise where the hub did not deliver `what` of `repository`: the reason, and what
-    to do about it.
+    """Makes the `UserError` for a failed download of `what` from `repository`.
+
+    `error` is the exception of the hub's client, the network or the disk. The message gives the
+    reason and what to do about it.
     """
     from huggingface_hub import errors as hub
 
@@ -111,7 +115,7 @@ def hub_error(repository: str, error: Exception, what: str, revision: str | None
         unreachable = "the hub is unreachable"
     status = getattr(getattr(error, "response", None), "status_code", "an error")
     reason = first_line(error)
-    # The first class that matches is used, so subclasses come first.
+    # the first class that matches is used, so subclasses come first
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
         hub.HFValidationError: _explain_missing_folder(Path(repository)),
         hub.GatedRepoError: (
@@ -156,9 +160,7 @@ def _explain_missing_folder(path: Path) -> str:
 
 
 def check_push(repository: str) -> None:
-    """Raises `UserError` where the hub would refuse an upload to `repository`: by its name, or
-    without a token.
-    """
+    """Raises `UserError` if `repository` is no valid hub name, or this machine has no hub token."""
     from huggingface_hub import get_token  # takes most of a second
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -177,13 +179,13 @@ def check_push(repository: str) -> None:
 
 
 def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
-    """Uploads `folder` to the model repository `repository`, which is private if new, in one
-    commit.
+    """Uploads the exported `folder` to the hub's model repository `repository` in one commit.
 
-    Returns whether that succeeded.
+    A new repository is private. Files that the hub already has from an earlier attempt are not sent
+    again.
 
-    What the hub has already of an earlier attempt is not sent again. A failure is logged with the
-    command that tries again, not raised: the export is complete.
+    Returns True if the upload succeeded. A failure is logged with the command that tries again, and
+    not raised: the export on disk is complete.
     """
     from huggingface_hub import CommitOperationAdd, HfApi  # takes most of a second
 
@@ -194,10 +196,10 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
         api = HfApi()
         api.create_repo(repository, repo_type="model", private=True, exist_ok=True)
         api.create_commit(repository, added, commit_message="Upload model", repo_type="model")
-    except Exception as error:  # the hub, the network, a token: none of it is the export's fault
+    except Exception as error:  # the hub, the network or the token failed; the export is complete
         reason = first_line(error)
-        is_as_here = all(isinstance(content, Path) for content in contents.values())
-        if is_as_here:
+        is_unchanged = all(isinstance(content, Path) for content in contents.values())
+        if is_unchanged:
             command = f"hf upload {repository} {shlex.quote(str(folder))} --private"
         else:
             command = "the same command with --overwrite"
@@ -208,8 +210,10 @@ def push_folder(folder: Path, repository: str, log: Callable[[str], object] = pr
 
 
 def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | bytes:
-    """Returns the file as it is uploaded: an adapter's config names a base on this machine by the
-    folder's name alone.
+    """Returns what to upload for the file `path`: `path`, or the changed content of a config.
+
+    An adapter's config that names its base by a folder on this machine is uploaded with that
+    folder's name alone, and `log` gets a line about it.
     """
     if path.name != ADAPTER_CONFIG:
         return path
@@ -217,19 +221,19 @@ def _without_local_base(path: Path, log: Callable[[str], object]) -> Path | byte
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not Path(base).is_absolute():
         return path
-    name = Path(base).name
+    base_name = Path(base).name
     log(
-        f"{ADAPTER_CONFIG}: the base is uploaded as {name}, without its folder here; name one of "
-        "the hub there"
+        f"{ADAPTER_CONFIG}: the base is uploaded as {base_name}, without its folder here; name one "
+        "of the hub there"
     )
-    return f"{json.dumps(config | {'base_model_name_or_path': name}, indent=2)}\n".encode()
+    return f"{json.dumps(config | {'base_model_name_or_path': base_name}, indent=2)}\n".encode()
 
 
-# of a server's answer; a completion of 100,000 tokens takes a tenth of it
+# 64 MiB; the answer with a completion of 100,000 tokens takes a tenth of it
 MAX_ANSWER_BYTES = 64 << 20
-UNAVAILABLE = 503
-FIRST_ERROR = 400
-WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before a server that is not available is asked again
+UNAVAILABLE = 503  # HTTP status
+FIRST_ERROR = 400  # HTTP statuses from here on are errors
+WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between requests to a server that is unavailable
 
 
 def send(
@@ -238,26 +242,23 @@ def send(
     seconds: float,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> bytes:
-    """Sends a POST of `body` as JSON to `url`, or a GET where it is None; returns the server's
-    answer.
+    """Sends an HTTP request to `url` and returns the body of the server's answer.
 
-    One that says that it is not available (503) is asked again, four times at most.
+    The request is a POST of `body` as JSON, or a GET if `body` is None. A server that answers
+    503 (unavailable) is asked again after each of the WAITS, as long as `seconds` allows.
 
     Raises:
-        UserError: No whole answer within `seconds`, one of more than MAX_ANSWER_BYTES, or one that
-            is an error, with what the server says of it.
+        UserError: There is no complete answer within `seconds`, the answer has more than
+            MAX_ANSWER_BYTES, or it has an error status.
     """
     deadline = time.monotonic() + seconds
     data = None if body is None else json.dumps(body).encode()
-    for wait in (*WAITS, None):
+    for wait in (*WAITS, None):  # None: the last request
         request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
         try:
             status, content = _fetch(request, deadline)
-        except (
-            OSError,
-            ValueError,
-            HTTPException,
-        ) as error:  # the last: it breaks off, or speaks another protocol
+        except (OSError, ValueError, HTTPException) as error:
+            # HTTPException: the server breaks off, or speaks another protocol
             reason = printable(str(getattr(error, "reason", error) or type(error).__name__))[:300]
             if time.monotonic() >= deadline:
                 reason = f"timed out after {seconds:g} s"
@@ -277,17 +278,17 @@ def send(
 
 
 def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes]:
-    """Returns (the status of a server's answer, its first MAX_ANSWER_BYTES + 1 bytes), cut at
-    `deadline`.
+    """Sends `request`; returns (status of the answer, first MAX_ANSWER_BYTES + 1 bytes of it).
 
-    The timeout of a socket is that of each piece: a server that sends a byte now and then would
-    never meet it.
+    `deadline` is a time of `time.monotonic`. Timers shut the connection down then, because a
+    socket's own timeout applies to each read alone: a server that sends a byte now and then would
+    never exceed it. Raises `TimeoutError` after the deadline, else what urllib raises.
     """
     timers: list[threading.Timer] = []
 
     def start_timer(connection: HTTPConnection) -> None:
-        left = max(0.0, deadline - time.monotonic())
-        timer = threading.Timer(left, _cut, [connection.sock])
+        seconds_left = max(0.0, deadline - time.monotonic())
+        timer = threading.Timer(seconds_left, _shut_down, [connection.sock])
         timer.daemon = True
         timer.start()
         timers.append(timer)
@@ -303,22 +304,23 @@ def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes
             start_timer(self)
 
     class OpenPlain(urllib.request.HTTPHandler):
-        def http_open(self, asked: urllib.request.Request) -> Any:
-            return self.do_open(Plain, asked)
+        def http_open(self, request: urllib.request.Request) -> Any:
+            return self.do_open(Plain, request)
 
     class OpenEncrypted(urllib.request.HTTPSHandler):
-        def https_open(self, asked: urllib.request.Request) -> Any:
-            return self.do_open(Encrypted, asked)
+        def https_open(self, request: urllib.request.Request) -> Any:
+            return self.do_open(Encrypted, request)
 
     opener = urllib.request.build_opener(OpenPlain, OpenEncrypted)
     try:
         try:
             answer = opener.open(request, timeout=max(1e-3, deadline - time.monotonic()))
-        except urllib.error.HTTPError as error:
+        except urllib.error.HTTPError as error:  # an error status; it also is the answer
             answer = error
         with answer:
             content = bytes(answer.read(MAX_ANSWER_BYTES + 1))
-        if time.monotonic() >= deadline:  # what was cut may look like an end
+        # after a shutdown by the timer, an incomplete body may look like a complete one
+        if time.monotonic() >= deadline:
             raise TimeoutError
         return int(answer.status or 0), content
     finally:
@@ -326,13 +328,15 @@ def _fetch(request: urllib.request.Request, deadline: float) -> tuple[int, bytes
             timer.cancel()
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
+    """Ends the connection, so that a thread that reads from it returns."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _read_message(content: bytes) -> str:
-    """Reads an error of the OpenAI protocol as a line; else returns how the content begins.
+    """Returns the message of an OpenAI error answer, else the content; one line of 300 characters
+    at most.
 
     >>> _read_message(b'{"error": {"message": "no such model"}}'), _read_message(b"not found")
     ('no such model', 'not found')

@@ -1,6 +1,6 @@
-"""The seconds of a run's phases: measured while it runs, and read back from metrics.jsonl.
+"""Measures the seconds of a run's phases while it runs, and reads them back from metrics.jsonl.
 
-No torch.
+Imports no torch.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# In the order in which a run comes to them.
+# Phase as written in metrics.jsonl -> as shown to people, in the order in which a run has them.
 PHASES = {
     "imports": "imports",
     "data": "data",
@@ -23,53 +23,54 @@ PHASES = {
     "export": "export",
     "check": "check of the export",
 }
-# within or beside other phases, which have their seconds too
+# phases whose seconds are also counted in other phases, as they happen within or beside those
 OVERLAPPING = ("compile", "publication")
-LEAST_SECONDS = 1e-4  # what is shorter is not written
-PHASE = "phase"
+LEAST_SECONDS = 1e-4  # a shorter time is not written
+PHASE = "phase"  # key of a line of metrics.jsonl
 
 
 class Phases:
-    """Measures the phases of one start of a run on this rank, by the host's clock: it never waits
-    for the device.
+    """Measures the phases of one start of a run on this rank, and writes them to metrics.jsonl.
 
-    A phase within another one is taken off the outer one, so that seconds of phases add up to at
-    most the time that has passed; `OVERLAPPING` ones are in addition.
+    It reads the host's clock and never waits for the device. The seconds of a phase within another
+    one are subtracted from the outer one. All phases except the `OVERLAPPING` ones therefore add up
+    to at most the time that has passed.
     """
 
     def __init__(self) -> None:
-        self.step: int | None = None  # steps done; None until it is known where the run starts
-        # for each phase that is open: the seconds of the phases within it
-        self._inner: list[float] = []
+        self.step: int | None = None  # steps done; None before `write_to`
+        # for each open phase, from the outermost: the seconds of the phases within it so far
+        self._inner_seconds: list[float] = []
         self._unwritten: deque[dict[str, Any]] = deque()
         self._write: Callable[[dict[str, Any]], object] | None = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """The block is a part of `phase`. For the thread that trains."""
+        """Measures the block as a part of `phase`. Only the training thread may call this."""
         started = time.perf_counter()
-        self._inner.append(0.0)
+        self._inner_seconds.append(0.0)
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
-            inner = self._inner.pop()
-            if self._inner:
-                self._inner[-1] += seconds
-            self.add(phase, seconds - inner, self.step)
+            inner_seconds = self._inner_seconds.pop()
+            if self._inner_seconds:
+                self._inner_seconds[-1] += seconds
+            self.add(phase, seconds - inner_seconds, self.step)
             self.write()
 
     def add(self, phase: str, seconds: float, step: int | None) -> None:
-        """Adds a part of `phase` that belongs to `step`, to be written by the thread that trains.
+        """Adds `seconds` to the lines that the training thread will write. Any thread may call it.
 
-        For any thread.
+        `step` None stands for the step at which the run starts.
         """
         if seconds >= LEAST_SECONDS:
             self._unwritten.append({"step": step, PHASE: phase, "seconds": seconds})
 
     def write_to(self, write: Callable[[dict[str, Any]], object], step: int) -> None:
-        """Sends lines to `write` from now on; those of the phases before belong to `step`, where
-        the run starts.
+        """Gives the lines measured so far to `write`, in the order of `PHASES`, and later ones too.
+
+        `step` is where the run starts; lines without a step get it.
         """
         self.step = step
         self._write = write
@@ -78,7 +79,7 @@ class Phases:
         self.write()
 
     def write(self) -> None:
-        """Writes what is measured and not yet written, once there is a file for it."""
+        """Writes the lines that are not written yet; does nothing before `write_to`."""
         while self._write is not None and self._unwritten:
             line = self._unwritten.popleft()
             step = self.step if line["step"] is None else line["step"]
@@ -86,7 +87,10 @@ class Phases:
 
 
 def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
-    """Counts the starts of the run that left seconds in these lines of metrics.jsonl."""
+    """Returns the highest number of a start that these lines of metrics.jsonl have seconds of.
+
+    Starts of a run are numbered from 1. Returns 0 if no line has seconds.
+    """
     starts = [line.get("start") for line in lines if line is not None and PHASE in line]
     return max((start for start in starts if isinstance(start, int)), default=0)
 
@@ -94,8 +98,10 @@ def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
 def seconds_by_phase(
     lines: Iterable[Mapping[str, Any] | None],
 ) -> dict[int, dict[str, dict[int, float]]]:
-    """Seconds by start, phase (in `PHASES`' order) and step, from lines of metrics.jsonl; damaged
-    ones are left out.
+    """Reads lines of metrics.jsonl as {start: {phase: {step: seconds}}}.
+
+    Starts are in ascending order, and phases in the order of `PHASES`. Lines that hold no phase,
+    or are damaged, are left out. Seconds of one start, phase and step are added up.
     """
     starts: dict[int, dict[str, dict[int, float]]] = {}
     for line in lines:

@@ -1,7 +1,6 @@
-"""What a run leaves in files for others to read: metrics.jsonl and the losses in it,
-benchmarks.json.
+"""Reads and writes a run's benchmarks.json, and reads metrics.jsonl for losses and missing lines.
 
-No torch.
+Imports no torch.
 """
 
 import itertools
@@ -23,31 +22,28 @@ BENCHMARKS = "benchmarks.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkResult:
-    """One metric of one task.
-
-    `base` is what the model before training reaches; None where it was not measured.
-    """
+    """The value of one metric of one lm-eval task, for the trained model and its base model."""
 
     task: str
     metric: str
-    filter: str = "none"  # what of an answer is compared; lm-eval's name
-    trained: float
+    filter: str = "none"  # lm-eval's name of what it takes from an answer to compare
+    trained: float  # the trained model's value
     trained_stderr: float | None = None
-    base: float | None = None
+    base: float | None = None  # the value before training; None if not measured
     base_stderr: float | None = None
     higher_is_better: bool = True
-    samples: int | None = None  # documents that were asked; None: unknown
-    is_limited: bool = False  # not all of the task's documents were asked
+    samples: int | None = None  # number of documents asked; None if unknown
+    is_limited: bool = False  # only a part of the task's documents was asked
     num_fewshot: int | None = None
     chat_template: bool = False
-    version: str = ""  # of the task
-    model: str = ""  # the folder that was measured
+    version: str = ""  # the task's version
+    model: str = ""  # the folder of the trained model
     base_model: str | None = None
-    lm_eval: str = ""  # its version
+    lm_eval: str = ""  # lm-eval's version
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Results with the same key replace each other."""
+        """Says what was measured and how: a new result replaces an old one of the same key."""
         return (
             self.model,
             self.task,
@@ -59,21 +55,25 @@ class BenchmarkResult:
 
 
 def list_runs(folder: Path) -> list[Path]:
-    """The runs in a folder that is none itself, such as those of several adapters."""
+    """Lists the folders of runs directly in `folder`, such as the runs of several adapters.
+
+    The list is empty if `folder` is a run's own folder.
+    """
     if (folder / "metrics.jsonl").is_file():
         return []
     return sorted(each.parent for each in folder.glob("*/metrics.jsonl"))
 
 
 def refuse_several_runs(folder: Path) -> None:
-    """Raises `UserError` for a folder of runs, where one is expected."""
+    """Raises `UserError` if `folder` holds runs, where a single run's folder is expected."""
     if runs := list_runs(folder):
         raise UserError(f"{folder}: holds {counted(len(runs), 'run')}; name one, such as {runs[0]}")
 
 
 def find_origin(folder: Path) -> Path | None:
-    """The base of the checkpoint whose model/ is `folder`, if it is one whose base has weights on
-    this machine.
+    """Finds the folder of the base from which the checkpoint with model/ `folder` was trained.
+
+    Returns None if `folder` is no checkpoint's model/, or the base has no weights on this machine.
     """
     base = read_json_object(folder.parent / "state.json").get("base_model")
     base_folder = None
@@ -85,8 +85,9 @@ def find_origin(folder: Path) -> Path | None:
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
-    """The results in a run's folder; those that cannot be read are skipped, and the page or card
-    lacks them.
+    """Reads the results in a run's folder; [] if it has none, or without a run.
+
+    Results that cannot be read are left out.
     """
     entries = None
     if run is not None:
@@ -96,7 +97,7 @@ def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
 
 
 def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
-    """Writes `results` to a file of their own. Raises `OSError`."""
+    """Writes `results` to the file `path` in place of its content. Raises `OSError`."""
     content = {"results": [asdict(result) for result in results]}
     replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -104,15 +105,18 @@ def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
 def merge_results(
     old: Sequence[BenchmarkResult], new: Sequence[BenchmarkResult]
 ) -> list[BenchmarkResult]:
-    """`old` with `new` in place of what measured the same."""
-    replaced = {result.key for result in new}
-    return [*(result for result in old if result.key not in replaced), *new]
+    """Returns `old` and `new` without those of `old` that `new` measured again (same `key`)."""
+    new_keys = {result.key for result in new}
+    return [*(result for result in old if result.key not in new_keys), *new]
 
 
 def benchmark_table(
     results: Sequence[BenchmarkResult],
 ) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The head and the rows of a table of results, for people."""
+    """Makes a table of results to show to people: (column names, rows of cells).
+
+    Columns without any content are left out, and so is the model if there is only one.
+    """
     columns: dict[str, list[str]] = {
         "Model": [Path(result.model).name for result in results],
         "Task": [result.task for result in results],
@@ -124,23 +128,22 @@ def benchmark_table(
     }
     if len(set(columns["Model"])) < 2:
         del columns["Model"]
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
-    return tuple(shown), list(zip(*shown.values(), strict=True))
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    return tuple(filled), list(zip(*filled.values(), strict=True))
 
 
 def describe_models(results: Sequence[BenchmarkResult]) -> str:
-    """Which models were measured, and by what."""
+    """Says which models and base models were measured, and by which versions of lm-eval."""
+    models = ", ".join(sorted({result.model for result in results}))
     bases = sorted({result.base_model for result in results if result.base_model})
     versions = sorted({result.lm_eval for result in results if result.lm_eval})
     beside = f" beside {', '.join(bases)}" if bases else ""
-    return (
-        f"{', '.join(sorted({result.model for result in results}))}{beside}, by lm-eval "
-        f"{', '.join(versions)}"
-    )
+    return f"{models}{beside}, by lm-eval {', '.join(versions)}"
 
 
 def format_value(value: float, stderr: float | None) -> str:
-    """
+    """Writes a metric's value, with its standard error if that is known.
+
     >>> format_value(0.41736, 0.0136), format_value(12.5, None)
     ('0.417 ± 0.014', '12.5')
     """
@@ -150,6 +153,7 @@ def format_value(value: float, stderr: float | None) -> str:
 
 
 def _describe_metric(result: BenchmarkResult) -> str:
+    """Names the metric, with lm-eval's filter if there is one, and whether lower is better."""
     if result.filter == "none":
         metric = result.metric
     else:
@@ -160,6 +164,7 @@ def _describe_metric(result: BenchmarkResult) -> str:
 
 
 def _describe_setting(result: BenchmarkResult) -> str:
+    """Says how many documents were asked and with which prompt: "500, 5-shot, chat template"."""
     parts = []
     if result.samples is not None:
         parts.append(f"{result.samples:,}" + (" of them, limited" if result.is_limited else ""))
@@ -171,33 +176,34 @@ def _describe_setting(result: BenchmarkResult) -> str:
 
 
 def _read_entry(entry: Any) -> BenchmarkResult | None:
+    """Reads one result of benchmarks.json, without keys that are not ours; None if it is wrong."""
     known = {field.name for field in fields(BenchmarkResult)}
     try:
         result = BenchmarkResult(**{key: value for key, value in entry.items() if key in known})
-        is_right = (
+        is_valid = (
             isinstance(result.task, str)
             and isinstance(result.metric, str)
             and math.isfinite(result.trained)
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # no mapping, a key is missing, or no number
         return None
-    return result if is_right else None
+    return result if is_valid else None
 
 
-# nats per token above the first loss, or a quarter of that loss where it is more: far above
+# A loss is "far above" the first one if it is higher by this many nats per token, and by a quarter.
 DIVERGED_MARGIN = 1.0
-
-
-DIVERGED_LINES = 10  # lines of metrics in a row
+# A run has diverged if the losses of this many newest lines of metrics.jsonl are far above.
+DIVERGED_LINES = 10
 
 
 def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from
-    which a run resumes, and returns them.
+    """Removes the lines after `step` from metrics.jsonl or samples.jsonl, and returns the others.
 
-    The resumed run writes later lines again, and a run that starts over (`step` 0) all of them.
-    Unreadable lines are dropped, and of lines of metrics that repeat each other all but the first.
-    The bytes of what is kept stay as they were.
+    `step` is that of the checkpoint from which a run resumes: the run writes later lines again. A
+    run that starts over (`step` 0) writes all lines again, so all are removed.
+
+    Unreadable lines are removed too, and repetitions of a line of metrics.jsonl. The bytes of the
+    lines that stay do not change.
     """
     if not path.exists():
         return []
@@ -207,11 +213,11 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     for written, line in read_lines_as_written(path):
         if not readable_lines([line]) or line is None or line.get("step", 0) > step or step == 0:
             continue
-        said = json.dumps(line, sort_keys=True)
-        # of samples a prompt may be given, and answered, twice
-        if path.name == "metrics.jsonl" and said in seen:
+        canonical = json.dumps(line, sort_keys=True)
+        # equal lines of samples.jsonl stay: a prompt may be given twice and get the same answer
+        if path.name == "metrics.jsonl" and canonical in seen:
             continue
-        seen.add(said)
+        seen.add(canonical)
         kept.append(line)
         text += written + b"\n"
     replace_file(path, text.decode())
@@ -219,21 +225,19 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """Returns the lines that hold an object of a step."""
+    """Returns the lines that hold an object, except those with a "step" that is no integer."""
     return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
 
 
 def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`lines` without repetitions: each stands where it first stood."""
+    """Returns `lines` without repetitions, in the order in which each came first."""
     return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
 
 
 def describe_missing(path: Path, last_step: int) -> str:
-    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty
-    if none.
+    """Says for which steps up to `last_step` the metrics.jsonl at `path` lacks training lines.
 
-    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may
-    change in a run.
+    Returns "" if none are missing, as far as `find_gaps` can see.
     """
     if not path.is_file():
         if last_step:
@@ -245,8 +249,11 @@ def describe_missing(path: Path, last_step: int) -> str:
 
 
 def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
-    """The first and last missing step of each gap in `steps`, up to `last_step`. A gap is larger
-    than those on both sides of it.
+    """Finds the steps, up to `last_step`, at which a run should have logged and did not.
+
+    Returns (first missing step, last missing step) of each gap. The distance between two logged
+    steps is a gap if it is larger than the distances before and after it; one that stays larger
+    is a new `logging_steps`.
 
     >>> (
     ...     find_gaps([2, 4, 6], 7),
@@ -258,23 +265,23 @@ def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
     >>> find_gaps([6, 8], 12)
     [(1, 4), (9, 12)]
     """
-    ends = [0, *sorted(set(steps))]
-    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    logged = [0, *sorted(set(steps))]
+    distances = [after - before for before, after in itertools.pairwise(logged)]
     missing = []
-    for number, (end, gap) in enumerate(zip(ends[1:], gaps, strict=True)):
-        before_and_after = gaps[max(0, number - 1) : number] + gaps[number + 1 : number + 2]
-        usual = max(before_and_after, default=gap)
-        if gap > usual:
-            missing.append((end - gap + 1, end - usual))
-    if gaps and last_step - ends[-1] >= gaps[-1]:
-        missing.append((ends[-1] + 1, last_step))
+    for index, (step, distance) in enumerate(zip(logged[1:], distances, strict=True)):
+        neighbors = distances[max(0, index - 1) : index] + distances[index + 1 : index + 2]
+        usual = max(neighbors, default=distance)
+        if distance > usual:
+            missing.append((step - distance + 1, step - usual))
+    if distances and last_step - logged[-1] >= distances[-1]:
+        missing.append((logged[-1] + 1, last_step))
     return missing
 
 
 def losses_of(
     lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None
 ) -> list[tuple[int, float]]:
-    """Returns (step, loss) of the training lines of metrics.jsonl, up to `last_step`."""
+    """Returns (step, loss) of the training lines of metrics.jsonl, up to `last_step` if given."""
     points = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
     return [
         (step, float(loss))
@@ -286,28 +293,31 @@ def losses_of(
 
 
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
-    """Describes how a run with these (step, loss in nats per token) diverged; empty if no newest
-    loss is far above the first.
+    """Says that a run diverged, if all its newest losses are far above its first finite loss.
 
-    The newest are the last DIVERGED_LINES, or (`at_end`) the last half of a shorter run. Not finite
-    is far above.
+    Returns "" otherwise. A loss that is not finite counts as far above.
+
+    Args:
+        losses: (step, loss in nats per token) of each training line.
+        at_end: Whether the run has ended. The newest losses are the last DIVERGED_LINES; of a short
+            run that has ended, the second half of those after the first, and at least two.
 
     >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
     the loss is 315 at step 3, far above the 7.6 of step 1
     >>> find_divergence([(1, 2.0), (2, 9.0), (3, 2.5)])
     ''
     """
-    start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
-    if start is None:
+    first = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
+    if first is None:
         return ""
-    first_step, first_loss = losses[start]
-    later = losses[start + 1 :]
+    first_step, first_loss = losses[first]
+    later = losses[first + 1 :]
     limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
     if at_end:
-        wanted = max(2, min(DIVERGED_LINES, len(later) // 2))
+        newest_count = max(2, min(DIVERGED_LINES, len(later) // 2))
     else:
-        wanted = DIVERGED_LINES
-    if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
+        newest_count = DIVERGED_LINES
+    if len(later) < newest_count or any(loss <= limit for _, loss in later[-newest_count:]):
         return ""
     step, loss = losses[-1]
     return (

@@ -1,16 +1,15 @@
-"""Tensors in safetensors files, whole or sharded, read slice by slice in bounded memory; the files'
-headers.
+"""Reads slices of tensors from safetensors files, and reads and writes the files' headers.
 
-Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written
-by `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file
-holds its part of a tensor, and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets
-in the whole.
+Two layouts are read. In a Hugging Face folder each tensor is whole in one file. In the layout of
+`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` each rank's file
+holds a part of a tensor, and `DCP_SHARDING_INFO` in the file's metadata gives the offsets at which
+the part begins in the whole tensor.
 
 Headers are not trusted: a wrong length or offset is a `UserError` that names the file and the
 tensor, not a crash or a silent mix-up. Format: https://huggingface.co/docs/safetensors#format
 
-Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages
-count as resident, and a file that shrinks under it kills the process.
+Bytes are read with `preadv` into the returned tensor. A memory map would be less code, but its
+pages count as resident memory, and a file that shrinks while it is mapped kills the process.
 """
 
 import json
@@ -32,7 +31,8 @@ from finetune.files.json_files import DAMAGED, load_json, parse_object, read_ten
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# a shorter run of bytes costs a system call more than reading its neighbors along
+# Slices of rows up to this size are cut from whole rows in a buffer of BUFFER_BYTES: reading the
+# bytes between them costs less than a system call for each.
 RUN_BYTES = 16 * 1024
 BUFFER_BYTES = 1024 * 1024
 
@@ -59,7 +59,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 DIMENSIONS_LIMIT = 16
-NAME_LIMIT = 500
+NAME_LIMIT = 500  # characters of a tensor's name
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 Slices = tuple[slice, ...]
@@ -68,15 +68,19 @@ ReadSlice = Callable[[Slices], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A box of a tensor, contiguous in one file."""
+    """A part of a tensor that lies in one file, contiguous and row-major.
+
+    A part is a box: a range of indices in each dimension of the tensor.
+    """
 
     path: Path
-    position: int  # bytes from the file's beginning
-    offsets: Shape  # of its first element in the whole tensor
+    position: int  # of the first byte, counted from the file's beginning
+    offsets: Shape  # index of the part's first element in the whole tensor
     shape: Shape
 
     @property
     def box(self) -> Box:
+        """The part's (start, stop) in each dimension of the whole tensor."""
         return tuple(
             (start, start + length) for start, length in zip(self.offsets, self.shape, strict=True)
         )
@@ -84,15 +88,20 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class ComputedPart(StoredPart):
-    """A box of a tensor that is computed from what the files hold. Its position says nothing."""
+    """A part of a tensor whose values are computed from the files, such as by dequantization.
 
-    read: ReadSlice  # slices of the tensor that is computed
-    begin: Shape  # of the box's first element in that tensor
-    # for each dimension of the box, that tensor's; None: added, of size 1
+    The part is a box of a computed tensor, perhaps with dimensions of size 1 removed or added.
+    `position` has no meaning here.
+    """
+
+    read: ReadSlice  # computes slices of the computed tensor
+    begin: Shape  # index of the part's first element in the computed tensor
+    # for each dimension of the part, the dimension of the computed tensor; None: an added dimension
     axes: tuple[int | None, ...]
 
     def read_box(self, inside: Box) -> Tensor:
-        """The elements `inside` of the box."""
+        """Computes the elements `inside`, a box whose indices count from the part's beginning."""
+        # a dimension of the computed tensor that the part does not have is read at one index
         bounds = [slice(start, start + 1) for start in self.begin]
         for axis, (start, stop) in zip(self.axes, inside, strict=True):
             if axis is not None:
@@ -102,7 +111,7 @@ class ComputedPart(StoredPart):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk. `parts` cover it exactly: every element once."""
+    """A tensor on disk. The `parts` hold every element exactly once."""
 
     name: str
     shape: Shape
@@ -115,12 +124,12 @@ class StoredTensor:
 
 
 def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of `folder` by name; only headers are read.
+    """Reads the headers of a folder's safetensors files and returns {name: tensor}.
 
-    In a Hugging Face folder these are the files that transformers would load: model.safetensors,
-    else those that the index names. In any other folder, every *.safetensors file.
+    In a Hugging Face folder, the files are those that transformers would load: model.safetensors,
+    else the files in the index. In any other folder, they are all *.safetensors files.
 
-    Raises `UserError` where there are none, or a header or the index is wrong.
+    Raises `UserError` if there are no such files, or a header or the index is wrong.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -141,19 +150,19 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def hash_weights(folder: Path) -> str:
-    """A hash of all bytes of the weights in `folder`, at the speed of its disk."""
+    """Hashes the names and all bytes of the weights files in `folder`, which reads all of them."""
     paths = sorted({part.path for tensor in read_folder(folder).values() for part in tensor.parts})
     with ThreadPoolExecutor(max_workers=4) as pool:
         checksums = pool.map(durable.checksum, paths)
         return durable.hash_json(
-            [[path.name, each] for path, each in zip(paths, checksums, strict=True)]
+            [[path.name, checksum] for path, checksum in zip(paths, checksums, strict=True)]
         )
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors in these safetensors files, by name; only headers are read.
+    """Reads the headers of safetensors files and returns {name: tensor}, sorted by name.
 
-    Parts in several files are joined.
+    Parts of one tensor in several files are joined.
     """
     parts_by_name: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for path in paths:
@@ -164,17 +173,18 @@ def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def read(tensor: StoredTensor) -> Tensor:
-    """The whole tensor, `dtype[*shape]`, on the CPU."""
+    """Reads the whole tensor, `dtype[*shape]`, on the CPU."""
     return read_slice(tensor, ())
 
 
 def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> Tensor:
-    """`read(tensor)[slices]`, contiguous and on the CPU, reading only the bytes that it needs.
+    """Reads `read(tensor)[slices]`, contiguous and on the CPU, without reading the whole tensor.
 
-    Dimensions without a slice are taken whole. Slices step by 1.
+    Slices must have step 1. Dimensions after the last slice are read whole.
 
-    Raises `UserError` where a file has become shorter than its header said or cannot be read.
+    Raises `UserError` if a file cannot be read or has become shorter than its header says.
     """
+    # there may be fewer slices than dimensions
     bounds = [wanted.indices(length) for wanted, length in zip(slices, tensor.shape, strict=False)]
     if len(slices) > len(tensor.shape) or any(step != 1 for _, _, step in bounds):
         raise ValueError(f"{slices}: not unit-step slices of a tensor of shape {tensor.shape}")
@@ -182,22 +192,26 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> Tensor:
     box += tuple((0, length) for length in tensor.shape[len(box) :])
     result = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
     for part in tensor.parts:
-        common = _intersection(part.box, box)
+        common = _intersect(part.box, box)
         if common is None:
             continue
-        into = tuple(
+        common_in_result = tuple(
             slice(start - origin, stop - origin)
             for (start, stop), (origin, _) in zip(common, box, strict=True)
         )
-        inside = tuple(
+        common_in_part = tuple(
             (start - origin, stop - origin)
             for (start, stop), origin in zip(common, part.offsets, strict=True)
         )
-        _read_part(tensor, part, inside, result[into])
+        _read_part(tensor, part, common_in_part, result[common_in_result])
     return result
 
 
 def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tensor) -> None:
+    """Fills `result` with the elements `inside` of a part; indices count from the part's beginning.
+
+    Raises `UserError` if the file cannot be read or is too short.
+    """
     if isinstance(part, ComputedPart):
         result.copy_(part.read_box(inside))
         return
@@ -217,54 +231,68 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tens
 
 
 def _read_box(descriptor: int, position: int, shape: Shape, box: Box, result: Tensor) -> None:
-    """Fills `result` with the elements `box` of the row-major array `shape` that lies at
-    `position`.
+    """Fills `result` with the elements `box` of an array in a file.
+
+    The array has `shape`, is row-major and begins at byte `position`. A row is all that one index
+    of dimension 0 selects.
     """
     row_bytes = math.prod(shape[1:]) * result.dtype.itemsize
-    first = position + (box[0][0] * row_bytes if box else 0)
+    first_row_position = position
+    if box:  # else a scalar
+        first_row, _ = box[0]
+        first_row_position += first_row * row_bytes
     rows_are_whole = all(
         bounds == (0, length) for bounds, length in zip(box[1:], shape[1:], strict=True)
     )
     if rows_are_whole and result.is_contiguous():
-        _read_bytes(descriptor, first, result)
+        _read_bytes(descriptor, first_row_position, result)
     elif row_bytes > RUN_BYTES and len(shape) > 1:
         for row in range(len(result)):
-            _read_box(descriptor, first + row * row_bytes, shape[1:], box[1:], result[row])
+            row_position = first_row_position + row * row_bytes
+            _read_box(descriptor, row_position, shape[1:], box[1:], result[row])
     else:
-        rows = max(1, BUFFER_BYTES // row_bytes)
-        inner = tuple(slice(start, stop) for start, stop in box[1:])
-        for row in range(0, len(result), rows):
-            buffer = torch.empty((min(rows, len(result) - row), *shape[1:]), dtype=result.dtype)
-            _read_bytes(descriptor, first + row * row_bytes, buffer)
-            result[row : row + rows] = buffer[(slice(None), *inner)]
+        buffer_rows = max(1, BUFFER_BYTES // row_bytes)
+        in_row = tuple(slice(start, stop) for start, stop in box[1:])
+        for row in range(0, len(result), buffer_rows):
+            row_count = min(buffer_rows, len(result) - row)
+            buffer = torch.empty((row_count, *shape[1:]), dtype=result.dtype)
+            _read_bytes(descriptor, first_row_position + row * row_bytes, buffer)
+            result[row : row + buffer_rows] = buffer[(slice(None), *in_row)]
 
 
 def _read_bytes(descriptor: int, position: int, result: Tensor) -> None:
+    """Fills a contiguous tensor with the bytes of a file from `position` on.
+
+    Raises `EOFError` if the file ends before.
+    """
     if result.numel():
         view = result.reshape(-1).view(torch.uint8).numpy().data
     else:
         view = memoryview(b"")
     while len(view):
-        count = os.preadv(descriptor, [view], position)  # at most 2 GiB at a time
-        if count == 0:
+        byte_count = os.preadv(descriptor, [view], position)  # at most 2 GiB at a time
+        if byte_count == 0:
             raise EOFError
-        view = view[count:]
-        position = position + count
+        view = view[byte_count:]
+        position = position + byte_count
 
 
-def _intersection(one: Box, other: Box) -> Box | None:
-    """The box common to two, or None where that is empty.
+def _intersect(box: Box, other: Box) -> Box | None:
+    """Returns the box of the elements that are in both boxes, or None if there are none.
 
-    The box of a scalar is (), and not empty.
+    The box of a scalar, (), holds one element.
     """
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
     if all(start < stop for start, stop in common):
         return common
     return None
 
 
 def _read_indexed(index: Path) -> dict[str, StoredTensor]:
-    """The tensors of the files that a Hugging Face index names."""
+    """Reads the headers of the files that a Hugging Face index names; returns {name: tensor}.
+
+    Raises `UserError` if a tensor is not in the file that the index gives for it.
+    """
     weight_map = read_weight_map(index)
     tensors = read_files(index.parent / file for file in sorted(set(weight_map.values())))
     for name, file in weight_map.items():
@@ -277,10 +305,14 @@ def _read_indexed(index: Path) -> dict[str, StoredTensor]:
 
 
 def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> StoredTensor:
-    """One tensor of its parts, which must agree in dtype and cover it exactly once."""
+    """Joins the parts of one tensor, each given with the dtype in its file.
+
+    Raises `UserError` if the dtypes or numbers of dimensions differ, parts overlap, or elements are
+    missing.
+    """
     (first, dtype), *others = pieces
-    for part, other in others:
-        if other != dtype or len(part.shape) != len(first.shape):
+    for part, part_dtype in others:
+        if part_dtype != dtype or len(part.shape) != len(first.shape):
             raise UserError(
                 f"{name}: {first.path} and {part.path} hold parts that differ in dtype or number "
                 "of dimensions"
@@ -288,6 +320,7 @@ def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> Store
     # a rank without rows may write an empty part
     filled = [part for part, _ in pieces if math.prod(part.shape)]
     parts = sorted(filled or [first], key=lambda part: part.offsets)
+    # no file holds the whole shape: it reaches to the last stop in each dimension
     shape = tuple(
         max(stops)
         for stops in zip(*([stop for _, stop in part.box] for part in parts), strict=True)
@@ -295,49 +328,52 @@ def join_parts(name: str, pieces: list[tuple[StoredPart, torch.dtype]]) -> Store
     _check_disjoint(name, parts)
     missing = math.prod(shape) - sum(math.prod(part.shape) for part in parts)
     if missing:
-        places = ", ".join(str(path) for path in sorted({part.path for part in parts})[:3])
+        files = ", ".join(str(path) for path in sorted({part.path for part in parts})[:3])
         raise UserError(
-            f"{places}: {name}: {missing:,} of {math.prod(shape):,} elements are in no file; a "
+            f"{files}: {name}: {missing:,} of {math.prod(shape):,} elements are in no file; a "
             "rank's file is missing"
         )
     return StoredTensor(name, shape, dtype, tuple(parts))
 
 
 def _check_disjoint(name: str, parts: list[StoredPart]) -> None:
-    """Raises `UserError` where two parts of a tensor overlap.
+    """Raises `UserError` if two parts of a tensor overlap. `parts` must be sorted by `offsets`.
 
-    `parts` are sorted by where they begin; only those that a later one can still meet along
-    dimension 0 are compared with it.
+    A part is compared only with earlier parts that reach into its range of dimension 0.
     """
-    live: list[StoredPart] = []
+    reaching: list[StoredPart] = []
     for part in parts:
-        live = [other for other in live if not part.box or other.box[0][1] > part.box[0][0]]
-        for other in live:
-            if _intersection(part.box, other.box) is not None:
+        if part.box:  # else a scalar
+            start, _ = part.box[0]
+            reaching = [other for other in reaching if other.box[0][1] > start]
+        for other in reaching:
+            if _intersect(part.box, other.box) is not None:
                 raise UserError(
                     f"{name}: both {other.path} and {part.path} hold it; remove the file of the "
                     "other model"
                 )
-        live.append(part)
+        reaching.append(part)
 
 
 def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """The floating-point dtype that holds the most bytes; None where there is none."""
-    sizes: dict[torch.dtype, int] = {}
+    """Returns the floating-point dtype of most bytes in `tensors`; None if none is floating."""
+    byte_counts: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.byte_count
-    if sizes:
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            byte_counts[tensor.dtype] = byte_counts.get(tensor.dtype, 0) + tensor.byte_count
+    if byte_counts:
+        return max(byte_counts, key=lambda dtype: byte_counts[dtype])
     return None
 
 
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:
-    """The dtype of an export: the one `given`, else that of the base model's files, else the first
-    known of `others`.
+    """Chooses the dtype of an export: `given`, or the base's, or the first of `others` not None.
 
-    float64 and float8, which exports do not have, become bfloat16. Raises `UserError` for a bad
-    config.json.
+    Without any of them it is float32. If the base or one of the others has a dtype that exports do
+    not have (such as float64 or float8), it is bfloat16.
+
+    `base` is the base model's folder; its config.json is read if its weights are not on this
+    machine. Raises `UserError` if that file is damaged.
     """
     if given is not None:
         return getattr(torch, given)  # type: ignore[no-any-return]
@@ -350,8 +386,9 @@ def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | No
 
 
 def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56),
-    if any.
+    """Returns the dtype of the weights that a config.json states, or None if it states none.
+
+    The key is "dtype"; before transformers 4.56 it was "torch_dtype".
     """
     name = config_json.get("dtype") or config_json.get("torch_dtype")
     dtype = None
@@ -361,7 +398,9 @@ def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _base_dtype(base: Path | None) -> torch.dtype | None:
-    """The dtype of most of the base's weights; by its config where they are not on this machine."""
+    """Returns the dtype of most of the base's weights, or that in its config.json if the folder has
+    no weights; None if neither is known.
+    """
     if base is None:
         return None
     try:
@@ -373,20 +412,20 @@ def _base_dtype(base: Path | None) -> torch.dtype | None:
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of one file, or a rank's part of one."""
+    """A tensor, or a rank's part of a tensor, in one file's header."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
-    begin: int  # bytes, from the file's beginning
-    end: int
-    offsets: Shape  # of its first element in the whole tensor; zeros for a whole tensor
+    begin: int  # first byte, counted from the file's beginning
+    end: int  # behind the last byte
+    offsets: Shape  # index of the first element in the whole tensor; zeros if this is all of it
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
-    """The entries of a safetensors file.
+    """Reads the entries in a safetensors file's header.
 
-    Raises `UserError` unless its tensors fill it without overlap or gap.
+    Raises `UserError` if an entry is wrong, or the tensors overlap or leave gaps in the file.
     """
     header, start, size = read_tensor_header(path)
     metadata = header.pop("__metadata__", {})
@@ -406,8 +445,9 @@ def read_header(path: Path) -> list[HeaderEntry]:
 def header_bytes(
     tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The beginning of a safetensors file; the values of `tensors` (name, dtype, shape) follow it
-    in this order.
+    """Makes the first bytes of a safetensors file: the header's length and the header.
+
+    The values of `tensors`, each (name, dtype, shape), must follow in the same order.
     """
     if metadata:
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -428,9 +468,10 @@ def header_bytes(
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> its file, by a Hugging Face index.
+    """Reads a Hugging Face index and returns {tensor's name: file name}.
 
-    Raises `UserError` for a file outside its folder.
+    Raises `UserError` if a file is missing, is outside the index's folder, or is no safetensors
+    file by its name.
     """
     weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -454,33 +495,34 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, Shape, int, int]:
-    """Returns (dtype, shape, begin, end) of one entry of a header; the last two in bytes from the
-    header's end.
+    """Checks one entry of a header and returns its (dtype, shape, begin, end).
+
+    `begin` and `end` are bytes from the header's end. Raises `UserError` if the entry is wrong.
     """
 
-    def wrong(what: str) -> NoReturn:
+    def fail(problem: str) -> NoReturn:
         raise UserError(
-            f"{path}: {ascii(name)[1:-1][:NAME_LIMIT]}: {what}; the file is damaged, or no "
+            f"{path}: {ascii(name)[1:-1][:NAME_LIMIT]}: {problem}; the file is damaged, or no "
             "safetensors file"
         )
 
     if not isinstance(entry, dict):
-        wrong("no dtype, shape and data_offsets")
+        fail("no dtype, shape and data_offsets")
     if len(name) > NAME_LIMIT or not name.isprintable():
-        wrong("not a tensor name")
+        fail("not a tensor name")
     dtype = entry.get("dtype")
     shape = entry.get("shape")
-    ends = entry.get("data_offsets")
+    bounds = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        wrong(f"dtype {json.dumps(dtype)[:80]} is not one that torch knows")
+        fail(f"dtype {json.dumps(dtype)[:80]} is not one that torch knows")
     if not _are_counts(shape) or len(shape) > DIMENSIONS_LIMIT:
-        wrong(f"shape {json.dumps(shape)[:80]} is not a list of at most {DIMENSIONS_LIMIT} lengths")
-    if not _are_counts(ends) or len(ends) != 2:
-        wrong(f"data_offsets {json.dumps(ends)[:80]} are not a beginning and an end")
-    begin, end = ends
+        fail(f"shape {json.dumps(shape)[:80]} is not a list of at most {DIMENSIONS_LIMIT} lengths")
+    if not _are_counts(bounds) or len(bounds) != 2:
+        fail(f"data_offsets {json.dumps(bounds)[:80]} are not a beginning and an end")
+    begin, end = bounds
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
-        wrong(
+        fail(
             f"{dtype} of shape {shape} takes {expected:,} bytes, its data_offsets claim "
             f"{end - begin:,}"
         )
@@ -488,14 +530,16 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, Shape,
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    """Whether `value` is a list of integers from 0 to 2^63 - 1."""
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < 2**63 for item in value
     )
 
 
 def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int) -> None:
-    """The tensors must fill the bytes from `start` to `size` without overlap or gap, as the format
-    demands.
+    """Raises `UserError` unless the tensors fill the bytes from `start` to `size` of the file.
+
+    The safetensors format allows no overlaps and no gaps.
     """
     position = start
     previous = "the header"
@@ -507,12 +551,12 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
             )
         if entry.begin != position:
             if entry.begin < position:
-                what = "overlaps"
+                problem = "overlaps"
             else:
-                what = "leaves a gap after"
+                problem = "leaves a gap after"
             raise UserError(
-                f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors "
-                "file"
+                f"{path}: {entry.name}: {problem} {previous}; the file is damaged, or no "
+                "safetensors file"
             )
         position = entry.end
         previous = entry.name
@@ -524,7 +568,11 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
 
 
 def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, Shape], Shape]:
-    """A function (name, shape) -> where that tensor of the file begins in the whole one."""
+    """Reads the sharding in a file's metadata; returns a function (name, shape of part) -> offsets.
+
+    The offsets are the index of the part's first element in the whole tensor. They are all 0 in a
+    file of whole tensors. The function raises `UserError` if the metadata lacks the part's offsets.
+    """
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
         return lambda name, shape: (0,) * len(shape)
@@ -532,7 +580,7 @@ def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, Shape]
         raise UserError(f"{path}: DCP_SHARDING_INFO: a string is expected")
     sharding = parse_object(path, text.encode("utf-8", "surrogatepass"), "DCP_SHARDING_INFO: ")
 
-    def of(name: str, shape: Shape) -> Shape:
+    def find_offsets(name: str, shape: Shape) -> Shape:
         entry = sharding.get(name)
         offsets = None
         if isinstance(entry, dict):
@@ -544,4 +592,4 @@ def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, Shape]
             )
         return tuple(offsets)
 
-    return of
+    return find_offsets

@@ -1,4 +1,4 @@
-"""`finetune init`: a first recipe from a model, data and GPUs, which the plan says fits."""
+"""`finetune init`: asks for a model, data and GPUs, and writes a recipe that fits by the plan."""
 
 import argparse
 import re
@@ -71,17 +71,18 @@ T = TypeVar("T")
 
 
 class EndOfInput(UserError):
-    """The person has closed the input: there is nobody left to ask again."""
+    """The person has closed the input (Ctrl-D), so no question can be asked again."""
 
 
 def is_interactive() -> bool:
+    """Whether both stdin and stdout are terminals, so that questions can be asked."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def ask(question: str, default: str) -> str:
-    """The answer that is typed, or `default` for an empty one.
+    """Asks a question at the terminal; returns the answer, or `default` if it is empty.
 
-    Raises `EndOfInput` at the end of the input.
+    Raises `EndOfInput` if the input is closed.
     """
     try:
         answer = input(f"{question} [{default}]: " if default else f"{question}: ").strip()
@@ -94,17 +95,20 @@ def ask(question: str, default: str) -> str:
     return answer or default
 
 
-def require(
-    given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]
+def read_or_ask(
+    value: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]
 ) -> T:
-    """Reads `given`, else an answer to `question`, which is asked until it can be read.
+    """Reads the value of a flag; if it is None, asks `question` until the answer can be read.
 
-    Raises `UserError` where `given` cannot be read, or nobody can be asked.
+    Without a terminal, `default` is the answer.
+
+    Raises `UserError` if the flag's value cannot be read, or there is neither a terminal nor a
+    default.
     """
-    if given is not None:
-        if not given.strip():
+    if value is not None:
+        if not value.strip():
             raise UserError(f"{flag}: empty; leave the flag out to be asked, or give a value")
-        return read(given)
+        return read(value)
     if not is_interactive():
         if default:
             return read(default)
@@ -123,18 +127,20 @@ def require(
 
 
 def find_gpus() -> Hardware | None:
-    """The GPUs of this machine, with the memory of the smallest; None where nvidia-smi finds
-    none.
+    """Returns the number of this machine's GPUs and the memory of the smallest one.
+
+    The memory is rounded down to a tenth of a GiB. Returns None if nvidia-smi finds no GPU.
     """
     mebibytes = [gpu.mebibytes for gpu in list_gpus()]
     if mebibytes:
-        return Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB")
+        tenths_of_gib = int(min(mebibytes) / 1024 * 10)
+        return Hardware(len(mebibytes), f"{tenths_of_gib / 10:g}GiB")
     return None
 
 
-MANY_ROWS = 50_000  # one epoch of these is enough
-SHOWN_FILES = 5
-# What the data holds -> the methods that learn from it, the default first.
+MANY_ROWS = 50_000  # with this many rows, the recipe trains one epoch
+SHOWN_FILES = 5  # files of the data folder that are listed as not read
+# Kind of rows in the data -> the methods that learn from them, the default first.
 BY_KIND: dict[RowKind, Names] = {
     "answers": (DEFAULT_METHOD, *MASKING, *EXITING, *TAUGHT, *REWARDED),
     "pairs": (*PAIRED, *RATED),
@@ -143,7 +149,7 @@ BY_KIND: dict[RowKind, Names] = {
     "retrieval": tuple(name for name, facts in METHODS.items() if facts.embeds),
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
-# What --train takes -> what is trained; auto: all parameters if they fit, else adapters.
+# Value of --train -> what is trained. None: all parameters if they fit, else adapters.
 TRAINED: dict[str, Trained | None] = {
     "auto": None,
     "full": "full",
@@ -154,22 +160,22 @@ COLUMN_FLAGS = [
     f"{kind}_column"
     for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected", "label")
 ]
-# by `datasets`, beside its Arrow files
+# files that `datasets` saves beside its Arrow files, which hold no rows
 SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 def init_command(options: argparse.Namespace) -> int:
-    """Asks for what the flags leave open, writes the recipe and prints the next commands.
+    """Asks for what the flags do not give, writes the recipe and prints the next commands.
 
-    Returns 0.
+    Returns the exit code: 0, or 2 if the data check has a fatal finding.
     """
     if options.output is not None:
         _check_output(options.output, options.overwrite)
-    model, config = require(
+    model, config = read_or_ask(
         options.model, "--model", "Model, a folder or a hub name", read=_read_model
     )
-    data = require(
+    data = read_or_ask(
         options.data,
         "--data",
         "Data, a file, a folder or a hub name",
@@ -178,22 +184,22 @@ def init_command(options: argparse.Namespace) -> int:
     method = _choose_method(options, data)
     trained = _choose_trained(options)
     hardware = _find_hardware(options)
-    output = require(
+    output = read_or_ask(
         options.output,
         "--output",
         "Recipe to write",
         "my_recipe.yaml",
         read=lambda output: _check_output(output, options.overwrite),
     )
-    keys, packed_rows = _given_keys(model, config, data)
+    keys, packed_rows = _choose_keys(model, config, data)
     if method.get("method") in REWARDED:
         method["max_completion_length"] = keys["max_length"] // 2
     if options.chat_template is not None:
         keys["chat_template"] = options.chat_template
     if data.kind == "retrieval":
-        packed_rows = data.rows  # a step draws rows, not what they are packed into
+        packed_rows = data.rows  # a step draws these rows, not full rows of packed ones
     fit = fit_recipe(keys | method, packed_rows, hardware, trained)
-    recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
+    recipe = _write_recipe(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
     template = None
     if _is_fatal(findings):
@@ -206,14 +212,15 @@ def init_command(options: argparse.Namespace) -> int:
         )
         if answer.lower() in ("y", "yes"):
             fit = replace(fit, keys=fit.keys | {"chat_template": template})
-            recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
+            recipe = _write_recipe(Path(output), compose_recipe(data, fit, hardware, output))
             findings = check_sample(recipe, data)
-    for line in _summary(output, fit, hardware, findings, template):
+    for line in _summarize(output, fit, hardware, findings, template):
         print(line)
     return EXIT_USER_ERROR if _is_fatal(findings) else 0
 
 
 def _is_fatal(findings: Sequence[str]) -> bool:
+    """Whether any of the findings is fatal: training would stop on it."""
     return any(line.startswith("fatal:") for line in findings)
 
 
@@ -221,10 +228,10 @@ USUAL_TEMPLATES = ("chatml", "llama3.1", "qwen3", "mistral-v3")
 
 
 def _offer_template(recipe: Recipe, data: DataSummary, findings: Sequence[str]) -> str | None:
-    """The named chat template under which the rows have no fatal finding, and the fewest others;
-    None where there is none, or the findings are not about templates.
+    """Finds a named chat template under which the data's sample has no fatal finding.
 
-    Those of families that the messages name are tried.
+    It tries the templates that the fatal findings name, and USUAL_TEMPLATES, and takes the one with
+    the fewest findings. Returns None if there is none, or a fatal finding is not about templates.
     """
     fatal = [line for line in findings if line.startswith("fatal:")]
     if not all("template" in line for line in fatal):
@@ -232,16 +239,22 @@ def _offer_template(recipe: Recipe, data: DataSummary, findings: Sequence[str]) 
     from finetune.data.tokenizer import TEMPLATES  # imports transformers
 
     named = [word for line in fatal for word in re.findall(r"[\w.-]+", line) if word in TEMPLATES]
-    left: dict[str, int] = {}
+    finding_counts: dict[str, int] = {}
     for name in dict.fromkeys([*named, *USUAL_TEMPLATES]):
-        changed = check_sample(replace(recipe, data=replace(recipe.data, chat_template=name)), data)
-        if not _is_fatal(changed):
-            left[name] = len(changed)
-    return min(left, key=left.__getitem__, default=None)
+        changed = replace(recipe, data=replace(recipe.data, chat_template=name))
+        new_findings = check_sample(changed, data)
+        if not _is_fatal(new_findings):
+            finding_counts[name] = len(new_findings)
+    return min(finding_counts, key=finding_counts.__getitem__, default=None)
 
 
 def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
-    """The keys of what the model learns from; none for answers."""
+    """Chooses the method by the flags or by asking; returns its recipe keys.
+
+    The keys are `method` (unless it is the default one) and what the method requires, such as the
+    labels, the teacher or the rewards. Raises `UserError` if the data or a flag does not fit the
+    method.
+    """
     if options.method in TRAINED:
         raise UserError(
             f"--method: {options.method} is what is trained: --train {options.method}; --method "
@@ -249,7 +262,7 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
         )
     known = BY_KIND[data.kind]
 
-    def read(name: str) -> str:
+    def read_method(name: str) -> str:
         if name not in known:
             if name in METHODS:
                 problem = "does not fit this data"
@@ -258,12 +271,13 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             raise UserError(f"--method: {name}: {problem}; choose one of {', '.join(known)}")
         return name
 
-    asked = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)
+    choices = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)
     if options.method is None and len(known) == 1:
-        given = known[0]
+        flag_value = known[0]  # nothing to ask
     else:
-        given = options.method
-    name = require(given, "--method", f"Learn from what? {asked}", known[0], read=read)
+        flag_value = options.method
+    question = f"Learn from what? {choices}"
+    name = read_or_ask(flag_value, "--method", question, known[0], read=read_method)
     keys: Keys = {} if name == DEFAULT_METHOD else {"method": name}
     if data.labels:
         keys["labels"] = list(data.labels)
@@ -272,33 +286,40 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
     if name in MASKING:
         keys |= {"added_tokens": [ADDED_MASK], "mask_token": ADDED_MASK}
     if name in TAUGHT:
-        asked = "Teacher, a folder or a hub name"
-        keys["teacher_model_name_or_path"] = require(
-            options.teacher, "--teacher", asked, read=lambda text: _read_model(text)[0]
+        question = "Teacher, a folder or a hub name"
+        keys["teacher_model_name_or_path"] = read_or_ask(
+            options.teacher, "--teacher", question, read=lambda text: _read_model(text)[0]
         )
     elif options.teacher is not None:
         raise UserError(f"--teacher: is for --method {' or '.join(TAUGHT)}")
     if name in REWARDED:
-        asked = "Rewards, such as exact_answer or my_rewards.py:right"
-        keys["rewards"] = require(options.rewards, "--rewards", asked, read=_read_rewards)
+        question = "Rewards, such as exact_answer or my_rewards.py:right"
+        keys["rewards"] = read_or_ask(options.rewards, "--rewards", question, read=_read_rewards)
     elif options.rewards is not None:
         raise UserError(f"--rewards: is for --method {' or '.join(REWARDED)}")
     return keys
 
 
 def _choose_trained(options: argparse.Namespace) -> Trained | None:
-    """Chooses what is trained; None: all parameters, or adapters where these do not fit."""
+    """Chooses what is trained, by --train or by asking.
 
-    def read(name: str) -> Trained | None:
+    Returns None for "auto": all parameters if they fit, else adapters.
+    """
+
+    def read_train(name: str) -> Trained | None:
         if name not in TRAINED:
             raise UserError(f"--train: {name}: one of {', '.join(TRAINED)} is expected")
         return TRAINED[name]
 
-    asked = "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora"
-    return require(options.train, "--train", asked, "auto", read=read)
+    question = "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora"
+    return read_or_ask(options.train, "--train", question, "auto", read=read_train)
 
 
 def _read_rewards(names: str) -> list[str]:
+    """Splits a list of rewards at its commas.
+
+    Raises `UserError` if a name is neither shipped, nor a reward model, nor a function in a file.
+    """
     rewards = [name.strip() for name in names.split(",")]
     for name in rewards:
         is_model = is_reward_model(name) and ("/" in name or Path(name).is_dir())
@@ -312,10 +333,11 @@ def _read_rewards(names: str) -> list[str]:
 
 
 def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
-    """Returns the findings of `finetune inspect` about the rows that were read, the most severe
-    first.
+    """Checks the sampled rows as `finetune inspect` does; returns its findings, the worst first.
+
+    If the model's tokenizer cannot be loaded, the only finding is a notice that says so.
     """
-    from finetune.data.findings import Finding  # below it torch-free too
+    from finetune.data.findings import Finding
     from finetune.data.sources import RowBatch
 
     try:
@@ -328,6 +350,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
         batch = RowBatch(data.source.origin, tuple(range(1, len(rows) + 1)), rows)
         keys = replace(recipe.data, on_bad_row="skip")
         kind = recipe.method_facts.rows
+        # only the statistics are wanted, which fill while the tokenized rows are drawn
         for _ in tokenize_rows([(recipe.data.datasets[0], batch)], keys, tokenizer, stats, kind):
             pass
     except UserError as error:
@@ -337,12 +360,16 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
 
 
 def _read_model(name: str) -> tuple[str, dict[str, Any]]:
-    """`name` with its config.json."""
-    return name, find_config(Model(model_name_or_path=name))[0]
+    """Returns (`name`, the model's config.json). Raises `UserError` if it has none."""
+    config = find_config(Model(model_name_or_path=name))[0]
+    return name, config
 
 
 def _check_output(output: str, overwrite: bool) -> str:
-    """`output`. Raises `UserError` where it is no recipe's name, or exists."""
+    """Returns `output`, the path of the recipe to write.
+
+    Raises `UserError` if it does not end in .yaml or .yml, or exists without --overwrite.
+    """
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         if path.name in ("", ".."):
@@ -360,27 +387,32 @@ def _check_output(output: str, overwrite: bool) -> str:
 
 
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
-    flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
-    named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
-    if "function" in named and not file_of(path).is_file():
+    """Reads the first rows of --data, chooses their columns, and prints what the data holds.
+
+    Raises `UserError` if the rows cannot be read, or the columns are unknown and nobody can be
+    asked.
+    """
+    columns = {key: getattr(options, key) for key in COLUMN_FLAGS}
+    origin: dict[str, Any] = {"function" if ".py:" in path else "path": path}
+    if "function" in origin and not file_of(path).is_file():
         raise UserError(f"--data: {path}: no such file; name a function as my_data.py:rows")
-    source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
-    first, places, taken = read_first_rows(source)
-    kind = KINDS.get(options.method) or find_kind(first[0], source)
+    source = DatasetSource(**origin, name=options.data_name, split=options.split, **columns)
+    rows, places, rows_read = read_first_rows(source)
+    kind = KINDS.get(options.method) or find_kind(rows[0], source)
     if kind == "answers":
-        source = choose_columns(first[0], source, finds_chat_template(model))
-    summary = summarize_data(source, first, places, taken, kind, model)
+        source = choose_columns(rows[0], source, finds_chat_template(model))
+    summary = summarize_data(source, rows, places, rows_read, kind, model)
     if summary.is_counted:
-        rows = counted(summary.rows, "row")
+        row_count = counted(summary.rows, "row")
     else:
-        rows = f"more than {counted(summary.rows, 'row')}"
+        row_count = f"more than {counted(summary.rows, 'row')}"
     if summary.is_tokenized:
-        by = ""
+        caveat = ""
     else:
-        by = " (a guess from their characters)"
+        caveat = " (a guess from their characters)"
     print(
-        f"data    {path}: {rows}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
-        f"tokens each{by}"
+        f"data    {path}: {row_count}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
+        f"tokens each{caveat}"
     )
     if unread := list_unread_files(source):
         more = ""
@@ -396,8 +428,10 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
 def choose_columns(
     row: Mapping[str, Any], source: DatasetSource, has_template: bool
 ) -> DatasetSource:
-    """Returns `source` with the columns that a recipe has to name: none where our own readers
-    recognize the row.
+    """Returns `source` with the columns that the recipe will name.
+
+    Columns that `source` names stay. Else they are found by the example `row`. A prompt and a
+    completion are read as turns (`type: messages`) if the model has a chat template.
     """
     is_named = (
         source.messages_column
@@ -415,53 +449,60 @@ def choose_columns(
 def _find_columns(
     row: Mapping[str, Any], source: DatasetSource, has_template: bool
 ) -> DatasetSource:
+    """Returns `source` with the columns found in `row`; unchanged if its format needs no names.
+
+    Raises `UserError` if the columns cannot be found, or the row is faulty.
+    """
     try:
         recognized = parse_row(rewrite_row(row, source), source)
     except BadRow as error:
         return _name_columns(row, source, error)
     pair = find_common_pair(row, source)
-    if pair:  # a recipe says what was recognized
-        source = replace(source, prompt_column=pair[0], completion_column=pair[1])
+    if pair:  # the recipe states what was recognized by the columns' names
+        prompt_column, completion_column = pair
+        source = replace(source, prompt_column=prompt_column, completion_column=completion_column)
     is_completion = recognized.format == "prompt_completion" and isinstance(
         recognized.document, Completion
     )
     if is_completion and has_template:
-        completion = "chosen" if row.get("completion") is None else "completion"
-        source = replace(source, prompt_column="prompt", completion_column=completion)
+        completion_column = "chosen" if row.get("completion") is None else "completion"
+        source = replace(source, prompt_column="prompt", completion_column=completion_column)
     return source
 
 
 def _name_columns(row: Mapping[str, Any], source: DatasetSource, error: BadRow) -> DatasetSource:
     """Guesses the columns of a row that our readers refuse with `error`, or asks for them.
 
-    Raises `UserError` where the row has a known format, and a fault.
+    Raises `UserError` if the row has a known format and a fault, or nobody can be asked.
     """
     is_unknown = str(error).startswith("unknown format")
-    # another column may hold the text
-    is_null = row.get(str(error).partition(":")[0], error) is None
-    guessed = _guess_columns(row, source) if is_unknown or is_null else None
-    if guessed is not None:
-        return guessed
+    # The error may begin with the name of a column. If that is null, another may hold the text.
+    column, _, _ = str(error).partition(":")
+    is_null = column in row and row[column] is None
+    guess = _guess_columns(row, source) if is_unknown or is_null else None
+    if guess is not None:
+        return guess
     if not is_unknown:
         raise UserError(f"{source.origin}: {name_flags(str(error))}") from None
     return _ask_columns(row, source)
 
 
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
-    """Guesses by their names which columns hold question and answer, or text; None: no guess.
+    """Guesses by the columns' names which hold question and answer, or a text.
 
-    Raises `UserError` where the answer is a number.
+    Returns None if the names are not usual ones. Raises `UserError` if the answer is a number.
     """
-    by_name = {}
-    numbers = {}
+    # name in lower case -> name, for the columns with texts and with numbers
+    text_columns = {}
+    number_columns = {}
     for column, value in row.items():
         if isinstance(value, str):
-            by_name[str(column).lower()] = str(column)
+            text_columns[str(column).lower()] = str(column)
         elif isinstance(value, int | float):
-            numbers[str(column).lower()] = str(column)
-    prompt = _first_of(by_name, (*QUESTION_COLUMNS, "user"))
-    completion = _first_of(by_name, (*ANSWER_COLUMNS, "label"))
-    number = _first_of(numbers, ANSWER_COLUMNS[:6])
+            number_columns[str(column).lower()] = str(column)
+    prompt = _find_first(text_columns, (*QUESTION_COLUMNS, "user"))
+    completion = _find_first(text_columns, (*ANSWER_COLUMNS, "label"))
+    number = _find_first(number_columns, ANSWER_COLUMNS[:6])  # not "assistant" and "reply"
     if prompt is not None and completion is None and number is not None:
         raise UserError(
             f"{source.origin}: {number}: text is expected, found {describe_value(row[number])}; "
@@ -469,20 +510,24 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
         )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
-    text = _first_of(by_name, TEXT_COLUMNS)
-    if text is None and len(by_name) == 1:
-        text = next(iter(by_name.values()))
+    text = _find_first(text_columns, TEXT_COLUMNS)
+    if text is None and len(text_columns) == 1:
+        [text] = text_columns.values()
     if text is not None and prompt is None:
         return replace(source, text_column=text)
     return None
 
 
-def _first_of(columns: Mapping[str, str], names: Iterable[str]) -> str | None:
-    """The column of the first of `names` that `columns` has; None where it has none."""
+def _find_first(columns: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """Returns the value in `columns` of the first of `names` that is a key of it, else None."""
     return next((columns[name] for name in names if name in columns), None)
 
 
 def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource:
+    """Asks which columns hold the prompt and the answer, or the text; returns `source` with them.
+
+    Raises `UserError` if there is no terminal.
+    """
     columns = list_columns(row) or "none"
     if not is_interactive():
         raise UserError(
@@ -501,6 +546,7 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource
 
 
 def _ask_column(question: str, row: Mapping[str, Any]) -> str:
+    """Asks for a column until the answer is empty or a column of `row` without a number."""
     while column := ask(question, ""):
         if column not in row:
             print(f"{column}: no such column; there are {list_columns(row)}")
@@ -515,28 +561,33 @@ def _ask_column(question: str, row: Mapping[str, Any]) -> str:
 
 
 def list_unread_files(source: DatasetSource) -> list[str]:
-    """The data files in the folder that `source` names which are none of its split's, by their
-    paths in the folder.
+    """Lists the data files in the folder of `source` that its split does not read.
+
+    Each is a path relative to the folder. The list is empty if `source` is no folder.
     """
     folder = Path(source.origin)
     if not folder.is_dir():
         return []
-    read = {Path(file).resolve() for file in list_files(source)}
-    unread = (
+    read_files = {Path(file).resolve() for file in list_files(source)}
+    unread_files = (
         file.relative_to(folder)
         for file in folder.rglob("*")
-        if file.is_file() and file.resolve() not in read
+        if file.is_file() and file.resolve() not in read_files
     )
-    return sorted(str(path) for path in unread if _is_data(path))
+    return sorted(str(path) for path in unread_files if _is_data(path))
 
 
 def _is_data(path: Path) -> bool:
+    """Whether a file may hold rows, by its path: a known type, not hidden, none of `datasets`'s."""
     is_hidden = any(part.startswith((".", "__")) for part in path.parts)
     return file_kind(str(path)) is not None and not is_hidden and path.name not in SAVED_BESIDE_DATA
 
 
 def finds_chat_template(model: str) -> bool:
-    """Whether the tokenizer of a folder or hub name has a chat template."""
+    """Whether the tokenizer of a model, given as a folder or a hub name, has a chat template.
+
+    It downloads the files that may hold the template, if they are not in the cache.
+    """
     for name in TEMPLATE_FILES:
         try:
             if Path(model).is_dir():
@@ -546,26 +597,30 @@ def finds_chat_template(model: str) -> bool:
             is_template = path.suffix == ".jinja" and path.is_file()
             if is_template or read_json_object(path).get("chat_template"):
                 return True
-        except (UserError, OSError):  # it has no such file
+        except (UserError, OSError):  # the model has no such file
             continue
     return False
 
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
-    """Reads the hardware from the flags or the answers; host memory and disk are this machine's
-    where its GPUs are.
+    """Reads the hardware of the run from the flags, or asks for it.
+
+    If the run will have this machine's GPUs, or none, host memory and disk without a flag are this
+    machine's. Otherwise they are not known.
     """
     are_given = options.gpus is not None and options.gpu_memory is not None
     machine = None if are_given else find_gpus()
-    count = str(machine.gpus if machine else 0)
-    gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
-    here = f"{psutil.virtual_memory().total // MIB}MiB"
-    own = f"{shutil.disk_usage(Path()).free // MIB}MiB"
-    host = _read_if_given("--host-memory", options.host_memory)
-    disk = _read_if_given("--disk", options.disk)
+    default_gpus = str(machine.gpus if machine else 0)
+    question = "GPUs for the run (0: the CPU)"
+    gpus = read_or_ask(options.gpus, "--gpus", question, default_gpus, read=_read_gpu_count)
+    machine_host_memory = f"{psutil.virtual_memory().total // MIB}MiB"
+    machine_disk = f"{shutil.disk_usage(Path()).free // MIB}MiB"
+    host_memory = _read_memory_or_none("--host-memory", options.host_memory)
+    disk = _read_memory_or_none("--disk", options.disk)
     if gpus == 0:
-        return Hardware(0, host or here, host or here, disk or own)
-    memory = require(
+        host_memory = host_memory or machine_host_memory
+        return Hardware(0, host_memory, host_memory, disk or machine_disk)
+    memory = read_or_ask(
         options.gpu_memory,
         "--gpu-memory",
         "Memory of each GPU",
@@ -573,19 +628,20 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
         read=partial(_read_memory, "--gpu-memory"),
     )
     if machine is not None and (gpus, memory) == (machine.gpus, machine.memory):
-        host = host or here
-        disk = disk or own
-    return Hardware(gpus, memory, host, disk)
+        host_memory = host_memory or machine_host_memory
+        disk = disk or machine_disk
+    return Hardware(gpus, memory, host_memory, disk)
 
 
-def _read_if_given(flag: str, text: str | None) -> str | None:
+def _read_memory_or_none(flag: str, text: str | None) -> str | None:
+    """Reads the size that `flag` gives; None if the flag is not given."""
     return None if text is None else _read_memory(flag, text)
 
 
 def _read_memory(flag: str, text: str) -> str:
-    """`text` with its unit.
+    """Returns `text` with a unit and without spaces, and prints how it was read if that differs.
 
-    Raises `UserError` where it is no size of a machine's memory or disk.
+    Raises `UserError` if `text` is no size, or a size below 1 GiB.
     """
     size = read_gpu_memory(text)
     try:
@@ -598,14 +654,18 @@ def _read_memory(flag: str, text: str) -> str:
     return size
 
 
-def _read_count(text: str) -> int:
+def _read_gpu_count(text: str) -> int:
+    """Reads a number of GPUs from 0 to 100,000. Raises `UserError` for any other text."""
     if not text.isdecimal() or len(text) > 6 or int(text) > 100_000:
         raise UserError(f"--gpus: {text}: a number of GPUs is expected")
     return int(text)
 
 
-def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
-    """The keys that do not depend on the hardware, and the full rows that they make of the data."""
+def _choose_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
+    """Chooses the recipe keys that do not depend on the hardware.
+
+    Returns (keys, number of full rows of `max_length` tokens into which the data would be packed).
+    """
     positions = find_positions(config)
     max_length = choose_max_length(data, positions if positions and positions > 1 else None)
     entry = {
@@ -624,7 +684,11 @@ def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[
     return keys, data.rows * data.mean_tokens / max_length
 
 
-def _write(path: Path, text: str) -> Recipe:
+def _write_recipe(path: Path, text: str) -> Recipe:
+    """Writes the recipe's text to `path`, reads it back, and returns the recipe.
+
+    Raises `UserError` if it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
@@ -632,32 +696,34 @@ def _write(path: Path, text: str) -> Recipe:
         raise UserError(
             f"{path}: cannot be written: {error.strerror}; choose another --output"
         ) from None
-    return read_recipe(str(path))  # what was written is a recipe
+    return read_recipe(str(path))
 
 
-def _summary(
+def _summarize(
     output: str, fit: Fit, hardware: Hardware, findings: Sequence[str], template: str | None
 ) -> Iterator[str]:
-    """Lists what was written, what was found, and the commands that come next; none that trains
-    what is fatal.
+    """Yields the lines that `finetune init` prints at its end.
+
+    They say what the recipe trains, what it needs by the plan, what the data check found, and which
+    commands come next. After a fatal finding no command to plan or train is among them.
     """
-    what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[
+    trained = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[
         fit.trained
     ]
-    what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
+    method = f" by {fit.keys['method']}" if "method" in fit.keys else ""
     room = hardware.room
     uncounted = fit.plan.spec.uncounted
     if room.is_known and not uncounted:
         verdict = f"fits {hardware.words}:"
     else:
         verdict = "requires"
-    without = ""
+    caveat = ""
     if uncounted:
-        without = ", without activations, which are not counted"
-    yield f"wrote   {output}: trains {what}"
+        caveat = ", without activations, which are not counted"
+    yield f"wrote   {output}: trains {trained}{method}"
     yield (
         f"        by the plan it {verdict} "
-        f"{compare_need(fit.need, room)}{without}{name_unknown(room)}"
+        f"{compare_need(fit.need, room)}{caveat}{name_unknown(room)}"
     )
     yield from (f"        {text}   ({cost})" for text, cost in fit.changes)
     yield from (f"        {line}" for line in findings)

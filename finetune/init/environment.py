@@ -1,5 +1,5 @@
-"""`finetune env`: what this machine has installed, its devices and kernels, and what a recipe
-lacks; without torch.
+"""`finetune env`: prints what this machine has installed, its devices and kernels, and what a
+recipe lacks here. Imports no torch.
 """
 
 import argparse
@@ -30,8 +30,7 @@ from finetune.errors import EXIT_USER_ERROR, UserError, install_command
 from finetune.plan.architecture import find_local_facts
 from finetune.units import counted, gib
 
-# An optional part of the package, by its name in pyproject.toml -> its distributions, and what it
-# is for.
+# Name of an optional dependency group in pyproject.toml -> (its distributions, what needs them).
 OPTIONAL: Mapping[str, tuple[Names, str]] = {
     "tensorboard": (("tensorboard",), "report_to: tensorboard"),
     "wandb": (("wandb",), "report_to: wandb"),
@@ -49,7 +48,7 @@ OPTIONAL: Mapping[str, tuple[Names, str]] = {
     "gguf": (("gguf",), "exports as GGUF"),
     "llama-cpp": (("gguf", "llama-cpp-python"), "GGUF's smaller types, and their proof"),
 }
-# The module of a kernel's package -> what it computes. FlashAttention 3 and 4 are in
+# Module of a package with kernels -> what the kernels compute. FlashAttention 3 and 4 are in
 # FLASH_PACKAGES.
 KERNELS: Mapping[str, str] = {
     "flash_attn": "FlashAttention 2, of transformers",
@@ -58,8 +57,8 @@ KERNELS: Mapping[str, str] = {
     "mamba_ssm": "Mamba's scan",
     "kernels": "kernels from the hub",
 }
-CPU_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-GPU_FIELDS = "name,compute_cap,memory.total,driver_version"
+CPU_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # as /proc/cpuinfo names them
+GPU_FIELDS = "name,compute_cap,memory.total,driver_version"  # as nvidia-smi names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +66,22 @@ class Gpu:
     """A GPU as nvidia-smi lists it."""
 
     name: str
-    capability: tuple[int, int]  # compute capability
-    mebibytes: int
+    capability: tuple[int, int]  # compute capability: (major, minor)
+    mebibytes: int  # of memory
     driver: str
 
 
 def list_gpus() -> list[Gpu]:
-    """Lists the GPUs of this machine; empty where nvidia-smi finds none."""
+    """Lists the GPUs of this machine; [] if there is no nvidia-smi, or it fails or finds none."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
     gpus = []
     try:
-        listed = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, text=True, timeout=20, check=True
         ).stdout
-        for line in listed.splitlines():
+        for line in output.splitlines():
             name, capability, mebibytes, driver = [field.strip() for field in line.split(",")]
             major, minor = capability.split(".")
             gpus.append(Gpu(name, (int(major), int(minor)), int(mebibytes), driver))
@@ -92,9 +91,9 @@ def list_gpus() -> list[Gpu]:
 
 
 def environment_command(options: argparse.Namespace) -> int:
-    """Prints the environment.
+    """Prints the environment, and what the recipe of --recipe lacks on this machine.
 
-    Returns 2 where the recipe lacks something or does not work here, else 0.
+    Returns the exit code: 2 if the recipe lacks something or does not run here, else 0.
     """
     if options.recipe is None and (options.config or options.num_processes or options.overrides):
         raise UserError(
@@ -106,9 +105,9 @@ def environment_command(options: argparse.Namespace) -> int:
     else:
         missing = _find_missing(options, gpus)
     for label, lines in _describe_all(gpus):
-        for number, line in enumerate(lines):
-            print(f"{'' if number else label:<11} {line}")
-    if missing is None:
+        for index, line in enumerate(lines):  # the label stands only before the first line
+            print(f"{'' if index else label:<11} {line}")
+    if missing is None:  # there is no recipe to check
         return 0
     print(
         f"{'recipe':<11} {options.recipe}: "
@@ -120,8 +119,10 @@ def environment_command(options: argparse.Namespace) -> int:
 
 
 def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
-    """Lists what the rules refuse of the recipe on this machine, each with the command or key that
-    fixes it.
+    """Lists why the recipe does not run on this machine; each problem comes with its fix.
+
+    The rules check every adapter's recipe for as many ranks as --num-processes, else one for each
+    GPU. Raises `UserError` if --num-processes is below 1, or the recipe cannot be read.
     """
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
@@ -135,8 +136,8 @@ def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
     facts = find_local_facts(recipe.model)
     problems = [
         problem
-        for each in map(complete_lora, split_adapters(recipe))
-        for problem in find_problems(each, layout, facts, ranks, machine=machine)
+        for adapter_recipe in map(complete_lora, split_adapters(recipe))
+        for problem in find_problems(adapter_recipe, layout, facts, ranks, machine=machine)
     ]
     missing = [str(problem) for problem in problems if not problem.is_note]
     if not _is_found("PIL") and any(map(_begins_with_images, recipe.data.datasets)):
@@ -145,10 +146,11 @@ def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
 
 
 def _begins_with_images(source: DatasetSource) -> bool:
-    """Whether the first row of a source's first local file holds an image; False where none can be
-    read here.
+    """Whether the first row of a source's first local file holds an image.
+
+    False for a data set of the hub, a function, or a file that cannot be read.
     """
-    # They import transformers: only where Pillow is missing.
+    # these import transformers, which is slow, so they are imported only if Pillow is missing
     from finetune.data.images import holds_images
     from finetune.data.sources import list_files, read_file
 
@@ -157,14 +159,14 @@ def _begins_with_images(source: DatasetSource) -> bool:
         if file is None or source.function is not None:
             return False
         row = next((row for _, row in read_file(file) if isinstance(row, dict)), {})
-    except (OSError, UserError):  # the run says what is wrong
+    except (OSError, UserError):  # the run reports it
         return False
     has_column = any(holds_images(column, value) for column, value in row.items())
     return has_column or '"type": "image' in json.dumps(row, default=str)
 
 
 def describe_machine(gpus: list[Gpu]) -> MachineFacts:
-    """The facts that the rules ask for, of a machine with these GPUs."""
+    """Makes the facts about this machine that the rules check, for these GPUs or the CPU."""
     if not gpus:
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
     return MachineFacts(
@@ -177,6 +179,7 @@ def describe_machine(gpus: list[Gpu]) -> MachineFacts:
 
 
 def _describe_all(gpus: list[Gpu]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the parts of the printed environment: (label, lines)."""
     yield "finetune", [f"{__version__} in {Path(__file__).parents[1]}"]
     yield "python", [f"{platform.python_version()} on {platform.platform()}"]
     yield "packages", [f"{name} {_version_of(name) or 'is not installed'}" for name in PACKAGES]
@@ -187,6 +190,7 @@ def _describe_all(gpus: list[Gpu]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _version_of(distribution: str) -> str | None:
+    """Returns the installed version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -194,23 +198,28 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _describe_torch(gpus: list[Gpu]) -> str:
-    """Says what torch was built for, from one of its files: an import would take seconds."""
+    """Says whether the installed torch was built for CUDA, HIP or the CPU alone.
+
+    It reads torch's version.py, because importing torch would take seconds.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "is not installed; pip install -e . in a clone of the repository"
     text = ""
     with suppress(OSError):
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    # such as "cuda: Optional[str] = '12.8'"
     builds = re.findall(r"^(cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE)
     if builds:
         return "built for " + " and ".join(f"{name.upper()} {version}" for name, version in builds)
-    lost = ""
+    advice = ""
     if gpus:
-        lost = "; install one for your driver, else no GPU is used"
-    return f"built for the CPU alone{lost}"
+        advice = "; install one for your driver, else no GPU is used"
+    return f"built for the CPU alone{advice}"
 
 
 def _describe_gpus(gpus: list[Gpu]) -> list[str]:
+    """Describes the GPUs, with one line for all that are equal."""
     if not gpus:
         return ["no GPU: nvidia-smi lists none"]
     lines = []
@@ -224,6 +233,7 @@ def _describe_gpus(gpus: list[Gpu]) -> list[str]:
 
 
 def _describe_cpu() -> str:
+    """Describes the CPU: cores, host memory, and which of CPU_INSTRUCTIONS it has."""
     flags: set[str] = set()
     with suppress(OSError):
         flags.update(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
@@ -236,36 +246,42 @@ def _describe_cpu() -> str:
 
 
 def _is_found(module: str) -> bool:
+    """Whether a module is installed. It is not imported, but the packages above it are."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ImportError:  # the package that the module is in
+    except ImportError:  # the package that holds the module is missing
         return False
 
 
 def _describe_kernels(gpus: list[Gpu]) -> Iterator[str]:
-    """The kernels' packages that are found, and the one that these GPUs would run."""
+    """Yields a line on the C compiler and on each installed package of kernels.
+
+    If FlashAttention 4 would run on the first GPU and is not installed, a line suggests it.
+    """
     yield (
         "a C compiler for torch_compile"
         if has_compiler()
         else "no C compiler: torch_compile needs one (g++)"
     )
-    names = {
-        name: f"FlashAttention {torch_name[-1]}" for name, (_, torch_name) in FLASH_PACKAGES.items()
-    }
-    for name, (module, _) in FLASH_PACKAGES.items():
+    for module, torch_name in FLASH_PACKAGES.values():
         if _is_found(module):
-            yield f"{module}: {names[name]}"
-    for module, what in KERNELS.items():
+            version = torch_name.removeprefix("FA")
+            yield f"{module}: FlashAttention {version}"
+    for module, purpose in KERNELS.items():
         if _is_found(module):
-            yield f"{module}: {what}"
+            yield f"{module}: {purpose}"
     module, _ = FLASH_PACKAGES["flash_attention_4"]
-    if gpus and gpus[0].capability[0] in FLASH_GPUS["flash_attention_4"] and not _is_found(module):
-        yield (
-            f"attention by torch's FlashAttention 2; pip install {FLASH_ON_INDEX} for a faster one"
-        )
+    if gpus and not _is_found(module):
+        major, _ = gpus[0].capability
+        if major in FLASH_GPUS["flash_attention_4"]:
+            yield (
+                f"attention by torch's FlashAttention 2; pip install {FLASH_ON_INDEX} for a faster "
+                "one"
+            )
 
 
 def _describe_optional() -> Iterator[str]:
+    """Yields a line on each optional dependency group: its versions, or how to install it."""
     for extra, (distributions, purpose) in OPTIONAL.items():
         versions = {name: _version_of(name) for name in distributions}
         if all(versions.values()):
@@ -274,6 +290,9 @@ def _describe_optional() -> Iterator[str]:
                 f"({purpose})"
             )
         else:
-            lost = " and ".join(name for name, version in versions.items() if version is None)
-            verb = "is" if list(versions.values()).count(None) == 1 else "are"
-            yield f"{lost} {verb} not installed ({purpose}): {install_command(extra)}"
+            missing = [name for name, version in versions.items() if version is None]
+            verb = "is" if len(missing) == 1 else "are"
+            yield (
+                f"{' and '.join(missing)} {verb} not installed ({purpose}): "
+                f"{install_command(extra)}"
+            )

@@ -1,5 +1,5 @@
-"""A first recipe: what the first rows show of the data, what fits the GPUs, and the YAML that says
-why.
+"""Makes a first recipe: summarizes the first rows of the data, chooses keys that fit the hardware,
+and writes them as YAML with comments.
 """
 
 import json
@@ -43,93 +43,101 @@ from finetune.plan.advice import Advice, Need, Room, advise, count_need
 from finetune.plan.plan import Plan, make_plan
 from finetune.units import counted, gib, name_place, read_size
 
-ROWS_READ = 1000  # of a data set, from its beginning
-MOST_CLASSES = 100  # more are no classes, but texts
-MOST_NEGATIVES = 4  # of each row: each is one more document to compute
-CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
-TEMPLATE_TOKENS = 16  # around the turns of a row
+ROWS_READ = 1000  # rows that are read, from the beginning of the data
+MOST_CLASSES = 100  # a column with more values is not taken for one of classes
+MOST_NEGATIVES = 4  # negatives of a row that are used; each is one more document to compute
+# A guess: English has about 4; code, numbers and other languages have fewer.
+CHARACTERS_A_TOKEN = 3.0
+TEMPLATE_TOKENS = 16  # assumed tokens that a chat template adds to a row
+# matches a recipe key that names a column
 COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected|label)_column"
 
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """A data set as far as its first rows show it. Returned by `summarize_data`."""
+    """What the first rows of a data set show of it. Returned by `summarize_data`."""
 
-    source: DatasetSource  # with the columns that a recipe has to name
-    format: str  # messages, sharegpt, alpaca, prompt_completion or text
-    columns: tuple[str, ...]
-    rows: int  # in all, where `is_counted`; else those that were read
+    source: DatasetSource  # with the columns that the recipe will name
+    format: str  # a key of RENDERINGS, such as messages, alpaca or text
+    columns: tuple[str, ...]  # of the first row
+    rows: int  # the number of all rows if `is_counted`; else of the rows that were read
     is_counted: bool
-    longest_tokens: int  # of all but the longest hundredth of the rows
+    longest_tokens: int  # of the 99th percentile of documents
     mean_tokens: float  # of a row
-    is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
+    is_tokenized: bool  # the model's tokenizer counted the tokens; else they are guessed
     kind: RowKind = "answers"
     labels: Names = ()  # the classes of the rows that were read
-    num_negatives: int = 0  # that each row of retrieval has, at most MOST_NEGATIVES
+    num_negatives: int = 0  # negatives that every row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
 
 
 def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Returns (the first rows of `source` that can be read, the place of each, how many were
-    taken).
+    """Reads about ROWS_READ rows from the beginning of `source`.
 
-    Raises `UserError` where there are none.
+    Returns (the usable rows, the file and row number of each, how many rows were read with the
+    unusable ones). Raises `UserError` if no row is usable.
     """
     rows: list[dict[str, Any]] = []
     places: list[str] = []
-    bad: list[str] = []
-    taken = 0
+    problems: list[str] = []
+    rows_read = 0
     for batch in read_rows(source, streaming=True):
         for number, row in zip(batch.numbers, batch.rows, strict=True):
             place = name_place(batch.file, number)
-            bad += [f"{place}: {row}"] if isinstance(row, BadRow) else []
-            rows += [row] if not isinstance(row, BadRow) else []
-            places += [place] if not isinstance(row, BadRow) else []
-            taken += 1
-        if taken >= ROWS_READ:
+            if isinstance(row, BadRow):
+                problems.append(f"{place}: {row}")
+            else:
+                rows.append(row)
+                places.append(place)
+            rows_read += 1
+        if rows_read >= ROWS_READ:
             break
     if not rows:
-        raise UserError(bad[0] if bad else f"{source.origin}: has no rows")
-    return rows[:ROWS_READ], places[:ROWS_READ], taken
+        raise UserError(problems[0] if problems else f"{source.origin}: has no rows")
+    return rows[:ROWS_READ], places[:ROWS_READ], rows_read
 
 
 def summarize_data(
     source: DatasetSource,
     rows: list[dict[str, Any]],
     places: list[str],
-    taken: int,
+    rows_read: int,
     kind: RowKind,
     model: str,
 ) -> DataSummary:
     """Summarizes the first rows of `source`.
 
     Args:
-        source: With the columns that a recipe has to name.
-        rows: Those that were read.
-        places: Of each, for messages.
-        taken: How many were taken for them, bad ones included.
-        kind: What the method reads of them.
-        model: A tokenizer in this folder counts their tokens.
+        source: With the columns that the recipe will name.
+        rows: The usable rows.
+        places: File and row number of each row, for messages.
+        rows_read: How many rows were read, unusable ones included.
+        kind: As which kind of row they are read.
+        model: Folder of the model. If it holds a tokenizer.json, that counts the tokens.
 
     Raises:
-        UserError: A row does not have the columns.
+        UserError: A row lacks a column of its kind.
     """
     labels: Names = ()
     if kind == "classes":
         labels = list_labels(rows, source)
     data = Data(labels=labels)
-    read = [_read(row, place, source, kind, data) for row, place in zip(rows, places, strict=True)]
-    documents = [document for row in read for group in row.groups for document in group.documents]
+    parsed = [
+        _parse_row(row, place, source, kind, data) for row, place in zip(rows, places, strict=True)
+    ]
+    documents = [document for row in parsed for group in row.groups for document in group.documents]
     files = () if source.function else list_files(source)
+    is_at_end = rows_read < ROWS_READ  # all rows were read
     lengths, is_tokenized = count_tokens(documents, Path(model))
+    mean_length = sum(lengths) / len(lengths) + TEMPLATE_TOKENS
     return DataSummary(
         source=source,
-        format=read[0].rendering,
+        format=parsed[0].rendering,
         columns=tuple(map(str, rows[0])),
-        rows=taken if taken < ROWS_READ else _count_rows(files, taken),
-        is_counted=taken < ROWS_READ or bool(files),
+        rows=rows_read if is_at_end else _count_rows(files, rows_read),
+        is_counted=is_at_end or bool(files),
         longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
-        mean_tokens=(sum(lengths) / len(lengths) + TEMPLATE_TOKENS) * len(documents) / len(rows),
+        mean_tokens=mean_length * len(documents) / len(rows),
         is_tokenized=is_tokenized,
         kind=kind,
         labels=labels,
@@ -139,10 +147,10 @@ def summarize_data(
 
 
 def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
-    """Returns the kind of a row: a pair of answers, a rated answer, a query with its document, a
-    text with its class, or answers.
+    """Finds the kind of rows in a data set by the columns that `source` names, else by one row.
 
-    Columns that a person names are answers.
+    A named label column means classes; a named chosen or rejected column means pairs; a named
+    completion, messages or text column means answers. Rows of an unknown kind are "answers".
     """
     if source.label_column:
         return "classes"
@@ -164,9 +172,10 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
 
 
 def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Names:
-    """The classes of rows: their names in order, or places from 0 as text.
+    """Lists the classes of rows: their names in alphabetical order.
 
-    Raises `UserError` where a row has none, or there are too many for classes.
+    If all classes are integers of at least 0, the list is "0" to the highest one. Raises
+    `UserError` if no row has a class, or there are more than MOST_CLASSES.
     """
     name = source.label_column or LABEL
     values = {row.get(name) for row in rows if isinstance(row.get(name), str | int)}
@@ -180,26 +189,27 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
             f"{source.origin}: {name}: {len(values):,} classes in {len(rows):,} rows; is it the "
             "column of the class? --label-column names another"
         )
-    places = [value for value in values if isinstance(value, int)]
-    if len(places) == len(values) and min(places) >= 0:
-        return tuple(str(place) for place in range(max(places) + 1))
+    numbers = [value for value in values if isinstance(value, int)]
+    if len(numbers) == len(values) and min(numbers) >= 0:
+        return tuple(str(number) for number in range(max(numbers) + 1))
     return tuple(sorted(map(str, values)))
 
 
 def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
-    """Counts the negatives of a row, up to MOST_NEGATIVES."""
+    """Counts how many negatives every row has, up to MOST_NEGATIVES."""
     count = 0
-    with suppress(BadRow):
-        for number in range(1, MOST_NEGATIVES + 1):
+    with suppress(BadRow):  # raised by the first row with fewer negatives
+        for num_negatives in range(1, MOST_NEGATIVES + 1):
             for row in rows:
-                parse_retrieval(row, source, Data(num_negatives=number))
-            count = number
+                parse_retrieval(row, source, Data(num_negatives=num_negatives))
+            count = num_negatives
     return count
 
 
-def _read(
+def _parse_row(
     row: Mapping[str, Any], place: str, source: DatasetSource, kind: RowKind, data: Data
 ) -> ParsedRow:
+    """Parses a row of a kind. Raises `UserError`, which begins with `place`, if it is faulty."""
     try:
         return READERS[kind](rewrite_row(row, source), source, data)
     except BadRow as error:
@@ -207,7 +217,7 @@ def _read(
 
 
 def name_flags(text: str) -> str:
-    """A message on a recipe's keys in the words of `finetune init`.
+    """Rewrites a message that names column keys of a recipe, so that it names flags of `init`.
 
     >>> name_flags("to train on the chosen answers alone, set completion_column: chosen")
     'to train on the chosen answers alone, pass --completion-column chosen'
@@ -217,10 +227,12 @@ def name_flags(text: str) -> str:
 
 
 def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
-    """Returns (the tokens of each document from the shortest on, whether the tokenizer in the
-    folder `model` has counted them).
+    """Counts the tokens of each document by the tokenizer.json in the folder `model`.
 
-    Without one they are guessed from the characters. What a chat template adds is not counted.
+    Without that file, or if it cannot be used, the counts are guessed from the characters. Tokens
+    that a chat template adds are not counted.
+
+    Returns (the counts in ascending order, whether the tokenizer made them).
     """
     texts = [join_text(document) for document in documents]
     try:
@@ -233,15 +245,16 @@ def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float
             len(encoding.ids)
             for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)
         ]
-    except (
-        Exception
-    ):  # tokenizers raises no class of its own; launch says what is wrong with the file
+    except Exception:  # `tokenizers` has no class of its own; `launch` reports a damaged file
         return sorted(len(text) / CHARACTERS_A_TOKEN for text in texts), False
     return sorted(map(float, counts)), True
 
 
 def join_text(document: Document) -> str:
-    """About the text that a model reads of a document."""
+    """Returns about the text that the model reads of a document, to count its tokens.
+
+    Token ids become as many characters as such a number of tokens usually has.
+    """
     match document:
         case Text(text) | Candidate(text):
             return text
@@ -249,8 +262,8 @@ def join_text(document: Document) -> str:
             return "\n".join((prompt, *steps))
         case Completion(prompt, completion):
             return prompt + completion
-        case Question(asked):
-            return asked if isinstance(asked, str) else join_text(asked)
+        case Question(question):
+            return question if isinstance(question, str) else join_text(question)
         case TokenRow(ids):
             return "x" * round(len(ids) * CHARACTERS_A_TOKEN)
         case Conversation(messages, _, tools):
@@ -261,51 +274,53 @@ def join_text(document: Document) -> str:
 
 
 def _describe_message(message: Mapping[str, Any]) -> str:
+    """Writes a message as role and content, or as JSON if it has more (such as tool calls)."""
     if message.keys() <= {"role", "content", "input"} and isinstance(message.get("content"), str):
         return f"{message['role']}\n{message['content']}\n"
     return json.dumps(message, ensure_ascii=False, default=str)
 
 
-def _count_rows(files: Sequence[str], taken: int) -> int:
-    """All rows of local files; of a data set of the hub or a function, those that were read."""
+def _count_rows(files: Sequence[str], rows_read: int) -> int:
+    """Counts all rows of local files; returns `rows_read` if there are none (hub or function)."""
     from finetune.data.sources import count_rows
 
     if files:
         return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files)
-    return taken
+    return rows_read
 
 
 Trained = Literal["full", "lora", "qlora"]
-Keys = dict[str, Any]
+Keys = dict[str, Any]  # of a recipe
 FULL: Keys = {"learning_rate": 1e-5}
 LORA: Keys = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "learning_rate": 2e-4}
 QLORA: Keys = LORA | {LOAD_KEYS[0]: True}
-# of the usual rate: a method that compares answers moves a trained model a little
+# Factors on the learning rates above. Methods that compare answers, or learn from completions that
+# the model samples, move a trained model only a little.
 COMPARING_RATE = 1 / 40
-SAMPLING_RATE = 1 / 10  # and one that learns from what it samples
-ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
-GLOBAL_BATCH_SIZE = 32  # at most
-PAIRS_OF_STEP = 256  # at most, of a method that embeds: a query is compared with all of them
-STEPS_AN_EPOCH = 20  # at least, where the data allows it
-ROWS_TRIED = (8, 4, 2)  # of a micro-batch: more rows are faster, where they fit
+SAMPLING_RATE = 1 / 10
+ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # works for every family and any number of GPUs
+GLOBAL_BATCH_SIZE = 32  # the largest that is chosen
+# The largest of a method that embeds. Its batch is larger: a query is compared with all documents.
+PAIRS_OF_STEP = 256
+STEPS_AN_EPOCH = 20  # the batch is small enough for this many, if the data allows it
+ROWS_TRIED = (8, 4, 2)  # rows of a micro-batch; more rows are faster, if they fit
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The hardware that the run will have.
 
-    `memory`: of each GPU, or of the machine where there is none. Sizes as they are written: 80GiB;
-    None where they are not known.
+    Sizes are texts with a unit, such as "80GiB"; None if they are not known.
     """
 
-    gpus: int
-    memory: str
+    gpus: int  # 0: the run is on the CPU
+    memory: str  # of each GPU; without GPUs, of the machine
     host_memory: str | None = None  # of the machine with the GPUs
     disk: str | None = None
 
     @property
     def room(self) -> Room:
-        """The same in bytes."""
+        """The sizes in bytes, as the plan compares them."""
         host, disk = (
             None if size is None else read_size(size) for size in (self.host_memory, self.disk)
         )
@@ -313,17 +328,19 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
+        """Ranks of the run: one on each GPU, or one on the CPU."""
         return max(1, self.gpus)
 
     @property
     def words(self) -> str:
+        """The hardware in words: "8 GPUs of 80GiB", or "the CPU"."""
         if self.gpus:
             return f"{counted(self.gpus, 'GPU')} of {self.memory}"
         return "the CPU"
 
     @property
     def flags(self) -> str:
-        """The flags that give `finetune plan` these sizes."""
+        """The flags that give these sizes to `finetune plan`."""
         sizes = {
             "--gpu-memory": self.memory,
             "--host-memory": self.host_memory,
@@ -334,88 +351,94 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A recipe that fits. Returned by `fit_recipe`."""
+    """The keys of a recipe that fits the hardware. Returned by `fit_recipe`."""
 
-    keys: Keys  # the given ones, and those that make it fit
+    keys: Keys
     trained: Trained
-    plan: Plan
-    need: Need
-    changes: tuple[tuple[str, str], ...]  # key=value and its cost, which the plan advised
+    plan: Plan  # of these keys
+    need: Need  # bytes that the plan counts
+    # (key=value, its disadvantage) of each change that the plan advised to make the recipe fit
+    changes: tuple[tuple[str, str], ...]
 
 
 def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None) -> Fit:
-    """The keys that train `given` (model, data, max_length, method) on `hardware`: what `trained`
-    says, else all parameters where that fits as it is, else LoRA. `packed_rows`: full rows of
-    max_length tokens in the data.
+    """Chooses recipe keys that fit `hardware` and contain those `given` (such as model and data).
 
-    Raises `UserError` where nothing makes it fit.
+    If `trained` is None, all parameters are trained if that fits without changes, else LoRA. The
+    last way to train is also tried with the changes that the plan advises.
+
+    `packed_rows`: full rows of max_length tokens in the data, which bound the batch size. Raises
+    `UserError` if nothing makes the recipe fit.
     """
     candidates = _list_candidates(given, packed_rows, hardware, trained)
-    for chosen, keys in candidates:
-        plan = _plan(keys, hardware)
+    for way, keys in candidates:
+        plan = _make_plan(keys, hardware)
         need = count_need(plan.spec)
         if need.fits(hardware.room):
-            return _widen(Fit(keys, chosen, plan, need, ()), hardware)
-    chosen, keys = candidates[-1]
+            return _widen_micro_batch(Fit(keys, way, plan, need, ()), hardware)
+    # `way`, `keys` and `plan` are those of the last candidate
     advice = advise(plan.spec, hardware.room, in_recipe=True)
-    return _change(given, chosen, keys, advice, hardware)
+    return _apply_advice(given, way, keys, advice, hardware)
 
 
 def _list_candidates(
     given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None
 ) -> list[tuple[Trained, Keys]]:
-    """The keys of each way to train that may be taken, in the order in which they are tried."""
+    """Lists the ways to train, (what is trained, recipe keys), in the order to try them."""
     method = METHODS[given.get("method", DEFAULT_METHOD)]
-    most = PAIRS_OF_STEP if method.embeds else GLOBAL_BATCH_SIZE
-    batch = _choose_batch(packed_rows, hardware, most)
+    largest_batch = PAIRS_OF_STEP if method.embeds else GLOBAL_BATCH_SIZE
+    batch = _choose_batch(packed_rows, hardware, largest_batch)
     base = given | {"accelerate_config": ACCELERATE_CONFIG, **batch}
-    ways: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
+    keys: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
     if trained is None:
-        tried: list[Trained] = ["full", "lora"]
+        ways: list[Trained] = ["full", "lora"]
     else:
-        tried = [trained]
-    share: float = 1
+        ways = [trained]
+    rate_factor: float = 1
     if method.compares and method.writes_text:
-        share = COMPARING_RATE
+        rate_factor = COMPARING_RATE
     elif method.samples:
-        share = SAMPLING_RATE
+        rate_factor = SAMPLING_RATE
     return [
-        (way, ways[way] | {"learning_rate": ways[way]["learning_rate"] * share}) for way in tried
+        (way, keys[way] | {"learning_rate": keys[way]["learning_rate"] * rate_factor})
+        for way in ways
     ]
 
 
-def _change(given: Keys, chosen: Trained, keys: Keys, advice: Advice, hardware: Hardware) -> Fit:
-    """The keys with the changes that make them fit. Raises `UserError` where nothing does."""
+def _apply_advice(given: Keys, way: Trained, keys: Keys, advice: Advice, hardware: Hardware) -> Fit:
+    """Changes `keys`, which do not fit, as the plan advises.
+
+    Raises `UserError` if no changes make them fit, or if the changes would train LoRA adapters in
+    place of all parameters, for which the person has asked.
+    """
     if advice.need.fits_memory(hardware.room):
         raise _too_little_disk(given, advice.need, hardware)
     if advice.changes is None:
-        raise _too_little_memory(given, chosen, advice, hardware)
-    # key=value each
-    overrides = [text for change in advice.changes for text in change.text.split()]
-    if chosen == "full" and "use_peft=true" in overrides:
-        raise _too_little_memory(given, chosen, advice, hardware)
-    plan = _plan(keys, hardware, overrides)
-    after = count_need(plan.spec)
-    assert after.fits_memory(hardware.room), "the plan fits with the changes that it advises"
-    if not after.fits(hardware.room):
-        raise _too_little_disk(given, after, hardware)
-    names = {text.partition("=")[0] for text in overrides}
-    changed = keys | {
-        key: value for key, value in to_dict(plan.spec.recipe).items() if key in names
+        raise _too_little_memory(given, way, advice, hardware)
+    # each is key=value
+    overrides = [override for change in advice.changes for override in change.text.split()]
+    if way == "full" and "use_peft=true" in overrides:
+        raise _too_little_memory(given, way, advice, hardware)
+    plan = _make_plan(keys, hardware, overrides)
+    need = count_need(plan.spec)
+    assert need.fits_memory(hardware.room), "the plan fits with the changes that it advises"
+    if not need.fits(hardware.room):
+        raise _too_little_disk(given, need, hardware)
+    changed_names = {override.partition("=")[0] for override in overrides}
+    changed_keys = keys | {
+        key: value for key, value in to_dict(plan.spec.recipe).items() if key in changed_names
     }
-    return Fit(
-        changed, chosen, plan, after, tuple((change.text, change.cost) for change in advice.changes)
-    )
+    changes = tuple((change.text, change.cost) for change in advice.changes)
+    return Fit(changed_keys, way, plan, need, changes)
 
 
-def _too_little_memory(
-    given: Keys, chosen: Trained, advice: Advice, hardware: Hardware
-) -> UserError:
+def _too_little_memory(given: Keys, way: Trained, advice: Advice, hardware: Hardware) -> UserError:
+    """Makes the error for a model that no change of the recipe makes fit the memory."""
     enough = ""
     if advice.ranks:
         enough = f"; {advice.ranks} of them would be enough"
     lora = ""
-    if chosen == "full":
+    if way == "full":
         lora = "; --train lora trains adapters, which need less"
     if hardware.host_memory is None:
         host = ""
@@ -428,6 +451,7 @@ def _too_little_memory(
 
 
 def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
+    """Makes the error for a run that fits the memory and needs more disk than there is."""
     needed = (
         f"{given['model_name_or_path']}: needs {gib(need.disk)} GiB of disk, and there are "
         f"{hardware.disk}"
@@ -435,26 +459,31 @@ def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
     return UserError(f"{needed}; make room, or say with --disk how much there will be")
 
 
-def _choose_batch(packed_rows: float, hardware: Hardware, most: int) -> Keys:
-    """The rows in a step: an epoch has some steps, and no rank gets a filler row."""
-    size = min(most, max(1, int(packed_rows) // STEPS_AN_EPOCH))
+def _choose_batch(packed_rows: float, hardware: Hardware, largest: int) -> Keys:
+    """Chooses the keys of the batch size: at most `largest`, and at least STEPS_AN_EPOCH steps.
+
+    The size is rounded up to a multiple of the ranks, so that none gets a filler row; that may
+    exceed `largest`.
+    """
+    size = min(largest, max(1, int(packed_rows) // STEPS_AN_EPOCH))
     return {"global_batch_size": round_up(size, hardware.ranks), "per_device_train_batch_size": 1}
 
 
-def _widen(fit: Fit, hardware: Hardware) -> Fit:
-    """The same with more rows in a micro-batch, where they fit."""
+def _widen_micro_batch(fit: Fit, hardware: Hardware) -> Fit:
+    """Returns `fit` with the most rows of ROWS_TRIED in a micro-batch that fit, else unchanged."""
     for rows in ROWS_TRIED:
         if fit.keys["global_batch_size"] % (rows * hardware.ranks):
             continue
         wider = fit.keys | {"per_device_train_batch_size": rows}
-        plan = _plan(wider, hardware)
+        plan = _make_plan(wider, hardware)
         need = count_need(plan.spec)
         if need.fits(hardware.room):
             return replace(fit, keys=wider, plan=plan, need=need)
     return fit
 
 
-def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> Plan:
+def _make_plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> Plan:
+    """Plans a run with these recipe keys; `overrides` (key=value) replace or add keys."""
     recipe = read_recipe(
         None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides]
     )
@@ -464,56 +493,62 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> Plan
     return make_plan(recipe, sharding, hardware.ranks, on_cpu=not hardware.gpus)
 
 
-COMMENT_COLUMN = 40
-MIN_LENGTH = 512
+COMMENT_COLUMN = 40  # comments of the recipe begin behind this many characters
+MIN_LENGTH = 512  # bounds of max_length, in tokens
 MAX_LENGTH = 8192
-TEXT_LENGTH = 2048  # tokens
-# whatever is changed
+TEXT_LENGTH = 2048  # max_length for plain texts, in tokens
+# Keys that have a line in every recipe, whether the plan changes them or not.
 WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")
 
 
 def choose_max_length(data: DataSummary, positions: int | None) -> int:
-    """Tokens in a row: the power of two that holds all but the longest rows.
+    """Chooses max_length in tokens: the power of two that holds 99% of the documents.
 
-    `positions`: what the model can read.
+    It is from MIN_LENGTH to MAX_LENGTH, for plain texts TEXT_LENGTH, and never more than
+    `positions`, the positions that the model was made for (None: unbounded).
     """
     if data.format == "text":
-        length = TEXT_LENGTH  # longer texts are split, none is cut
+        length = TEXT_LENGTH  # longer texts are split, so nothing is lost
     else:
         length = min(MAX_LENGTH, max(MIN_LENGTH, 1 << (data.longest_tokens - 1).bit_length()))
     return length if positions is None else min(length, positions)
 
 
 def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> str:
-    """The whole text. `file`: its name, for the commands in its first lines."""
+    """Writes the recipe's YAML. `file`: the recipe's path, for the commands in its first lines."""
     keys = fit.keys
     is_held_out = "eval_split_size" in keys
     method = METHODS[keys.get("method", DEFAULT_METHOD)]
-    samples = method.samples
-    drawn, measured, worse = (
-        ("prompts", "reward", "falls") if samples else ("rows", "loss", "rises")
-    )
-    if method.embeds:
-        drawn = "queries with their documents"
-    # of what a step draws
-    if samples or method.embeds:
-        an_epoch = data.rows
+    # `batch_items`: what a step draws global_batch_size of
+    if method.samples:
+        batch_items = "prompts"
+        measured = "reward"
+        worsens = "falls"
     else:
-        an_epoch = data.rows * data.mean_tokens / keys["max_length"]
-    steps = keys["num_train_epochs"] * an_epoch / keys["global_batch_size"]
-    every = max(1, round(steps / 10, -1 if steps > 200 else 0))
+        batch_items = "rows"
+        measured = "loss"
+        worsens = "rises"
+    if method.embeds:
+        batch_items = "queries with their documents"
+    if method.samples or method.embeds:
+        items_per_epoch = data.rows
+    else:
+        items_per_epoch = data.rows * data.mean_tokens / keys["max_length"]  # packed rows
+    steps = keys["num_train_epochs"] * items_per_epoch / keys["global_batch_size"]
+    # about ten evaluations and saves in the run; in a long one, after a multiple of 10 steps
+    interval = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
-        *_head(data, fit, hardware, file),
+        *_describe_head(data, fit, hardware, file),
         _line("model_name_or_path", keys["model_name_or_path"]),
         _line(
             "accelerate_config",
             keys["accelerate_config"],
             "sharded over all GPUs; accelerate_configs/ has others",
         ),
-        *_method(fit),
-        *_trained(fit),
+        *_describe_method(fit),
+        *_describe_trained(fit),
         "",
-        *_datasets(data),
+        *_describe_datasets(data),
         *(
             [
                 _line(
@@ -531,8 +566,12 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
             else []
         ),
         "",
-        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"], method)),
-        _line("global_batch_size", keys["global_batch_size"], f"{drawn} in a step, over all GPUs"),
+        _line("max_length", keys["max_length"], _explain_length(data, keys["max_length"], method)),
+        _line(
+            "global_batch_size",
+            keys["global_batch_size"],
+            f"{batch_items} in a step, over all GPUs",
+        ),
         _line(
             "per_device_train_batch_size",
             keys["per_device_train_batch_size"],
@@ -541,11 +580,11 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         _line(
             "num_train_epochs",
             keys["num_train_epochs"],
-            f"watch the held-out {measured}: fewer, where it {worse}"
+            f"watch the held-out {measured}: fewer, where it {worsens}"
             if is_held_out
             else "passes over the data",
         ),
-        *_advised(fit),
+        *_describe_advised(fit),
         "",
         _line(
             "learning_rate",
@@ -556,43 +595,57 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         ),
         _line("warmup_ratio", 0.03),
         "",
-        _line("logging_steps", max(1, min(10, int(every) // 5))),
+        _line("logging_steps", max(1, min(10, int(interval) // 5))),
         *(
-            [_line("eval_steps", int(every), f"steps between two measurements of that {measured}")]
+            [
+                _line(
+                    "eval_steps",
+                    int(interval),
+                    f"steps between two measurements of that {measured}",
+                )
+            ]
             if is_held_out
             else []
         ),
-        _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
+        _line(
+            "save_steps", int(interval), "steps between two checkpoints; the newest two are kept"
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
 def plan_command(file: str, hardware: Hardware) -> str:
+    """Writes the command that plans the recipe `file` for this hardware."""
     return f"finetune plan --recipe {quote(file)} --num-processes {hardware.ranks} {hardware.flags}"
 
 
 def launch_command(file: str, hardware: Hardware) -> str:
+    """Writes the command that trains the recipe `file` on this hardware."""
     return f"finetune launch --recipe {quote(file)} --num-processes {hardware.ranks}"
 
 
 def inspect_command(file: str) -> str:
+    """Writes the command that shows the data of the recipe `file` as the model will see it."""
     return f"finetune inspect --recipe {quote(file)}"
 
 
-def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
+def _describe_head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
+    """Yields the comment lines at the recipe's top: what it trains, and the commands for it."""
     if fit.trained == "full":
-        what = "All parameters of"
+        trained = "All parameters of"
     else:
-        what = "Adapters (LoRA) for"
+        trained = "Adapters (LoRA) for"
+    model = fit.keys["model_name_or_path"]
     yield (
-        f"# {what} {fit.keys['model_name_or_path']} on {data.source.origin}, for {hardware.words}; "
-        "written by finetune init."
+        f"# {trained} {model} on {data.source.origin}, for {hardware.words}; written by finetune "
+        "init."
     )
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
     yield f"#   {plan_command(file, hardware)}    # {gib(fit.plan.peak_bytes)} GiB"
     yield f"#   {launch_command(file, hardware)}"
 
 
+# Key that some methods have -> its comment in the recipe.
 METHOD_LINES = {
     "labels": "the classes of the first rows; add others",
     "num_negatives": "of each row, beside all others'",
@@ -600,8 +653,8 @@ METHOD_LINES = {
 }
 
 
-def _method(fit: Fit) -> Iterator[str]:
-    """Returns the keys of the method, where the model learns from more than answers."""
+def _describe_method(fit: Fit) -> Iterator[str]:
+    """Yields the lines of the method and of the keys that it requires; none for the default."""
     method = fit.keys.get("method")
     if method is not None:
         yield _line("method", method, METHODS[method].says)
@@ -625,7 +678,8 @@ def _method(fit: Fit) -> Iterator[str]:
         )
 
 
-def _trained(fit: Fit) -> Iterator[str]:
+def _describe_trained(fit: Fit) -> Iterator[str]:
+    """Yields the lines of LoRA and QLoRA; none if all parameters are trained."""
     if fit.trained != "full":
         yield _line(
             "use_peft",
@@ -640,17 +694,17 @@ def _trained(fit: Fit) -> Iterator[str]:
         yield _line(LOAD_KEYS[0], True, "the frozen model in 4 bits (QLoRA)")
 
 
-def _datasets(data: DataSummary) -> Iterator[str]:
+def _describe_datasets(data: DataSummary) -> Iterator[str]:
+    """Yields the lines of `datasets`: one entry with every key that differs from its default."""
     source = data.source
     if data.is_counted:
-        rows = counted(data.rows, "row")
+        row_count = counted(data.rows, "row")
     else:
-        rows = f"more than {counted(data.rows, 'row')}"
+        row_count = f"more than {counted(data.rows, 'row')}"
     yield "datasets:"
-    named = "function" if source.function else "path"
-    yield _line(
-        f"  - {named}", source.origin, f"{rows} with the columns {list_columns(data.columns)}"
-    )
+    origin_key = "function" if source.function else "path"
+    columns = list_columns(data.columns)
+    yield _line(f"  - {origin_key}", source.origin, f"{row_count} with the columns {columns}")
     default = DatasetSource(path="")
     for key in source.__slots__[2:]:  # all but path and function
         if (value := getattr(source, key)) != getattr(default, key):
@@ -659,7 +713,8 @@ def _datasets(data: DataSummary) -> Iterator[str]:
         yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
 
 
-def _about_length(data: DataSummary, max_length: int, method: MethodFacts) -> str:
+def _explain_length(data: DataSummary, max_length: int, method: MethodFacts) -> str:
+    """Says what max_length counts, and what happens to longer rows."""
     if method.samples:
         return "tokens of a prompt with its completion; longer prompts are dropped, and counted"
     if not method.writes_text:
@@ -677,21 +732,22 @@ def _about_length(data: DataSummary, max_length: int, method: MethodFacts) -> st
     )
 
 
-def _advised(fit: Fit) -> Iterator[str]:
-    """Returns the keys that the plan changed, beside those that are written anyway."""
+def _describe_advised(fit: Fit) -> Iterator[str]:
+    """Yields the lines of keys that the plan advised, except the WRITTEN, which have lines."""
     for text, cost in fit.changes:
-        for change in text.split():
-            key = change.partition("=")[0]
+        for override in text.split():
+            key = override.partition("=")[0]
             if key not in WRITTEN:
                 yield _line(key, fit.keys[key], f"to fit; {cost}")
 
 
 def _line(key: str, value: Any, comment: str = "") -> str:
-    """`key: value`, with a comment in the column of all comments."""
+    """Writes `key: value` as YAML, with the comment behind it at COMMENT_COLUMN."""
     if isinstance(value, float):
         written = f"{value:g}".replace("e-0", "e-")
     else:
         flow = True if isinstance(value, list) else None
         written = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=flow)
+    # PyYAML ends a bare value with a line of "..."
     text = f"{key}: {written.removesuffix(chr(10)).removesuffix('...').strip()}"
     return f"{text.ljust(COMMENT_COLUMN - 1)} # {comment}" if comment else text

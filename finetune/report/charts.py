@@ -1,7 +1,8 @@
-"""The plots of a report as SVG paths, and the loss as a PNG.
+"""Draws a report's plots as SVG paths, and the loss as a PNG.
 
-Paths lie in a box of 1000 x 1000, labels are placed in percent of it. The template stretches the
-box to any width, but not strokes and text: a plot is as legible on a phone as on a desktop.
+SVG paths have coordinates from 0 to 1000 across and down; places of labels are percents of the
+plot's width or height. The template stretches the paths to any width, but not their strokes and the
+text, so that a plot is as legible on a phone as on a desktop.
 """
 
 import math
@@ -18,21 +19,25 @@ Points = Sequence[tuple[float, float]]  # (step, value)
 
 
 def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
-    """Keeps at most `most` points: the lowest and the highest of every stretch, so that spikes stay."""
-    # larger values would have infinite differences
-    finite = [point for point in points if abs(point[1]) < 1e300]
+    """Returns at most `most` of the points, without infinite and NaN values.
+
+    Of every stretch of points it keeps the lowest and the highest one, so that spikes stay.
+    """
+    # differences of larger values would be infinite
+    finite = [(step, value) for step, value in points if abs(value) < 1e300]
     if len(finite) <= most:
         return finite
     stretch = math.ceil(len(finite) / (most // 2))
     kept = []
     for start in range(0, len(finite), stretch):
         part = finite[start : start + stretch]
+        # sorted by step; a set, as one point may be both
         kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     return kept
 
 
 def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Chooses at most `most` round numbers that reach from `low` or below to `high` or above.
+    """Chooses at most `most` evenly spaced round numbers, from `low` or below to `high` or above.
 
     >>> choose_ticks(0.0, 9.3, most=6)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
@@ -41,9 +46,10 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
         pad = abs(low) * 0.1 or 1.0
         low = low - pad
         high = high + pad
-    rough = (high - low) / (most - 1)
-    magnitude = 10.0 ** math.floor(math.log10(rough))
+    exact_step = (high - low) / (most - 1)
+    magnitude = 10.0 ** math.floor(math.log10(exact_step))
     for step in (m * magnitude for m in (1, 2, 2.5, 5, 10, 20)):
+        # 1e-9: a bound that is a tick up to rounding needs no further tick
         first = math.floor(low / step + 1e-9)
         last = math.ceil(high / step - 1e-9)
         if last - first + 1 <= most:
@@ -51,40 +57,45 @@ def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low, high]
 
 
-# A loss is drawn on a log scale where its highest value is this many times its lowest one.
+# A loss is drawn on a log scale if its highest smoothed value is this many times its lowest one.
 LOG_FROM = 10.0
-LOG_LEAST = 1e-30  # a log scale cannot show smaller values
+LOG_LEAST = 1e-30  # a log scale is not used for smaller values
 
 
 def choose_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Chooses at most `most` round numbers for a log scale, from `low` or below to `high` or above.
+
+    They are 1, 2 and 5 times powers of ten if few are needed, else powers of ten.
 
     >>> choose_log_ticks(0.02, 4.0), choose_log_ticks(1e-7, 4.0)
     ([0.01, 0.1, 1.0, 10.0], [1e-07, 1e-05, 0.001, 0.1, 10.0])
     >>> choose_log_ticks(0.3, 4.0)
     [0.2, 0.5, 1.0, 2.0, 5.0]
     """
-    first = math.floor(math.log10(low) + 1e-9)
-    last = math.ceil(math.log10(high) - 1e-9)
-    within = [m * 10.0**power for power in range(first, last + 1) for m in (1, 2, 5)]
-    begin = max(index for index, tick in enumerate(within) if tick <= low * (1 + 1e-9))
-    end = min(index for index, tick in enumerate(within) if tick >= high * (1 - 1e-9))
+    first_power = math.floor(math.log10(low) + 1e-9)
+    last_power = math.ceil(math.log10(high) - 1e-9)
+    ticks = [m * 10.0**power for power in range(first_power, last_power + 1) for m in (1, 2, 5)]
+    begin = max(index for index, tick in enumerate(ticks) if tick <= low * (1 + 1e-9))
+    end = min(index for index, tick in enumerate(ticks) if tick >= high * (1 - 1e-9))
     if end - begin < most:
-        return [float(f"{tick:.3g}") for tick in within[begin : end + 1]]
-    stride = math.ceil((last - first) / (most - 1))
-    count = math.ceil((last - first) / stride)
-    return [10.0 ** (first + stride * index) for index in range(count + 1)]
+        return [float(f"{tick:.3g}") for tick in ticks[begin : end + 1]]
+    stride = math.ceil((last_power - first_power) / (most - 1))
+    count = math.ceil((last_power - first_power) / stride)
+    return [10.0 ** (first_power + stride * index) for index in range(count + 1)]
 
 
 def is_log(lines: Sequence["Line"]) -> bool:
-    """Whether a loss is drawn on a log scale: it is positive, and its strong lines span LOG_FROM."""
+    """Whether a loss is drawn on a log scale.
+
+    All values must be above LOG_LEAST, and those of lines that are not faint must span LOG_FROM.
+    """
     values = [y for line in lines for _, y in line.points]
     strong = [y for line in lines if not line.faint for _, y in line.points]
     is_positive = min(values) > LOG_LEAST
     return is_positive and max(strong) >= LOG_FROM * min(strong)
 
 
-BOX = 1000
+BOX = 1000  # width and height of a plot in the coordinates of its SVG paths
 # The colors of the runs in the PNG; page.css has the same for light mode.
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")
 
@@ -101,7 +112,9 @@ class Line:
     dashed: bool = False
 
 
-Label = tuple[str, float]  # (text, place along the axis in percent)
+Label = tuple[
+    str, float
+]  # (text, place in percent: of the width from the left, or height from top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +124,29 @@ class DrawnLine:
     label: str
     run: int
     path: str
-    style: str
-    points: list[tuple[float, float, str]]  # x in percent, y in percent, the value as text
-    steps: list[float]
+    style: str  # a CSS class
+    # (x in percent, y in percent from the top, the value as text); none for a faint line
+    points: list[tuple[float, float, str]]
+    steps: list[float]  # the step of each point
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot ready for the template."""
+    """A plot as the template shows it."""
 
-    key: str
+    key: str  # unique on the page
     title: str
-    note: str
+    note: str  # unit and legend, below the title
     x_labels: list[Label]
     y_labels: list[Label]
-    grid: str
+    grid: str  # the SVG path of the horizontal grid lines
     lines: list[DrawnLine] = field(default_factory=list)
 
 
 def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
-    """Makes every plot for which some run has a number.
+    """Makes all plots for which at least one run has values.
 
-    planned_bytes: Each run's planned peak memory; None where it has no plan.
+    planned_bytes: Planned peak memory of each run; None for a run without a plan.
     """
     memory = _make_lines(runs, "peak_memory_bytes", 1 / 2**30)
     memory += _planned_lines(runs, planned_bytes)
@@ -163,12 +177,15 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
 def _planned_lines(
     runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
 ) -> Iterator[Line]:
-    """A level dashed line at each run's planned peak memory, in GiB, over all of its steps."""
+    """Yields a horizontal dashed line at each run's planned peak memory, in GiB.
+
+    It spans the steps at which memory was logged, else those of the loss.
+    """
     for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True)):
         if planned is None:
             continue
-        measured = run.series("peak_memory_bytes") or run.series("loss")
-        steps = [step for step, _ in measured] or [0.0]
+        logged = run.series("peak_memory_bytes") or run.series("loss")
+        steps = [step for step, _ in logged] or [0.0]
         level = planned / 2**30
         ends = [(steps[0], level), (steps[-1], level)]
         yield Line(f"{run.name} planned", index, ends, dashed=True)
@@ -177,6 +194,7 @@ def _planned_lines(
 def _make_lines(
     runs: Sequence[RunRecord], key: str, scale: float = 1.0, dots: bool = False
 ) -> list[Line]:
+    """Makes a line of `scale` times the metric `key` for each run that logged it."""
     series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
         Line(run.name, index, [(x, scale * y) for x, y in points], dots=dots)
@@ -186,18 +204,19 @@ def _make_lines(
 
 
 def _smooth_lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
-    raw = _make_lines(runs, key)
-    faint = [Line(line.label, line.run, line.points, faint=True) for line in raw]
-    strong = []
-    for line in raw:
-        values = smooth([y for _, y in line.points], smoothing_weight(len(line.points)))
-        strong.append(
-            Line(line.label, line.run, list(zip((x for x, _ in line.points), values, strict=True)))
-        )
-    return faint + strong
+    """Makes two lines for each run that logged `key`: faint as logged, and smoothed."""
+    logged = _make_lines(runs, key)
+    faint = [Line(line.label, line.run, line.points, faint=True) for line in logged]
+    smoothed = []
+    for line in logged:
+        steps = [step for step, _ in line.points]
+        values = smooth([value for _, value in line.points], smoothing_weight(len(steps)))
+        smoothed.append(Line(line.label, line.run, list(zip(steps, values, strict=True))))
+    return faint + smoothed
 
 
 def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
+    """Makes the lines of `_smooth_lines` and, as dots, the held-out values (key eval_KEY)."""
     held_out = [
         Line(f"{line.label} held-out", line.run, line.points, dots=True)
         for line in _make_lines(runs, f"eval_{key}")
@@ -206,6 +225,7 @@ def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
 
 
 def _loss_unit(runs: Sequence[RunRecord]) -> str:
+    """Names the unit of the runs' losses; several are joined by "or"."""
     units = {
         "nats per trained token"
         if run.rows == "answers"
@@ -216,7 +236,10 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
 
 
 def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """Makes the charts of preference training beside the loss, by TRL's names. `points`: held-out."""
+    """Makes the charts of training on preferences and classes, except the loss.
+
+    None stands for a chart of which no run has values. The metrics have TRL's names.
+    """
     beta = "beta times the log-probability"
     if any(METHODS[run.method].needs_reference for run in runs):
         against = " above the reference's"
@@ -236,8 +259,8 @@ def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
 
 
 def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """Makes the charts of training by rewards beside the loss. `points`: held-out."""
-    whole = "all where the model that samples is the one that learns"
+    """Makes the charts of training by rewards, except the loss; None for one without values."""
+    ideal = "all where the model that samples is the one that learns"
     return [
         _make_chart("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs, "reward")),
         _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", 100), zero=True),
@@ -250,12 +273,15 @@ def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
         _make_chart("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", _make_lines(runs, "value/explained_variance", 100)),
         _make_chart("value_loss", "Loss of the critic", "half the squared error of a value", _make_lines(runs, "value/loss"), zero=True),
         _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", 100), zero=True),
-        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {whole}", _make_lines(runs, "ratio/effective_sample_size", 100), zero=True),
+        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {ideal}", _make_lines(runs, "ratio/effective_sample_size", 100), zero=True),
     ]  # fmt: skip
 
 
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The title and the note of the plot of `kl`, by the methods of the runs."""
+    """Returns (title, note) of the plot of `kl`, which means different things by method.
+
+    Several runs with different methods get the title of one of them.
+    """
     if any(METHODS[run.method].samples for run in runs):
         return (
             "KL divergence",
@@ -273,20 +299,25 @@ def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
 def _preference_lines(
     runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0
 ) -> list[Line]:
-    """A line and held-out points for each run and key; lines of the second key on are dashed."""
+    """Makes a line and held-out dots for each run and metric key.
+
+    With several keys, such as rewards/chosen and rewards/rejected, the labels name the part behind
+    the slash, and only the lines of the first key are solid.
+    """
     lines = []
-    for number, key in enumerate(keys):
-        side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
+    for index, key in enumerate(keys):
+        _, _, answer = key.partition("/")
+        suffix = f" {answer}" if len(keys) > 1 else ""
         for line in _make_lines(runs, key, scale):
-            lines.append(replace(line, label=line.label + side, dashed=number > 0))
+            lines.append(replace(line, label=line.label + suffix, dashed=index > 0))
         for line in _make_lines(runs, f"eval_{key}", scale, dots=True):
-            lines.append(replace(line, label=f"{line.label}{side} held-out"))
+            lines.append(replace(line, label=f"{line.label}{suffix} held-out"))
     return lines
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis between two ends, with its ticks."""
+    """An axis with ticks, which maps the values from `low` to `high` to places from 0 to 1."""
 
     ticks: list[float]
     low: float
@@ -294,7 +325,7 @@ class Axis:
     scale: Callable[[float], float] = float  # log10 on a log scale
 
     def place(self, value: float) -> float:
-        """The place of `value`: 0 at `low`, 1 at `high`."""
+        """Returns the place of `value`: 0 at `low`, 1 at `high`."""
         low = self.scale(self.low)
         return (self.scale(value) - low) / (self.scale(self.high) - low)
 
@@ -307,11 +338,15 @@ def _make_chart(
     zero: bool = False,
     can_be_log: bool = False,
 ) -> Chart | None:
-    """Makes one chart with axes around all `lines`; None where there is nothing to draw.
+    """Makes a chart whose axes include all `lines`; returns None if they have no points.
 
     Args:
-        zero: The y axis includes 0.
-        can_be_log: The y axis has a log scale where `is_log` says so.
+        key: Names the chart; unique on the page.
+        title: What the chart shows.
+        note: Its unit, and what its kinds of lines mean.
+        lines: The lines to draw.
+        zero: Whether the y axis must include 0.
+        can_be_log: Whether the y axis may have a log scale; `is_log` decides.
     """
     lines = [replace(line, points=thin(line.points)) for line in lines]
     points = list(chain.from_iterable(line.points for line in lines))
@@ -321,6 +356,7 @@ def _make_chart(
     y_axis = _make_y_axis([y for _, y in points], zero, can_be_log and is_log(lines))
 
     def down(y: float) -> float:
+        """Returns the place of `y` from the top, because SVG's y axis points down."""
         return 1 - y_axis.place(y)
 
     return Chart(
@@ -335,7 +371,7 @@ def _make_chart(
 
 
 def _make_x_axis(steps: Sequence[float]) -> Axis:
-    """Makes an axis from the first step to the last, with ticks at round steps."""
+    """Makes an axis from the first step to the last, with ticks at round whole steps."""
     low = min(steps)
     high = max(steps)
     if high <= low:
@@ -345,7 +381,10 @@ def _make_x_axis(steps: Sequence[float]) -> Axis:
 
 
 def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
-    """Makes an axis between two round numbers that include all values, and 0 if `zero`."""
+    """Makes an axis from the first tick to the last. Ticks include all values, and 0 if `zero`.
+
+    With `log` it has a log scale.
+    """
     low = min([*values, 0.0]) if zero else min(values)
     high = max(values)
     if high - low < 1e-3 * abs(high):  # the three digits of a label would show no difference
@@ -353,30 +392,37 @@ def _make_y_axis(values: Sequence[float], zero: bool, log: bool) -> Axis:
     if log:
         ticks = choose_log_ticks(low, high)
         return Axis(ticks, ticks[0], ticks[-1], math.log10)
-    ticks = choose_ticks(low, high if high > 0 or not zero else 1.0)
+    if zero and high <= 0:
+        high = 1.0
+    ticks = choose_ticks(low, high)
     return Axis(ticks, ticks[0], ticks[-1])
 
 
 def _draw_line(
     line: Line, across: Callable[[float], float], down: Callable[[float], float]
 ) -> DrawnLine:
-    placed = [(across(x), down(y), x, y) for x, y in line.points if math.isfinite(y)]
-    if line.dots:  # a stroke of length 0 with round ends stays a dot when the box is stretched
-        path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
+    """Draws a line as an SVG path, with points for the tooltip unless it is faint.
+
+    `across` and `down` map a step and a value to a place from 0 to 1, from the left and the top.
+    """
+    finite = [(step, value) for step, value in line.points if math.isfinite(value)]
+    places = [(across(step), down(value)) for step, value in finite]
+    if line.dots:  # a stroke of length 0 with round ends stays a dot when the plot is stretched
+        path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y in places)
     else:
-        path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
+        path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y in places)
     if line.faint:
-        return DrawnLine(line.label, line.run, path, _style(line), [], [])
+        return DrawnLine(line.label, line.run, path, _choose_style(line), points=[], steps=[])
     points = [
-        (round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed
+        (round(100 * x, 2), round(100 * y, 2), format_compact(value))
+        for (x, y), (_, value) in zip(places, finite, strict=True)
     ]
-    return DrawnLine(
-        line.label, line.run, path, _style(line), points, [step for _, _, step, _ in placed]
-    )
+    steps = [step for step, _ in finite]
+    return DrawnLine(line.label, line.run, path, _choose_style(line), points, steps)
 
 
-def _style(line: Line) -> str:
-    """The CSS class of a line."""
+def _choose_style(line: Line) -> str:
+    """Returns the CSS class of a line, as page.css has it."""
     if line.dots:
         return "dots"
     if line.faint:
@@ -385,7 +431,7 @@ def _style(line: Line) -> str:
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
-    """Writes a PNG of every run's loss to `path`: as logged (faint), smoothed, held-out (points)."""
+    """Writes a PNG of all runs' losses to `path`: as logged (faint), smoothed, held-out (dots)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
@@ -393,8 +439,8 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
     for index, run in enumerate(runs):
         color = COLORS[index % len(COLORS)]
         points = run.series("loss")
-        steps = [x for x, _ in points]
-        losses = [y for _, y in points]
+        steps = [step for step, _ in points]
+        losses = [loss for _, loss in points]
         axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
         axes.plot(
             steps,

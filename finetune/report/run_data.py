@@ -1,6 +1,6 @@
-"""Reads a run's folder and describes it for a report.
+"""Reads a run's folder, and describes the run for the template of the report.
 
-It works without torch, and while the run trains.
+It works while the run trains. Imports no torch.
 """
 
 import json
@@ -44,7 +44,7 @@ COMPLETIONS = "completions.jsonl"
 RECIPE = "recipe.yaml"
 SHARDING = "accelerate.yaml"
 ENVIRONMENT = "environment.json"
-# Beside the checkpoints' manifests.
+# files of a run's folder that the report shows, in addition to the checkpoints' manifests
 REPORTED_FILES = (
     METRICS,
     SAMPLES,
@@ -57,9 +57,9 @@ REPORTED_FILES = (
 )
 CHANGED = "the file was changed after the run wrote it"
 
-# The values that the page computes with, and the kind that each needs: a type, a mapping of keys,
-# or a list of one kind. `_keep_kinds` drops values of another kind.
-NUMBER = float
+# The kinds of the values that the report computes with, by key. A kind is a type, a mapping of keys
+# to kinds, or a list of one kind. `_keep_kinds` drops values of a wrong kind.
+NUMBER = float  # as a kind: an int or a float
 OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
     "idle_expert_share_by_layer": [NUMBER]
 }
@@ -90,24 +90,28 @@ OF_DATA_REPORT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The contents of a run's folder. Lists are in the order in which they were written."""
+    """The contents of a run's folder. Lines of a file are in the order of the file."""
 
     folder: Path
-    name: str
-    lines: tuple[dict[str, Any], ...]  # of metrics.jsonl, without those of phases
+    name: str  # the folder's name
+    lines: tuple[dict[str, Any], ...]  # metrics.jsonl without the lines of phases
     phases: Mapping[int, Mapping[str, Mapping[int, float]]]  # as `seconds_by_phase` returns them
-    recipe: dict[str, Any]  # with a value for every key
+    recipe: dict[str, Any]  # recipe.yaml, with a value for every key
     sharding: dict[str, Any]  # accelerate.yaml
     environment: dict[str, Any]
     data_report: dict[str, Any]
-    samples: tuple[dict[str, Any], ...]
-    completions: tuple[dict[str, Any], ...]  # of completions.jsonl
-    checkpoints: tuple[dict[str, Any], ...]  # the complete ones: name, step, size, files
+    samples: tuple[dict[str, Any], ...]  # samples.jsonl
+    completions: tuple[dict[str, Any], ...]  # completions.jsonl
+    # the complete ones, each with the keys name, step, size (as text) and files (a number)
+    checkpoints: tuple[dict[str, Any], ...]
     benchmarks: tuple[BenchmarkResult, ...]
 
     @property
     def method(self) -> str:
-        """The recipe's method; runs of the first version have no such key."""
+        """The recipe's method; the default one if the recipe names no known method.
+
+        Recipes of runs of the first version have no key `method`.
+        """
         method = str(self.recipe.get("method", DEFAULT_METHOD))
         return method if method in METHODS else DEFAULT_METHOD
 
@@ -117,7 +121,7 @@ class RunRecord:
         return METHODS[self.method].rows
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of every line with a number under `key`."""
+        """Returns (step, value) of every line of metrics with a number under `key`."""
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
@@ -125,16 +129,17 @@ class RunRecord:
         ]
 
     def last(self, key: str) -> Any:
-        """The newest value of `key`; None where no line has it."""
+        """Returns the newest value of `key` in the metrics; None if no line has the key."""
         return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
 
     def first(self, key: str) -> Any:
-        """The oldest value of `key`; None where no line has it."""
+        """Returns the oldest value of `key` in the metrics; None if no line has the key."""
         return next((line[key] for line in self.lines if line.get(key) is not None), None)
 
     def changed_keys(self) -> dict[str, tuple[Any, Any]]:
-        """The recipe's keys that differ from the defaults: key -> (value, default)."""
+        """Returns {key: (value, default)} of the recipe's keys that differ from their defaults."""
         known = recipe_keys()
+        # through JSON, because tuples are lists in the run's recipe
         defaults = {name: json.loads(json.dumps(key.default)) for name, key in known.items()}
         return {
             name: (value, defaults[name])
@@ -144,9 +149,9 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Reads everything that a report shows of one run.
+    """Reads the files of a run's folder that the report shows.
 
-    Raises `UserError` where `folder` is not a run's.
+    Raises `UserError` if `folder` is not a run's, or a file in it is damaged.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
@@ -155,17 +160,17 @@ def read_run(folder: Path) -> RunRecord:
             f"{folder}: no {METRICS}; it is not a run's folder, or the run has not logged yet"
         )
     lines = []
-    of_phases = []
+    phase_lines = []
     for line in _read_metrics(folder / METRICS):
         if PHASE in line:
-            of_phases.append(_keep_kinds(line, OF_PHASE))
+            phase_lines.append(_keep_kinds(line, OF_PHASE))
         else:
             lines.append(_keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS))
     return RunRecord(
         folder=folder,
         name=folder.resolve().name,
         lines=tuple(lines),
-        phases=seconds_by_phase(of_phases),
+        phases=seconds_by_phase(phase_lines),
         recipe=_keep_kinds(_read_mapping(folder / RECIPE), OF_RECIPE),
         sharding=_read_mapping(folder / SHARDING),
         environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
@@ -180,14 +185,17 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def plan_run(run: RunRecord) -> Plan | None:
-    """Plans `run` from its folder; None where its model, recipe or layout can no longer be read."""
+    """Plans the run from its folder.
+
+    Returns None if the number of ranks is unknown, or its model, recipe or layout cannot be read.
+    """
     ranks = run.environment.get("ranks")
     if not isinstance(ranks, int):
         return None
     try:
         recipe = read_recipe(str(run.folder / RECIPE))
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
-        if configs:  # a checkpoint has the model's config; its folder or the hub may be gone
+        if configs:  # the model's own folder may be gone, and the hub unreachable
             config = _read_mapping(configs[-1])
             model = replace(
                 recipe.model, model_name_or_path=None, model_config=config, drop_vision=False
@@ -201,6 +209,7 @@ def plan_run(run: RunRecord) -> Plan | None:
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the object on each line of a file. Raises `UserError` for a line without one."""
     for number, line in enumerate(read_json_lines(path), start=1):
         if line is None:
             raise UserError(f"{path}:{number}: not a JSON object; {CHANGED}")
@@ -208,13 +217,10 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl.
-
-    Raises `UserError` for a line that occurs twice.
-    """
-    seen: dict[str, int] = {}
+    """Yields the lines of metrics.jsonl. Raises `UserError` for a line that occurs twice."""
+    first_numbers: dict[str, int] = {}  # a line as JSON -> the number of the first such line
     for number, line in enumerate(_read_json_lines(path), start=1):
-        first = seen.setdefault(json.dumps(line, sort_keys=True), number)
+        first = first_numbers.setdefault(json.dumps(line, sort_keys=True), number)
         if first != number:
             raise UserError(
                 f"{path}:{number}: says again what line {first} says; {CHANGED}: remove the line"
@@ -223,7 +229,10 @@ def _read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; empty where there is no file."""
+    """Reads the mapping in a JSON or YAML file; {} if the file does not exist.
+
+    Raises `UserError` if the file is damaged.
+    """
     if not path.is_file():
         return {}
     if path.suffix == ".json":
@@ -232,16 +241,17 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _keep_kinds(value: Any, kind: Any) -> Any:
-    """Returns `value` without the parts that are not of the kind that `kind` names for them.
+    """Returns `value` without its parts of a wrong kind; None if the whole is of a wrong kind.
 
-    Returns None where `value` itself is of another kind.
+    `kind` is described above at NUMBER. In place of a list of a wrong kind it returns [].
     """
     if isinstance(kind, dict):
         return _keep_keys(value, kind) if isinstance(value, dict) else None
     if isinstance(kind, list):
-        listed = value if isinstance(value, list) else []
-        kept = [_keep_kinds(inner, kind[0]) for inner in listed]
-        return [inner for inner in kept if inner is not None]
+        [item_kind] = kind
+        items = value if isinstance(value, list) else []
+        checked = [_keep_kinds(item, item_kind) for item in items]
+        return [item for item in checked if item is not None]
     if isinstance(value, bool):
         return None
     if kind is NUMBER:
@@ -253,22 +263,29 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _keep_keys(value: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
-    """Returns a mapping whose keys in `kinds` are of these kinds; other keys stay."""
-    kept = {}
-    for key, inner in value.items():
+def _keep_keys(mapping: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+    """Returns `mapping` without keys whose value is not of the kind in `kinds`.
+
+    Keys that are not in `kinds` stay as they are.
+    """
+    result = {}
+    for key, value in mapping.items():
         if key in kinds:
-            inner = _keep_kinds(inner, kinds[key])
-            if inner is None:
+            value = _keep_kinds(value, kinds[key])
+            if value is None:
                 continue
-        kept[key] = inner
-    return kept
+        result[key] = value
+    return result
 
 
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields the name, step, size and number of files of each checkpoint with a manifest.
+
+    Checkpoints whose manifest lists no files are left out.
+    """
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         files = read_json_object(manifest).get("files")
-        if files is None:  # the checkpoint is damaged; `finetune checkpoints` says so
+        if files is None:  # the checkpoint is damaged; `finetune checkpoints` reports it
             continue
         sizes = []
         if isinstance(files, dict):
@@ -285,6 +302,7 @@ def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _size_of(entry: Any) -> int:
+    """Returns the bytes of a file by its entry in a manifest; 0 if the entry does not say."""
     if isinstance(entry, dict):
         size = entry.get("size_bytes", entry.get("size", 0))
     else:
@@ -292,11 +310,11 @@ def _size_of(entry: Any) -> int:
     return size if isinstance(size, int) else 0
 
 
-MAX_SAMPLES = 20
-# The parts of a data report that the page shows as a list or table of its own.
+MAX_SAMPLES = 20  # prompts with answers, and steps with completions, that the page shows
+# Keys of a data report that the page shows as a list or table, apart from the others.
 DATA_TABLES = ("findings", "sources", "eval_sources")
-# Counts of a data report, and what the page calls them. It leaves out those that are 0: most are,
-# under any one method.
+# Key of a count in a data report -> its name on the page. A count of 0 is left out: most are 0,
+# whichever the method.
 COUNT_NAMES = {
     "pairs": "pairs",
     "desirable": "answers rated good",
@@ -309,7 +327,7 @@ COUNT_NAMES = {
 
 
 class Tile(NamedTuple):
-    """One number of the summary."""
+    """A number in the summary of a run, as texts."""
 
     name: str
     value: str
@@ -319,13 +337,13 @@ class Tile(NamedTuple):
 def describe_run(
     run: RunRecord, plan: Plan | None, columns: Sequence[str], *, live: bool
 ) -> dict[str, Any]:
-    """Describes one run for the template.
+    """Makes the values that the template page.html.jinja shows for one run.
 
     Args:
-        run: What its folder holds.
-        plan: Its plan; None where it cannot be made.
-        columns: The columns of the table of its data sources.
-        live: Whether the page is open while the run trains.
+        run: The contents of the run's folder.
+        plan: The run's plan; None if it cannot be made.
+        columns: The columns of the table of data sources, which are keys of OF_SOURCE.
+        live: Whether the page follows a run that trains.
     """
     tiles = list(_make_tiles(run, live=live))
     questions = [sample for sample in run.samples if sample.get("expected")]
@@ -360,7 +378,7 @@ def describe_run(
 
 
 def _list_sources(report: Mapping[str, Any], columns: Sequence[str]) -> list[list[str]]:
-    """The rows of the table of data sources: a source's name, then its numbers."""
+    """Lists the rows of the table of data sources: a source's file name, then its numbers."""
     rows = []
     for source in [*report.get("sources", []), *report.get("eval_sources", [])]:
         name = Path(str(source.get("path", ""))).name
@@ -369,17 +387,16 @@ def _list_sources(report: Mapping[str, Any], columns: Sequence[str]) -> list[lis
 
 
 def _note_memory(plan: Plan | None) -> str:
-    """The note below the table of planned memory."""
+    """Makes the note beside the title of the table of planned memory."""
     if plan is None or not plan.process_bytes:
         return "peak of each phase"
     return f"one rank; its process adds about {gib(plan.process_bytes)} GiB"
 
 
 def describe_in_one_line(run: RunRecord) -> str:
-    """The model, layout and machine in one line."""
-    model = run.recipe.get("model_name_or_path") or (run.recipe.get("model_config") or {}).get(
-        "model_type"
-    )
+    """Describes a run's model, method, layout and machine in one line."""
+    model_config = run.recipe.get("model_config") or {}
+    model = run.recipe.get("model_name_or_path") or model_config.get("model_type")
     ranks = run.environment.get("ranks")
     parts = [
         str(model) if model else None,
@@ -393,6 +410,7 @@ def describe_in_one_line(run: RunRecord) -> str:
 
 
 def _describe_trained(recipe: Mapping[str, Any]) -> str:
+    """Says whether LoRA adapters, all parameters or some of them are trained."""
     if recipe.get("use_peft"):
         return "LoRA"
     is_partial = recipe.get("trainable_modules") or recipe.get("frozen_modules")
@@ -400,9 +418,10 @@ def _describe_trained(recipe: Mapping[str, Any]) -> str:
 
 
 def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
-    """Yields the numbers of the summary that the run has."""
-    done = run.last("step") or 0
-    yield Tile("Steps", f"{done:,}", " · ".join(_describe_progress(run, done, live=live)))
+    """Yields the numbers of the summary, without those that the run did not log."""
+    steps_done = run.last("step") or 0
+    progress = " · ".join(_describe_progress(run, steps_done, live=live))
+    yield Tile("Steps", f"{steps_done:,}", progress)
     yield from _smoothed_tile(run, "reward", "Reward", format_compact)
     yield from _change_tiles(run, {"eval_reward": "Held-out reward"}, format_compact)
     yield from _smoothed_tile(run, "loss", "Training loss", "{:.4f}".format)
@@ -419,7 +438,10 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
 
 
 def _make_pairs_tile(run: RunRecord) -> Tile:
-    """The share of pairs in order; held-out ones where the run has them."""
+    """Makes the tile of the share of pairs in order; of held-out pairs if the run has them.
+
+    In a pair in order the chosen answer has the larger reward.
+    """
     is_held_out = run.last("eval_rewards/accuracies") is not None
     name = "Held-out pairs in order" if is_held_out else "Pairs in order"
     prefix = "eval_" if is_held_out else ""
@@ -429,7 +451,7 @@ def _make_pairs_tile(run: RunRecord) -> Tile:
 
 
 def _make_resource_tiles(run: RunRecord) -> Iterator[Tile]:
-    """Yields what the run has read and used: tokens, time, experts, memory."""
+    """Yields the tiles of what the run has used: tokens, speed, idle experts, memory."""
     if run.last("tokens"):
         trained = run.last("trained_tokens")
         note = f"{count(trained)} trained" if trained else ""
@@ -439,21 +461,22 @@ def _make_resource_tiles(run: RunRecord) -> Iterator[Tile]:
         mfu = [value for _, value in run.series("mfu")]
         speed = format_compact(statistics.median(speeds))
         yield Tile("Tokens/s", speed, f"{statistics.median(mfu):.0%} MFU" if mfu else "median")
-    idle = run.last("idle_expert_share_by_layer")
-    if isinstance(idle, list) and idle:
-        worst = f"layer {idle.index(max(idle))} of {len(idle)} mixtures"
+    idle_shares = run.last("idle_expert_share_by_layer")
+    if isinstance(idle_shares, list) and idle_shares:
+        largest = max(idle_shares)
+        layer = f"layer {idle_shares.index(largest)} of {len(idle_shares)} mixtures"
         busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
-        yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
+        yield Tile("Idle experts", f"{largest:.0%}", f"{layer}; {busiest}")
     if run.last("peak_memory_bytes"):
         peak = max(value for _, value in run.series("peak_memory_bytes"))
         yield Tile("Peak memory", f"{gib(peak)} GiB", "first rank")
 
 
 def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Averages each value with its neighbors, which weigh `weight` ** distance.
+    """Averages each value with all others, which have the weights `weight` ** distance.
 
-    It averages over both sides, so that the line does not lag behind a falling loss. It ignores
-    values that are not finite.
+    It averages over both sides, so that the line does not lag behind a falling loss. Values that
+    are not finite are ignored. A value without any weight on finite ones stays as it is.
 
     >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
@@ -464,51 +487,68 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     for value, (left, left_weight), (right, right_weight) in zip(
         values, before, after, strict=True
     ):
-        own = 1.0 if math.isfinite(value) else 0.0  # both sums include the value
-        total = left_weight + right_weight - own
-        counted_twice = value if own else 0.0
-        smoothed.append(round((left + right - counted_twice) / total, 9) if total else value)
+        # both sums include the value with weight 1
+        if math.isfinite(value):
+            counted_twice = value
+            weight_counted_twice = 1.0
+        else:
+            counted_twice = 0.0
+            weight_counted_twice = 0.0
+        total_weight = left_weight + right_weight - weight_counted_twice
+        if total_weight:
+            smoothed.append(round((left + right - counted_twice) / total_weight, 9))
+        else:
+            smoothed.append(value)
     return smoothed
 
 
 def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """Returns for each value (weighted sum of the values up to it, sum of their weights)."""
+    """Returns for each value (weighted sum of the finite values up to it, sum of their weights).
+
+    A value's weight is `weight` ** distance.
+    """
     total = 0.0
-    weights = 0.0
+    total_weight = 0.0
     sums = []
     for value in values:
-        finite = math.isfinite(value)
-        total = weight * total + (value if finite else 0.0)
-        weights = weight * weights + finite
-        sums.append((total, weights))
+        is_finite = math.isfinite(value)
+        total = weight * total + (value if is_finite else 0.0)
+        total_weight = weight * total_weight + is_finite
+        sums.append((total, total_weight))
     return sums
 
 
 def smoothing_weight(count: int) -> float:
-    """The weight with which `smooth` averages about a fortieth of `count` values on each side."""
+    """Returns the weight with which `smooth` averages about a fortieth of the values on each side.
+
+    `count` is the number of values. Up to 40 values the weight is 0: nothing is smoothed.
+    """
     return 1 - 1 / max(1.0, count / 40)
 
 
-RATE_LINES = 20  # the newest lines of metrics, which give the speed for the time left
+RATE_LINES = 20  # the time left is estimated from this many newest lines of metrics
 
 
-def _describe_progress(run: RunRecord, done: int, *, live: bool) -> Iterator[str]:
-    """Says how many steps the whole run has, its epochs, and if `live` the time that is left.
+def _describe_progress(run: RunRecord, steps_done: int, *, live: bool) -> Iterator[str]:
+    """Says how many steps the run will have, the epochs done, and if `live` the time left.
 
-    The time does not include evaluations and saves.
+    The time left does not include evaluations and saves.
     """
     steps = _count_steps(run)
-    if steps is not None and steps >= done:
+    if steps is not None and steps >= steps_done:
         yield f"of {steps:,}"
     if epoch := run.last("epoch"):
         yield f"{epoch:.2f} epochs"
-    seconds = _seconds_of_step(run)
-    if live and seconds is not None and steps is not None and steps > done:
-        yield f"{timedelta(seconds=round((steps - done) * seconds))} left"
+    seconds_per_step = _measure_step_seconds(run)
+    if live and seconds_per_step is not None and steps is not None and steps > steps_done:
+        yield f"{timedelta(seconds=round((steps - steps_done) * seconds_per_step))} left"
 
 
 def _count_steps(run: RunRecord) -> int | None:
-    """The number of steps that the recipe asks for; None before it is known."""
+    """Counts the steps of the whole run: max_steps, else by the epochs and the steps of an epoch.
+
+    Returns None if there is no max_steps and no line of metrics with an epoch yet.
+    """
     steps = run.recipe.get("max_steps")
     epochs = run.recipe.get("num_train_epochs")
     if isinstance(steps, int):
@@ -516,160 +556,186 @@ def _count_steps(run: RunRecord) -> int | None:
     line = next((line for line in run.lines if line.get("epoch") and line.get("step")), None)
     if line is None or not isinstance(epochs, int | float):
         return None
-    steps_an_epoch = round(float(line["step"]) / float(line["epoch"]))
-    return math.ceil(epochs * steps_an_epoch)
+    steps_per_epoch = round(float(line["step"]) / float(line["epoch"]))
+    return math.ceil(epochs * steps_per_epoch)
 
 
-def _seconds_of_step(run: RunRecord) -> float | None:
-    """The mean seconds of the newest steps; None before the second line of metrics."""
+def _measure_step_seconds(run: RunRecord) -> float | None:
+    """Computes the mean seconds of the newest steps; None if fewer than two lines have a speed."""
     keys = ("step", "tokens", "tokens_per_second")
     lines = [line for line in run.lines if all(line.get(key) for key in keys)][-RATE_LINES:]
     pairs = list(pairwise(lines))
-    seconds = sum(
+    # a line's speed is that of the steps since the line before it
+    seconds: float = sum(
         (line["tokens"] - before["tokens"]) / line["tokens_per_second"] for before, line in pairs
     )
-    return seconds / (lines[-1]["step"] - lines[0]["step"]) if pairs and seconds > 0 else None
+    if pairs and seconds > 0:
+        steps: int = lines[-1]["step"] - lines[0]["step"]
+        return seconds / steps
+    return None
 
 
 def _smoothed_tile(
-    run: RunRecord, key: str, name: str, form: Callable[[float], str]
+    run: RunRecord, key: str, name: str, write: Callable[[float], str]
 ) -> Iterator[Tile]:
-    """A tile with the end and the beginning of the smoothed line: single steps vary too much."""
+    """Yields a tile with the last and first smoothed value of `key`; none if it was not logged.
+
+    Single steps vary too much to be shown. `write` makes a text of a value.
+    """
     values = [value for _, value in run.series(key)]
     if values:
-        values = smooth(values, smoothing_weight(len(values)))
-        yield Tile(name, form(values[-1]), f"from {form(values[0])}")
+        smoothed = smooth(values, smoothing_weight(len(values)))
+        yield Tile(name, write(smoothed[-1]), f"from {write(smoothed[0])}")
 
 
 def _change_tiles(
-    run: RunRecord, names: Mapping[str, str], form: Callable[[float], str]
+    run: RunRecord, names: Mapping[str, str], write: Callable[[float], str]
 ) -> Iterator[Tile]:
-    """A tile for each key that the run logged, with its last and its first value.
+    """Yields a tile with the last and first value of each key that the run logged.
 
     names: Metric key -> the tile's name.
+    write: Makes a text of a value.
     """
     for key, name in names.items():
         if (last := run.last(key)) is not None:
-            yield Tile(name, form(last), f"from {form(run.first(key))}")
+            yield Tile(name, write(last), f"from {write(run.first(key))}")
 
 
 def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
-    """Returns (each prompt with its first and last answer, a note on their steps)."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    """Pairs the first and the last answer to each of the first MAX_SAMPLES prompts.
+
+    Returns (a row for each prompt with the keys of the template's table, a note on the steps).
+    """
+    samples_by_prompt: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
-        by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
-    shown = []
-    for prompt, answers in list(by_prompt.items())[:MAX_SAMPLES]:
-        expected = str(answers[-1].get("expected") or "")
-        if len(answers) > 1 or answers[0].get("step") == 0:
-            before = answers[0]
+        samples_by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
+    rows = []
+    for prompt, answers in list(samples_by_prompt.items())[:MAX_SAMPLES]:
+        first = answers[0]
+        last = answers[-1]
+        # a single answer is from before training if its step is 0
+        if len(answers) > 1 or first.get("step") == 0:
+            before = first
         else:
             before = None
-        # A run that still trains may have one answer.
-        after = answers[-1] if answers[-1] is not before else None
-        shown.append(
+        after = last if last is not before else None
+        rows.append(
             {
                 "prompt": prompt,
-                "expected": expected,
+                "expected": str(last.get("expected") or ""),
                 **_grade_answer("before", before),
                 **_grade_answer("after", after),
             }
         )
-    hidden = len(by_prompt) - len(shown)
     steps = sorted({sample.get("step", 0) for sample in samples})
     notes = []
     if len(steps) > 1:
-        notes = [f"at steps {steps[0]} and {steps[-1]}"]
-    notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
-    return shown, "; ".join(notes)
+        notes.append(f"at steps {steps[0]} and {steps[-1]}")
+    if len(samples_by_prompt) > len(rows):
+        notes.append(f"the first {len(rows)} of {len(samples_by_prompt)}")
+    return rows, "; ".join(notes)
 
 
-SHOWN_AGES = 6  # generations by which the weights that sampled a token may be behind
+# The table of ratios has a column for each age from 0 to 5: the generations by which the weights
+# that sampled a token are behind those in training.
+SHOWN_AGES = 6
 
 
 def _ratio_histogram(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The table of probability ratios: a head, then a row for each range of ratios.
+    """Makes the table of probability ratios: a head, then a row for each range of ratios.
 
-    A cell is (text, length of its bar): the percentage of tokens whose ratio is in the range.
-    Columns are the first and the last tenth of the run, the whole run, and the tokens sampled by
-    weights of each age. The table is empty where the method samples nothing.
+    A row is (label, cells), and a cell is (text, length of its bar): the percentage of tokens whose
+    ratio is in the range, as a mean over steps. Columns are the first and the last tenth of the
+    run, the whole run, and the tokens sampled by weights of each age. The table is empty if the run
+    logged no ratios.
     """
     columns = _list_ratio_columns(run)
     if not columns:
         return []
     rows = []
-    for place, name in enumerate(RATIO_SHARES):
-        means = [100 * sum(values[place]) / len(values[place]) for _, values in columns]
-        ratios = name.rpartition("/")[2].replace("-", " to ")
-        rows.append((ratios, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
+    for index, key in enumerate(RATIO_SHARES):  # such as ratio/share/0.9-0.99
+        means = [100 * sum(shares[index]) / len(shares[index]) for _, shares in columns]
+        _, _, ratio_range = key.rpartition("/")
+        label = ratio_range.replace("-", " to ")
+        rows.append((label, [(f"{mean:.3g}", round(mean, 2)) for mean in means]))
     return [("Ratio", [(head, 0.0) for head, _ in columns]), *rows]
 
 
 def _list_ratio_columns(run: RunRecord) -> list[tuple[str, list[list[float]]]]:
-    """Returns (head, shares [ranges][steps]) of each column; empty where none were logged."""
-    whole = _read_shares(run, "")
-    if not whole:
+    """Lists (head, shares of tokens [ranges][steps]) of each column; [] if none were logged."""
+    all_shares = _read_shares(run, "")
+    if not all_shares:
         return []
-    tenth = max(1, len(whole[0]) // 10)
+    tenth = max(1, len(all_shares[0]) // 10)  # in logged steps
     columns = [
-        ("First tenth", [values[:tenth] for values in whole]),
-        ("Last tenth", [values[-tenth:] for values in whole]),
-        ("Whole run", whole),
+        ("First tenth", [shares[:tenth] for shares in all_shares]),
+        ("Last tenth", [shares[-tenth:] for shares in all_shares]),
+        ("Whole run", all_shares),
     ]
     for age in range(SHOWN_AGES):
-        shares = _read_shares(run, f"staleness/{age}/")
-        if shares:
-            columns.append((f"{age} behind", shares))
+        shares_of_age = _read_shares(run, f"staleness/{age}/")
+        if shares_of_age:
+            columns.append((f"{age} behind", shares_of_age))
     return columns
 
 
 def _read_shares(run: RunRecord, prefix: str) -> list[list[float]]:
-    """Returns the shares of tokens [ranges][steps]; empty where a range is missing."""
-    series = [[value for _, value in run.series(prefix + name)] for name in RATIO_SHARES]
-    count = min(map(len, series))
-    return [values[:count] for values in series] if count else []
+    """Returns the shares of tokens [ranges][steps] under `prefix`; [] if a range was not logged.
+
+    A range with more steps than another is cut.
+    """
+    series = [[value for _, value in run.series(prefix + key)] for key in RATIO_SHARES]
+    steps = min(map(len, series))
+    return [shares[:steps] for shares in series] if steps else []
 
 
-SHOWN_STARTS = 3  # the newest starts of a run that was resumed
+SHOWN_STARTS = 3  # newest starts of a resumed run that the table of phases shows
 
 
 def _table_of_phases(run: RunRecord) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The table of seconds: a head, then a row for each phase with a cell for each start.
+    """Makes the table of seconds: a head, then a row for each phase with a cell for each start.
 
-    The table is empty where no seconds were logged.
+    A row is (label, cells), and a cell is (text, length of its bar in percent). The table is empty
+    if no seconds were logged.
     """
-    shown = sorted(run.phases)[-SHOWN_STARTS:]
-    starts = [run.phases[start] for start in shown]
-    phases = [phase for phase in PHASES if any(phase in of_start for of_start in starts)]
+    start_numbers = sorted(run.phases)[-SHOWN_STARTS:]
+    starts = [run.phases[number] for number in start_numbers]
+    phases = [phase for phase in PHASES if any(phase in seconds_of for seconds_of in starts)]
     if not phases:
         return []
-    heads = [f"Start {start}" for start in shown] if len(run.phases) > 1 else ["Seconds"]
-    totals = [sum(by_step.values()) for of_start in starts for by_step in of_start.values()]
+    if len(run.phases) > 1:
+        heads = [f"Start {number}" for number in start_numbers]
+    else:
+        heads = ["Seconds"]
+    longest = max(sum(by_step.values()) for seconds_of in starts for by_step in seconds_of.values())
     rows = []
     for phase in phases:
-        cells = [_cell_of_phase(of_start.get(phase, {}), max(totals)) for of_start in starts]
+        cells = [_make_phase_cell(seconds_of.get(phase, {}), longest) for seconds_of in starts]
         rows.append((PHASES[phase], cells))
     return [("Phase", [(head, 0.0) for head in heads]), *rows]
 
 
-def _cell_of_phase(by_step: Mapping[int, float], longest: float) -> tuple[str, float]:
-    """A phase's seconds as (text, length of its bar in percent of `longest`).
+def _make_phase_cell(by_step: Mapping[int, float], longest: float) -> tuple[str, float]:
+    """Makes a cell of a phase's seconds: (text, length of its bar in percent of `longest`).
 
-    by_step: The seconds at each step where the phase occurred.
+    by_step: The seconds at each step where the phase occurred; may be empty.
     """
     if not by_step:
         return "–", 0.0
     seconds = sum(by_step.values())
     if len(by_step) > 1:
-        at_most = f" in {len(by_step)}, at most {duration(max(by_step.values()))}"
+        note = f" in {len(by_step)}, at most {duration(max(by_step.values()))}"
     else:
-        at_most = ""
-    share = 100 * seconds / longest if 0 < longest < math.inf else 0.0
-    return duration(seconds) + at_most, round(share, 2)
+        note = ""
+    percent = 100 * seconds / longest if 0 < longest < math.inf else 0.0
+    return duration(seconds) + note, round(percent, 2)
 
 
 def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Returns (step, its completions) of at most MAX_SAMPLES steps, spread over the run."""
+    """Groups completions by step: (step, completions) of at most MAX_SAMPLES steps.
+
+    The steps are spread evenly over the run; the first and the last are among them.
+    """
     by_step: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         by_step.setdefault(line.get("step", 0), []).append(line)
@@ -681,6 +747,7 @@ def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[d
 
 
 def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the values that the template shows for a line of completions.jsonl."""
     rewards = ", ".join(
         f"{name} {'–' if value is None else _format_number(value)}"
         for name, value in (line.get("rewards") or {}).items()
@@ -689,7 +756,7 @@ def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
     texts: dict[str, Any] = {
         key: str(line.get(key, "")) for key in ("prompt", "completion", "ended")
     }
-    # the model's and the tools' parts in turn
+    # parts by the model and by tools in turn; without tools the completion is the only part
     texts["parts"] = line.get("parts") or [texts["completion"]]
     return texts | {
         "rewards": rewards,
@@ -698,7 +765,10 @@ def _describe_completion(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
-    """An answer under `name`, and its CSS class: right, wrong, or empty without an expectation."""
+    """Returns {name: answer, name_class: CSS class}; both are empty if `sample` is None.
+
+    The class is "right" or "wrong", or empty if no answer is expected.
+    """
     if sample is None:
         return {name: "", f"{name}_class": ""}
     text = str(sample.get("answer", ""))
@@ -710,7 +780,7 @@ def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
-    """Returns (the findings of a data report, the rest of it as names and values)."""
+    """Returns (findings of a data report, (name, value) of its other entries except tables)."""
     findings = [_describe_finding(finding) for finding in report.get("findings", [])]
     facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
     return findings, [
@@ -721,6 +791,7 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
 
 
 def _describe_finding(finding: Mapping[str, Any]) -> dict[str, str]:
+    """Makes the severity and the sentence of a finding in a data report."""
     rows = f"{finding.get('rows', 0):,} of {counted(finding.get('of', 0), 'row')}"
     where = f" ({', '.join(finding['where'])})" if finding.get("where") else ""
     text = f"in {rows} {finding.get('what', '')}{where}"
@@ -728,7 +799,11 @@ def _describe_finding(finding: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (name, value) of nested mappings; a name has those around it: `lengths median`."""
+    """Yields (name, value as text) of all values in nested mappings and lists.
+
+    A name is made of all keys on the way to the value: {"lengths": {"median": 3}} has the name
+    "lengths median". None and [] are left out. `name`: the keys on the way to `value`.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _flatten(inner, f"{name} {key}".strip().replace("_", " "))
@@ -740,13 +815,17 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _format_number(value: Any) -> str:
+    """Writes a number with commas between thousands and a float with four digits; else `str`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 def format_value(value: Any) -> str:
-    """A recipe's value as YAML, without keys that are null."""
+    """Writes a recipe's value as text: mappings as YAML without null entries, others as JSON.
+
+    A string is returned as it is.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
@@ -757,17 +836,19 @@ def format_value(value: Any) -> str:
 
 
 def _drop_nulls(value: Any) -> Any:
+    """Returns a mapping without its null entries; any other value as it is."""
     if not isinstance(value, dict):
         return value
     return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def _as_yaml(value: Any) -> str:
+    """Writes a value as YAML, with keys in their order."""
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True)).strip()
 
 
 def list_metrics(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys under which the runs logged the recipes' own `metrics`."""
+    """Lists the keys under which the runs logged the functions of the recipe key `metrics`."""
     return list(
         dict.fromkeys(
             key for run in runs for line in run.lines for key in line if key.startswith("metrics/")

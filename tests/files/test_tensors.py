@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from finetune.errors import UserError
-from finetune.files.json_files import RepeatedName, _make_unique
+from finetune.files.json_files import RepeatedName, _require_unique
 from finetune.files.tensors import DTYPES, read, read_folder, read_slice
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4)
@@ -252,7 +252,7 @@ def test_a_repeated_name_is_found_in_linear_time() -> None:
 
     names = [Name(f"a{number}") for number in range(3000)]
     with pytest.raises(RepeatedName, match="a2999"):
-        _make_unique([(name, 0) for name in [*names, Name("a2999")]])
+        _require_unique([(name, 0) for name in [*names, Name("a2999")]])
     assert Name.compared < 10 * len(names)
 
 
