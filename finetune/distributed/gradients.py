@@ -85,9 +85,9 @@ def backward(loss: torch.Tensor, world: World) -> None:
 def refuse_missing_gradients(model: nn.Module) -> None:
     """Raises `UserError` if a trained weight got no gradient under DDP.
 
-    DDP averages a bucket of gradients only once all of them are there, so the others in its bucket
-    would stay different on each rank. Nothing is checked in other layouts, nor if DDP was told to
-    find weights without gradients by `find_unused_parameters`.
+    DDP averages a bucket of gradients only once all of them are there, so a missing gradient leaves
+    the others of its bucket unaveraged. Nothing is checked in other layouts, nor if DDP itself
+    looks for weights without gradients (`find_unused_parameters`).
     """
     if not isinstance(model, nn.parallel.DistributedDataParallel) or model.find_unused_parameters:
         return
@@ -112,7 +112,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     Returns:
         0-dim fp32 tensor on the device. Reading it synchronizes with the device.
 
-    Raises `UserError` if no parameter has a gradient, except under pipeline parallelism.
+    Raises `UserError` if no parameter has a gradient; FSDP1 and pipelines do not check this.
     """
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
@@ -142,7 +142,7 @@ def _norm_over_meshes(
     Sums the squared norms of all ranks' shards. A shard that several ranks hold counts once.
 
     Args:
-        gradients: This rank's; DTensors, except those in `copied`.
+        gradients: This rank's gradients, all DTensors.
         copied: The `id` of each gradient that another stage counts.
         stages: The number of pipeline stages, whose ranks hold different layers.
     """
