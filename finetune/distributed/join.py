@@ -299,7 +299,7 @@ def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float)
     Args:
         rank: This process's rank.
         processes: `this_process()` of every rank, in order of rank.
-        timeout_seconds: How long to wait after the death, so that this rank can fail by itself.
+        timeout_seconds: From the death until this process ends.
 
     Returns:
         An event; set it to stop the thread.
