@@ -214,7 +214,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def find_local_slices(tensor: Tensor) -> Slices:
-    """Returns the slices of a tensor that this rank holds; the whole tensor if it is not sharded."""
+    """Returns the slices of a tensor that this rank holds: all of it if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -268,7 +268,7 @@ def place_like(like: Tensor, part: Tensor) -> Tensor:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Lists the modules that hold the experts of a layer; each of their parameters has all experts."""
+    """Lists the modules that hold a layer's experts, stacked: a parameter has those of all."""
     return [module for module in model.modules() if is_experts(module)]
 
 
