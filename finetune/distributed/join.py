@@ -509,9 +509,7 @@ def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> Device
     """
     stages = sharding.pipeline_parallel_size
     replicas = sharding.replicate_size or 1
-    owners = (
-        sharding.expert_parallel_size
-    )  # the number of ranks that divide a layer's experts among them
+    owners = sharding.expert_parallel_size  # the number of ranks that divide a layer's experts
     shape = (stages, replicas, ranks // (stages * replicas * owners), owners)
     mesh = init_device_mesh(
         device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT)

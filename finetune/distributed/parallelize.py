@@ -555,7 +555,7 @@ def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> No
 def take_master_weights(
     model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]
 ) -> None:
-    """Hands each trained FSDP2 parameter that is not in `dtype` to `take`, then casts it to `dtype`.
+    """Hands each trained FSDP2 parameter in another dtype to `take`, then casts it to `dtype`.
 
     Call it before the first forward. `take` sees the parameter before the cast, as master weight.
     Parameters are cast one after another, so that no two copies of the model exist. FSDP2 gathers
