@@ -103,7 +103,7 @@ class World:
     sequence_group: ProcessGroup | None = None
     # environment variable that joining changed -> its value before; None: it was not set
     environment: dict[str, str | None] = field(default_factory=dict)
-    # set by `leave`; until then, the end of another rank's process ends this process
+    # set by `leave`; until then, the end of another rank on this node ends this process
     left: threading.Event = field(default_factory=threading.Event)
 
     @property
