@@ -277,7 +277,7 @@ def refuse_small_disk(
         save_interval = steps_per_epoch
     else:
         save_interval = count_steps(keys.save_steps, steps)
-    # Without an interval, the run saves at its end.
+    # at least one, even without a known interval
     checkpoints = math.ceil(steps / save_interval) if save_interval else 1
     if keys.save_total_limit is not None:
         # one more than the limit: an old checkpoint is removed after the new one is published
