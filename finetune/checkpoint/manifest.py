@@ -320,8 +320,8 @@ def _file_problems(
     unchecked = set(PARTS) - set(parts)
     expected = {}
     for file, entry in manifest.files.items():
-        top_folder, *_ = PurePosixPath(file).parts
-        if top_folder not in unchecked:
+        top_name, *_ = PurePosixPath(file).parts
+        if top_name not in unchecked:
             expected[checkpoint / file] = entry
     present: set[Path] = set()
     for part in parts:
