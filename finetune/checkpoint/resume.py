@@ -509,8 +509,8 @@ def _refuse_another_run(
     rows_now = compute_global_batch_size(recipe.batch, ranks)
     if rows_then != rows_now:
         deciding.append(
-            f"rows in a step: {rows_then} -> {rows_now} (global_batch_size keeps them the same on any "
-            "number of ranks)"
+            f"rows in a step: {rows_then} -> {rows_now} (global_batch_size keeps them the same on "
+            "any number of ranks)"
         )
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
