@@ -195,7 +195,7 @@ class Saver:
             raise failure
 
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
-        """Writes a checkpoint for trial and removes it, so that a run that cannot save never starts.
+        """Writes and removes a checkpoint on trial, so that a run that cannot save never starts.
 
         All ranks call it. An async saver also starts to allocate its memory on the host.
 
