@@ -305,9 +305,7 @@ def _list_dtensor_shards(
 
 
 def _list_fsdp1_shards(part: str, name: str, tensor: Any) -> list[TensorShard]:
-    """Lists this rank's shards of an FSDP1 tensor (`ShardedTensor`); shards without elements are
-    left out.
-    """
+    """Lists this rank's shards of an FSDP1 tensor (`ShardedTensor`), except empty ones."""
     # Under hybrid sharding each group of ranks has all shards; the group of rank 0 writes them.
     is_first_copy = 0 in dist.get_process_group_ranks(tensor._process_group)
     shape = tuple(tensor.size())

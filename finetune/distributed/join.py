@@ -402,12 +402,14 @@ class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
+        """The dimensions of the mesh that FSDP gets."""
         return [REPLICATE, FSDP] if self.is_replicated else [FSDP]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:
-    """Makes Accelerate's FSDP plugin, with every field set that Accelerate would otherwise fill
-    from environment variables.
+    """Makes Accelerate's FSDP plugin.
+
+    Sets every field that Accelerate would otherwise fill from environment variables.
     """
     cpu_offload: Any = sharding.cpu_offload
     if sharding.layout == "fsdp2":

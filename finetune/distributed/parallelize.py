@@ -46,7 +46,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
 
-NOTHING: Mapping[str, Tensor] = {}
+NOTHING: Mapping[str, Tensor] = {}  # no shared parameters
 
 
 def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Names) -> Fsdp1:
@@ -65,6 +65,7 @@ def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Name
     filled_tied: dict[Tensor, nn.Parameter] = {}
 
     def fill(module: nn.Module) -> None:
+        """Fills the parameters of `module` itself; FSDP1 calls it for each module of a unit."""
         for leaf, on_meta in list(module._parameters.items()):
             if on_meta is None:
                 continue
@@ -212,9 +213,9 @@ def parallelize(
 def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     """Returns the names of the classes whose modules become units.
 
-    By size, they are the large classes. Else they are the classes in the Accelerate file, or by
-    default those of the decoder layers, without layers that share a parameter, and the parts
-    beside the language model.
+    Under SIZE_BASED_WRAP they are the classes of large modules. Otherwise they are the classes that
+    the Accelerate file names, or by default those of the decoder layers; layers that share a
+    parameter are left out. The parts beside the language model are added.
 
     Raises `UserError` if the file names a class that no module of the model has.
     """
@@ -422,13 +423,16 @@ def _shard_as_fsdp2(
 
 
 def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
-    """Lists the modules that FSDP2 can ignore because a shard group has one rank; else empty.
+    """Lists the modules that FSDP2 can ignore because each shard group is a single rank.
 
     Such a rank gathers nothing, but FSDP2 would still copy each parameter at every forward and
-    backward. A module is ignored if all its parameters are frozen and in the compute dtype. In a
-    world of one, trained parameters need no reduction: those in modules that cast their parameters
-    themselves (`casts_parameters`) are ignored too, if all trained parameters are in such modules,
-    since then all are plain tensors.
+    backward. A module can be ignored if all its parameters are frozen and in the compute dtype.
+
+    In a world of one, no gradient is reduced. Modules that cast their parameters themselves
+    (`casts_parameters`) can then be ignored too, but only if all trained parameters are in such
+    modules, so that all trained parameters are plain tensors.
+
+    Empty with larger shard groups, CPU offload, fp8 or tensor parallelism.
     """
     sharding = world.sharding
     needs_fsdp = sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices
@@ -443,17 +447,19 @@ def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
     if world.size > 1 or not trained <= cast_by_module:
         cast_by_module.clear()
 
-    def is_managed(parameter: nn.Parameter) -> bool:
+    def needs_management(parameter: nn.Parameter) -> bool:
         if parameter in cast_by_module:
             return False
-        is_cast = (
+        needs_cast = (
             policy is not None
             and parameter.is_floating_point()
             and parameter.dtype != policy.param_dtype
         )
-        return parameter.requires_grad or is_cast
+        return parameter.requires_grad or needs_cast
 
-    return [module for module in model.modules() if not any(map(is_managed, module.parameters()))]
+    return [
+        module for module in model.modules() if not any(map(needs_management, module.parameters()))
+    ]
 
 
 def _overlap_collectives(model: Any, world: World) -> None:

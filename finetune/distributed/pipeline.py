@@ -122,9 +122,10 @@ class Pipeline:
     def _drop_ends(self, model: Any) -> frozenset[str]:
         """Drops the parameters of embedding, last norm and head on ranks that do not compute them.
 
-        Replaces the forwards of these modules where a rank does not always compute them. Returns
-        the names of this rank's parameters that the first rank has as well: on the last rank those
-        of a tied embedding, else none.
+        Replaces the forwards of norm and head on all ranks, and that of the embedding on all but
+        the first: the new forwards compute only on the right rank, in the right chunk. Returns the
+        names of this rank's parameters that the first rank has as well: a tied embedding's on the
+        last rank, else none.
         """
         embedding = self._embedding
         head = self._head

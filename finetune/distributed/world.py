@@ -108,6 +108,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
@@ -208,9 +209,9 @@ class World:
         return tensor
 
     def sum_over_groups(self, tensor: Tensor) -> Tensor:
-        """Returns the sum of `tensor` as `sum` does, where ranks with equal tensors count once.
+        """Returns the sum of `tensor` as `sum` does, but counts equal tensors once.
 
-        These are the ranks of a tensor-parallel group, and those of a pipeline.
+        All ranks of a tensor-parallel group, or of a pipeline, have the same `tensor`.
         """
         summed = self.sum(tensor)
         copies = self.size // self.tensor_group_count

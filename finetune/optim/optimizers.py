@@ -343,8 +343,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial in a Newton-Schulz
 class Muon(torch.optim.AdamW):
     """Orthogonalizes the updates of groups whose `momentum` is above 0; the rest is AdamW.
 
-    The state of a parameter in such a group, a matrix, is `momentum_buffer`, shaped and sharded
-    like the matrix.
+    A group with momentum has matrices only. The state of a matrix is `momentum_buffer`, shaped and
+    sharded like the matrix.
     """
 
     def __init__(
