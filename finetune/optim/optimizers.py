@@ -414,7 +414,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     rows, columns = matrix.shape
     is_tall = rows > columns
     wide = matrix.T if is_tall else matrix  # so that the Gram matrix is the smaller one
-    x = wide / wide.norm().clamp(min=NORM_EPSILON)
+    x: Tensor = wide / wide.norm().clamp(min=NORM_EPSILON)
     a, b, c = COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
