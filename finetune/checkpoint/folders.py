@@ -1,9 +1,8 @@
-"""The folders of a run's checkpoints: how they are named, published, found, kept and removed;
-`finetune checkpoints`.
+"""Names, publishes, finds and prunes a run's checkpoint folders; `finetune checkpoints` lists them.
 
     runs/<run_name>/checkpoints/
       step-00000100/        manifest.json (written last), model/, optimizer/, state.json
-      .staging-00000200/    being written; never read
+      .staging-00000200/    being written; never resumed from
       .replaced-00000100/   about to be replaced by a newer save of the same step
       .pruned-00000050/     about to be removed
       damaged-00000150/     did not verify at a resume; kept until the run saves that step again
@@ -35,8 +34,9 @@ from finetune.files.network import find_local_folder
 from finetune.files.tensors import choose_dtype
 from finetune.units import counted, disk_size
 
+# names of folders; the group is the step
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
-_DAMAGED = re.compile(r"damaged-([0-9]{8,})(?:-[0-9]+)?")
+_DAMAGED = re.compile(r"damaged-([0-9]{8,})(?:-[0-9]+)?")  # a second of the same step ends in -2
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
@@ -54,9 +54,9 @@ def step_folder(run_folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
-    """Returns (step, folder) of every folder with a checkpoint's name, in order of step.
+    """Returns (step, folder) of every folder named like a checkpoint, in order of step.
 
-    None of them is verified.
+    The folders are not verified. The list is empty if the run has no folder of checkpoints.
     """
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
@@ -70,33 +70,37 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
 
 
 def refuse_later_steps(folder: Path, step: int) -> None:
-    """Raises `UserError` where `folder` has checkpoints of another training, after `step`."""
-    later = max((saved for saved, _ in list_checkpoints(folder)), default=0)
-    if later > step:
+    """Raises `UserError` if the run's `folder` has a checkpoint of a later step than `step`.
+
+    Such a checkpoint is of another training.
+    """
+    newest = max((saved_step for saved_step, _ in list_checkpoints(folder)), default=0)
+    if newest > step:
         raise UserError(
-            f"save: {folder} holds step {later} of another training, which would be exported in "
+            f"save: {folder} holds step {newest} of another training, which would be exported in "
             "place of this one; call load() first, or set another output_dir"
         )
 
 
-# (process, inode) of each lock that this process holds; a forked process holds none
+# (process id, inode of the lock file) of each lock that this process holds. With the process id, a
+# forked process does not take its parent's locks for its own.
 _HELD: set[tuple[int, int]] = set()
 
 
 def lock_run(run_folder: Path) -> None:
-    """Locks a run's folder until the process ends, and removes what a killed run left.
+    """Locks a run's folder until this process ends, and cleans up after a killed run.
 
-    Two runs in one folder would prune each other's checkpoints. A process may lock a folder again
-    for its next run. Rank 0 calls this before anything is written.
+    Two runs in one folder would prune each other's checkpoints. A process that has locked a folder
+    may call this again, for its next run. Rank 0 calls it before anything is written.
 
-    Raises `UserError` where another process has locked the folder.
+    Raises `UserError` if another process has locked the folder.
     """
     checkpoints = checkpoints_folder(run_folder)
     durable.make_folder(checkpoints)
     try:
         lock = checkpoints / ".lock"
         if not lock.exists() or (os.getpid(), lock.stat().st_ino) not in _HELD:
-            # the descriptor stays open until the process ends
+            # the lock lasts as long as its file descriptor, which is never closed
             durable.lock_folder(checkpoints, lock.name)
             _HELD.add((os.getpid(), lock.stat().st_ino))
     except durable.FolderInUse as holder:
@@ -112,11 +116,11 @@ def find_newest_valid(
     *,
     verify: Callable[[Path], list[str]] = find_damage,
 ) -> Path | None:
-    """Returns the checkpoint with the highest step that verifies, or None.
+    """Returns the newest checkpoint without damage; None if there is none.
 
     Args:
         run_folder: The run's folder.
-        log: Called with a sentence for each damaged checkpoint of a higher step.
+        log: Called with a sentence for each newer, damaged checkpoint.
         verify: Returns the problems of a checkpoint, as `find_damage` does.
     """
     for _, checkpoint in reversed(list_checkpoints(run_folder)):
@@ -130,23 +134,23 @@ def find_newest_valid(
 def staging_folder(run_folder: Path, step: int) -> Path:
     """Returns the folder in which the checkpoint of `step` is written before it is published.
 
-    It is on the filesystem of the published checkpoint.
+    It is on the same file system as the published checkpoint, so that a rename can publish it.
     """
     return checkpoints_folder(run_folder) / f".staging-{step:08d}"
 
 
 def make_staging(staging: Path) -> None:
-    """Makes an empty staging folder."""
+    """Makes a staging folder with its empty model/ and optimizer/; older content is removed."""
     durable.empty_folder(staging)
     for part in PARTS:
         durable.make_folder(staging / part)
 
 
 def publish(run_folder: Path, staging: Path, step: int) -> Path:
-    """Gives a completed staging folder its name by one rename; returns the checkpoint's folder.
+    """Gives a complete staging folder its final name by one rename; returns the new path.
 
-    Only one process of a run may do this. A checkpoint of the same step is replaced. If the process
-    is killed meanwhile, `remove_leftovers` restores it.
+    An older checkpoint of the same step is replaced. If the process is killed in between,
+    `remove_leftovers` restores that one. Only one process of a run may call this.
     """
     target = step_folder(run_folder, step)
     durable.publish_folder(
@@ -162,20 +166,21 @@ def prune(
     keep_every_steps: int | None = None,
     best_step: int | None = None,
 ) -> list[str]:
-    """Removes all but the newest `keep` checkpoints up to step `newest`.
+    """Removes all but the newest `keep` checkpoints, after step `newest` was published.
 
-    Later checkpoints and incomplete folders are neither counted nor removed. Folders that
-    `rename_damaged` named are removed up to `newest`: the run has trained their steps again.
+    Checkpoints of later steps and incomplete ones are neither counted nor removed. Folders named
+    by `rename_damaged` are removed up to step `newest`, since the run has trained their steps
+    again.
 
     Args:
         run_folder: The run's folder.
-        newest: The step that was just published. It is kept.
-        keep: The number of checkpoints to keep; None: all.
-        keep_every_steps: Checkpoints at multiples of it are kept, too.
-        best_step: The step of another checkpoint that is kept.
+        newest: The step that was just published. Its checkpoint is kept.
+        keep: The number of checkpoints to keep; None keeps all, and removes nothing.
+        keep_every_steps: Checkpoints at multiples of this step are kept beyond `keep`.
+        best_step: The step of one more checkpoint to keep beyond `keep`.
 
     Returns:
-        A sentence for each checkpoint that could not be removed.
+        A sentence for each folder that could not be removed.
     """
     if keep is None:
         return []
@@ -184,8 +189,9 @@ def prune(
         for step, path in list_checkpoints(run_folder)
         if step < newest and not find_damage(path, checksums=False)
     ]
+    surplus = max(0, len(older) - (keep - 1))  # the newest itself is one of `keep`
     unwanted = []
-    for step, path in older[: max(0, len(older) - (keep - 1))]:
+    for step, path in older[:surplus]:
         is_milestone = keep_every_steps is not None and step % keep_every_steps == 0
         if step != best_step and not is_milestone:
             unwanted.append(path)
@@ -195,10 +201,10 @@ def prune(
             unwanted.append(path)
     problems = []
     for path in unwanted:
-        # renamed first, so that a folder that is removed in part is no checkpoint
+        # Renamed first: a folder whose removal stops halfway must not look like a checkpoint.
         set_aside = path.with_name(f".pruned-{path.name.removeprefix('step-')}")
         try:
-            durable.remove_tree(set_aside)
+            durable.remove_tree(set_aside)  # what an earlier, interrupted removal left
             durable.rename(path, set_aside)
             durable.remove_tree(set_aside)
         except OSError as error:
@@ -209,30 +215,31 @@ def prune(
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
-    """Renames every checkpoint after `step` to damaged-N; returns the new paths.
+    """Renames each checkpoint of a later step than `step` to damaged-N; returns the new paths.
 
-    The run resumes at `step` because none of them verified. As checkpoints they would count in
-    `save_total_limit`, and be verified at every start. Only the holder of the lock may call it.
+    The run resumes at `step`, because the later checkpoints did not verify. Under their old names
+    they would count in `save_total_limit`, and be verified at every start. Only the holder of the
+    run's lock may call this.
     """
     renamed = []
-    for number, path in list_checkpoints(run_folder):
-        if number <= step:
+    for damaged_step, path in list_checkpoints(run_folder):
+        if damaged_step <= step:
             continue
-        target = path.with_name(f"damaged-{number:08d}")
+        target = path.with_name(f"damaged-{damaged_step:08d}")
         copies = 1
         while target.exists() or target.is_symlink():
             copies += 1
-            target = path.with_name(f"damaged-{number:08d}-{copies}")
+            target = path.with_name(f"damaged-{damaged_step:08d}-{copies}")
         durable.rename(path, target)
         renamed.append(target)
     return renamed
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left, and restores a checkpoint that it was replacing.
+    """Removes a killed process's leftover folders, and restores a checkpoint it was replacing.
 
-    A folder that cannot be removed stays: it is no checkpoint, and the run can start. Only the
-    holder of the lock may call it.
+    A folder that cannot be removed stays: it has no checkpoint's name, so the run can start. Only
+    the holder of the run's lock may call this.
     """
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
@@ -254,46 +261,48 @@ def refuse_small_disk(
     steps_per_epoch: int | None,
     carried_bytes: int,
 ) -> None:
-    """Raises `UserError` where the disk under `run_folder` is too small for the run's files.
+    """Raises `UserError` if the disk is too small for the run's checkpoints and its export.
 
     Args:
         run_folder: The run's folder.
         recipe: The recipe.
         steps: The run's last step.
-        checkpoint_bytes: The size of a checkpoint.
+        checkpoint_bytes: The size of one checkpoint.
         parameters: The number of parameters in the export.
-        steps_per_epoch: None: unknown.
+        steps_per_epoch: The number of steps in an epoch; None if it is not known.
         carried_bytes: The size of the base's tensors that an export carries over.
     """
     keys = recipe.checkpoint
     if keys.save_strategy == "epoch":
-        every = steps_per_epoch
+        save_interval = steps_per_epoch
     else:
-        every = count_steps(keys.save_steps, steps)
-    kept = math.ceil(steps / every) if every else 1
+        save_interval = count_steps(keys.save_steps, steps)
+    # at least one, even without a known interval
+    checkpoints = math.ceil(steps / save_interval) if save_interval else 1
     if keys.save_total_limit is not None:
         # one more than the limit: an old checkpoint is removed after the new one is published
-        kept = min(kept, keys.save_total_limit + 1)
-    new = max(1, kept - len(list_checkpoints(run_folder)))
-    export = 0
+        checkpoints = min(checkpoints, keys.save_total_limit + 1)
+    new_checkpoints = max(1, checkpoints - len(list_checkpoints(run_folder)))
+    export_bytes = 0
     if keys.export_at_end:
-        export = _bound_export(recipe, parameters, carried_bytes)
-    spare = EXPORT_SPARE_BYTES if export else 0
-    needed = new * checkpoint_bytes + export + spare
+        export_bytes = _bound_export(recipe, parameters, carried_bytes)
+    spare_bytes = EXPORT_SPARE_BYTES if export_bytes else 0
+    needed = new_checkpoints * checkpoint_bytes + export_bytes + spare_bytes
     free = shutil.disk_usage(run_folder).free
     if needed <= free:
         return
-    with_spare = f" (with {disk_size(spare)} to spare)" if spare else ""
-    fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
+    spare = f" (with {disk_size(spare_bytes)} to spare)" if spare_bytes else ""
+    can_keep_fewer = keys.save_total_limit != 1 and checkpoints > 1
+    advice = "lower save_total_limit, " if can_keep_fewer else ""
     raise UserError(
-        f"{run_folder}: the run will write {counted(new, 'checkpoint')} of "
-        f"{disk_size(checkpoint_bytes)} and an export of {disk_size(export)}{with_spare}, but "
-        f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
+        f"{run_folder}: the run will write {counted(new_checkpoints, 'checkpoint')} of "
+        f"{disk_size(checkpoint_bytes)} and an export of {disk_size(export_bytes)}{spare}, but "
+        f"{disk_size(free)} are free here; {advice}free space, or set another output_dir"
     )
 
 
 def _bound_export(recipe: Recipe, parameters: int, carried_bytes: int) -> int:
-    """Returns an upper bound of the bytes that `finetune export` will write, in all formats."""
+    """Returns an upper bound of the bytes that the export will write, all its formats together."""
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
     keys = recipe.checkpoint
@@ -301,31 +310,35 @@ def _bound_export(recipe: Recipe, parameters: int, carried_bytes: int) -> int:
     return (parameters * dtype.itemsize + carried_bytes) * len(keys.export_formats)
 
 
-EXIT_DAMAGED = 1
+EXIT_DAMAGED = 1  # the exit code of `finetune checkpoints` if a checkpoint has a problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One checkpoint in the list. The other fields are known where it has no problems."""
+    """What `finetune checkpoints` says about one checkpoint.
+
+    If there are problems, the fields after them have their defaults.
+    """
 
     path: str
     step: int
     problems: list[str]  # sentences
     bytes: int | None = None
-    layout: str | None = None
-    ranks: int | None = None
-    packages: dict[str, str] | None = None
+    layout: str | None = None  # the layout that wrote it, such as fsdp2
+    ranks: int | None = None  # the number of ranks that wrote it
+    packages: dict[str, str] | None = None  # name -> version
     epoch: float | None = None
-    tokens: int | None = None
-    architecture: str | None = None
+    tokens: int | None = None  # read by the run so far
+    architecture: str | None = None  # the class of the model
     base_model: str | None = None
-    is_adapter: bool = False
+    is_adapter: bool = False  # whether it has a LoRA adapter in place of a whole model
 
 
 def checkpoints_command(options: argparse.Namespace) -> int:
-    """Lists the checkpoints of `options.run`. With `options.verify` it reads every byte of them.
+    """Prints the checkpoints of `options.run`, as text or JSON.
 
-    Returns 1 if any has a problem, else 0.
+    With `options.verify` every byte of the checkpoints is read. Returns the exit code:
+    EXIT_DAMAGED if any checkpoint has a problem, else 0.
     """
     run = Path(options.run)
     restore_exports(run)
@@ -343,30 +356,31 @@ def checkpoints_command(options: argparse.Namespace) -> int:
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
     """Describes the published checkpoints of a run, in order of step.
 
-    Raises `UserError` where there are none.
+    `checksums`: whether every byte is read; else only names and sizes are compared. Raises
+    `UserError` if there are no checkpoints.
     """
     published = list_checkpoints(run)
     if not published:
-        raise UserError(f"{run}: {_why_none(run)}")
+        raise UserError(f"{run}: {_explain_absence(run)}")
     return [
         _summarize(step, path, find_damage(path, checksums=checksums)) for step, path in published
     ]
 
 
-def _why_none(run: Path) -> str:
-    """Returns the reason why a folder has no checkpoints."""
+def _explain_absence(run: Path) -> str:
+    """Returns why the folder `run` has no checkpoints, and which folder to name instead."""
     if not run.is_dir():
         return "no such folder; name a run's, such as runs/quickstart"
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
         return "has no checkpoints yet"
     path = run.absolute()
-    above = None
+    run_above = None  # the run's folder, if `run` is a folder in it
     if path.name == "checkpoints":
-        above = path.parent
+        run_above = path.parent
     elif NAME.fullmatch(path.name):
-        above = path.parent.parent
-    if above is not None and list_checkpoints(above):
-        return f"a part of a run; name the run's folder, {above}"
+        run_above = path.parent.parent
+    if run_above is not None and list_checkpoints(run_above):
+        return f"a part of a run; name the run's folder, {run_above}"
     return (
         "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as "
         "runs/quickstart"
@@ -374,42 +388,46 @@ def _why_none(run: Path) -> str:
 
 
 def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str]:
-    """Returns the lines for a terminal: the checkpoints, the newest last, and the next commands."""
-    sound = "verified" if verified else "whole (--verify reads every byte)"
+    """Returns the lines for a terminal: the checkpoints, newest last, and what to do with them.
+
+    `verified`: whether every byte of the checkpoints was read.
+    """
+    condition = "verified" if verified else "whole (--verify reads every byte)"
     lines = []
-    for one in summaries:
-        if one.problems:
-            lines.append(f"step {one.step:>8,}  DAMAGED: {'; '.join(one.problems)}")
+    for summary in summaries:
+        if summary.problems:
+            lines.append(f"step {summary.step:>8,}  DAMAGED: {'; '.join(summary.problems)}")
             continue
-        size = disk_size(one.bytes or 0)
-        at = ""
-        if one.epoch is not None:
-            at = f"epoch {one.epoch:.2f}, {one.tokens or 0:,} tokens"
+        size = disk_size(summary.bytes or 0)
+        progress = ""
+        if summary.epoch is not None:
+            progress = f"epoch {summary.epoch:.2f}, {summary.tokens or 0:,} tokens"
         lines.append(
-            f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on "
-            f"{counted(one.ranks or 0, 'rank')}; {sound}"
+            f"step {summary.step:>8,}  {size:>10}  {progress}; written as {summary.layout} on "
+            f"{counted(summary.ranks or 0, 'rank')}; {condition}"
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
         lines.append(
             f"{path.name}: did not verify when the run resumed from an older one; removed once the "
             "run has saved that step again"
         )
-    usable = [one for one in summaries if not one.problems]
+    usable = [summary for summary in summaries if not summary.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]
     newest = usable[-1]
-    made = newest.architecture
+    exported = newest.architecture
     if newest.is_adapter:
-        made = f"a PEFT adapter and the model merged with {newest.base_model}"
+        exported = f"a PEFT adapter and the model merged with {newest.base_model}"
     return [
         *lines,
         f"resume:  the run's own command continues after step {newest.step:,}, in any layout and "
         "on any number of ranks",
-        f"export:  finetune export {shlex.quote(newest.path)} --output DIR   ({made})",
+        f"export:  finetune export {shlex.quote(newest.path)} --output DIR   ({exported})",
     ]
 
 
 def _summarize(step: int, path: Path, problems: list[str]) -> Summary:
+    """Describes the checkpoint in `path`; its files are read only if it has no problems."""
     if problems:
         return Summary(path=str(path), step=step, problems=problems)
     manifest = read_manifest(path)

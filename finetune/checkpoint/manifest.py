@@ -1,7 +1,7 @@
-"""A checkpoint's manifest and state: its files with their checksums, and the run's progress.
+"""Reads, writes and verifies a checkpoint's manifest.json and state.json.
 
-A checkpoint is a folder step-N. Its manifest has step N and lists every file with size and
-checksum. Its state.json has the run's progress.
+A checkpoint is a folder step-N. Its manifest has the step N, and lists every other file with size
+and checksum. Its state.json has the run's progress.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # imports torch
 class Progress:
     """The progress of a run.
 
-    It is complete: data order, learning rate and dropout are pure functions of `step`.
+    A resumed run needs no more of the loop's state, because data order, learning rate and dropout
+    are pure functions of `step`.
     """
 
     step: int = 0  # optimizer steps done
@@ -37,15 +38,14 @@ class Progress:
     skipped_steps: int = 0  # steps without an update, because the loss or gradient was not finite
     best_eval_loss: float | None = None  # the lowest held-out loss so far
     best_step: int | None = None  # the step of that loss
-    evaluations_since_best: int = 0
-    scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
-    # in a checkpoint: the states of the user's callbacks, by name
-    callbacks: dict[str, Any] | None = None
+    evaluations_since_best: int = 0  # evaluations after that step
+    scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state, in a checkpoint
+    callbacks: dict[str, Any] | None = None  # callback's name -> its state, in a checkpoint
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool) -> "Progress":
         """Returns the progress after the step of `batch`.
 
-        is_skipped: The step had no update.
+        `is_skipped`: whether the step made no update.
         """
         return replace(
             self,
@@ -59,8 +59,8 @@ class Progress:
     def after_evaluation(self, loss: float) -> "Progress":
         """Returns the progress after an evaluation with this held-out `loss`.
 
-        A nan is never the lowest loss. Neither is the loss before the first step, whose model no
-        checkpoint has.
+        A nan is never the lowest loss. The loss before the first step does not count, since no
+        checkpoint has the model of step 0.
 
         >>> progress = Progress(step=5).after_evaluation(2.0).after_evaluation(3.0)
         >>> progress.best_eval_loss, progress.best_step, progress.evaluations_since_best
@@ -74,14 +74,15 @@ class Progress:
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
 
 
-NAME_LIMIT_BYTES = 255  # of one name in a path, on common file systems
-PATH_LIMIT_BYTES = 4096
+NAME_LIMIT_BYTES = 255  # the longest name of a file or folder on common file systems
+PATH_LIMIT_BYTES = 4096  # the longest path
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Returns (the JSON object in `path`, the file's bytes).
+    """Returns (the JSON object in the file `path`, the file's bytes).
 
-    Raises `ValueError` with a sentence for any other content, and `OSError`.
+    Raises `ValueError` with a sentence if the content is no JSON object, and `OSError` if the file
+    cannot be read.
     """
     encoded = read_bounded(path)
     try:
@@ -94,9 +95,10 @@ def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
-    """Reads state.json of a checkpoint.
+    """Reads state.json, or the file `name`, of a checkpoint.
 
-    Raises `ValueError` with a sentence where it is unreadable, or a key is missing or wrong.
+    Raises `ValueError` with a sentence if the file is unreadable, or lacks a key, or has a value of
+    the wrong kind.
     """
     try:
         content, _ = read_object(checkpoint / name)
@@ -107,9 +109,9 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
 
 
 def refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` with a sentence if `content` is no manifest.
+    """Raises `ValueError` with a sentence if `content` is not the content of a manifest.
 
-    It is none either if it names a file outside the checkpoint.
+    It must not name a file outside the checkpoint, either.
     """
     _refuse_wrong_kinds(MANIFEST, content, _MANIFEST)
     for file in content["files"]:
@@ -121,46 +123,56 @@ def refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
 
 
 def _is_file_name(path: PurePosixPath) -> bool:
+    """Returns whether a file may have the relative path `path`, which has at least one part."""
     try:
         sizes = [len(part.encode()) for part in path.parts]
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can express
         return False
-    is_short = max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES
-    return is_short and "\0" not in str(path)
+    is_short_enough = max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES
+    return is_short_enough and "\0" not in str(path)
 
 
 def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
-    """Raises `ValueError` with a sentence where a value is of none of the kinds of its key.
+    """Raises `ValueError` with a sentence if a value is of none of the kinds that its key allows.
+
+    Keys of `content` that `kinds` does not have are not checked.
 
     Args:
-        name: The name of the file.
-        content: Its object.
-        kinds: Key -> names in KINDS, with spaces between.
+        name: The file's name, for the sentence.
+        content: The JSON object in the file.
+        kinds: Key -> the allowed kinds, names in KINDS separated by spaces. A key with the kind
+            "missing" is optional.
     """
-    for key, allowed in kinds.items():
+    for key, names in kinds.items():
+        allowed = names.split()
         if key not in content:
             if "missing" not in allowed:
                 raise ValueError(f"{name} is damaged: {key} is missing")
-        elif not any(KINDS[kind](content[key]) for kind in allowed.split()):
+        elif not any(KINDS[kind](content[key]) for kind in allowed):
             raise ValueError(f"{name} is damaged: {key} has a value of the wrong kind")
 
 
 def _is_count(value: Any) -> bool:
+    """Returns whether `value` is a non-negative integer of 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_object_of(is_value: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_value, value.values()))
+def _is_object_of(is_member: Callable[[Any], bool], value: Any) -> bool:
+    """Returns whether `value` is a JSON object all of whose values pass `is_member`."""
+    return isinstance(value, dict) and all(map(is_member, value.values()))
 
 
 def _is_text(value: Any) -> bool:
+    """Returns whether `value` is a string."""
     return isinstance(value, str)
 
 
 def _is_file(value: Any) -> bool:
+    """Returns whether `value` is the manifest's entry of a file, which has at least a size."""
     return isinstance(value, dict) and _is_count(value.get("size"))
 
 
+# the kind of a value in a JSON file -> whether a value is of that kind
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "count": _is_count,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
@@ -169,14 +181,16 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "texts": partial(_is_object_of, _is_text),
     "files": partial(_is_object_of, _is_file),
     "none": lambda value: value is None,
-    "missing": lambda _: False,
+    "missing": lambda _: False,  # no value: the key may be absent
 }
+# the kinds of the manifest's keys; see `_refuse_wrong_kinds`
 _MANIFEST = {
     **dict.fromkeys(("step", "ranks"), "count"),
     **dict.fromkeys(("layout", "recipe_sha256"), "text"),
     "packages": "texts",
     "files": "files",
 }
+# the kinds of state.json's keys
 _STATE = {
     **dict.fromkeys(
         ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best"), "count"
@@ -197,40 +211,43 @@ _STATE = {
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-PARTS = MODEL, OPTIMIZER = "model", "optimizer"
-NAME = re.compile(r"step-([0-9]{8,})")
+PARTS = MODEL, OPTIMIZER = "model", "optimizer"  # a checkpoint's folders
+NAME = re.compile(r"step-([0-9]{8,})")  # a checkpoint's name; the group is the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of manifest.json."""
+    """The content of manifest.json, without the manifest's own checksum."""
 
     step: int
-    layout: str
-    ranks: int
-    recipe_sha256: str
+    layout: str  # the layout that wrote the checkpoint, such as fsdp2
+    ranks: int  # the number of ranks that wrote it
+    recipe_sha256: str  # `hash_recipe` of the recipe
     packages: dict[str, str]  # name -> version
     files: dict[str, dict[str, Any]]  # path inside the checkpoint -> size in bytes, and checksum
     format_version: int = FORMAT_VERSION
 
     @property
     def bytes(self) -> int:
+        """The size of all files together, without the manifest."""
         return sum(entry["size"] for entry in self.files.values())
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of `checkpoint`.
 
-    Raises `ValueError` with a sentence if it is damaged, `OSError` if it is unreadable.
+    Raises `ValueError` with a sentence if it is damaged or of another format, and `OSError` if it
+    cannot be read.
     """
-    content, encoded = read_object(checkpoint / MANIFEST)
-    version = content.get("format_version")
-    content = {k: v for k, v in content.items() if k != "checksum"}
+    stored, encoded = read_object(checkpoint / MANIFEST)
+    version = stored.get("format_version")
+    content = {key: value for key, value in stored.items() if key != "checksum"}
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{MANIFEST} has format {version!a}; this program reads format {FORMAT_VERSION}"
         )
     try:
+        # Encoded again, an undamaged content gives the same bytes, checksum included.
         if _encode(content) == encoded:
             refuse_malformed_manifest(content)
             return Manifest(**content)
@@ -240,12 +257,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def find_checkpoint_of(path: Path) -> Path | None:
-    """Returns the checkpoint that `path` is, or whose model/ it is; None for any other path.
+    """Returns the checkpoint at `path`; for the model/ of a checkpoint, that checkpoint.
+
+    None for any other path.
 
     >>> find_checkpoint_of(Path("runs/nosuch/checkpoints/step-00000100/model")) is None
     True
     """
-    for folder in (path, path.parent) if path.name == MODEL else (path,):
+    candidates = (path, path.parent) if path.name == MODEL else (path,)
+    for folder in candidates:
         if (folder / MANIFEST).exists():
             return folder
     return None
@@ -258,13 +278,13 @@ def find_damage(
     parts: Collection[str] = PARTS,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
-    """Lists the problems of a published checkpoint, as sentences.
+    """Lists the problems of a checkpoint, as sentences; empty if it has none.
 
     Args:
-        checkpoint: Its folder.
-        checksums: Whether every byte is read; else names and sizes are compared.
-        parts: The folders that are checked, beside state.json.
-        advance: Called with the number of bytes that were read.
+        checkpoint: The checkpoint's folder, or a complete staging folder.
+        checksums: Whether to read every byte; else only names and sizes are compared.
+        parts: Which of the folders model and optimizer to check, beside state.json.
+        advance: Called with the number of bytes read since the last call, for a progress bar.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -293,14 +313,15 @@ def _file_problems(
     parts: Collection[str],
     advance: Callable[[int], object],
 ) -> Iterator[str]:
-    """Yields the problems of the files in a checkpoint's `parts` and beside its parts.
+    """Yields the problems of the files in a checkpoint's `parts`, and of those in neither part.
 
-    The arguments are those of `find_damage`.
+    Arguments are as for `find_damage`.
     """
     unchecked = set(PARTS) - set(parts)
     expected = {}
     for file, entry in manifest.files.items():
-        if PurePosixPath(file).parts[0] not in unchecked:
+        top_name, *_ = PurePosixPath(file).parts
+        if top_name not in unchecked:
             expected[checkpoint / file] = entry
     present: set[Path] = set()
     for part in parts:
@@ -326,7 +347,10 @@ def _file_problems(
 def _compare_checksum(
     advance: Callable[[int], object], path: Path, entry: dict[str, Any]
 ) -> str | None:
-    """Returns the problem of a file's content, a predicate; None without one."""
+    """Returns what is wrong with a file's content, as "does not ..." or "cannot ..."; else None.
+
+    `entry`: the file's size and checksum in the manifest.
+    """
     try:
         if durable.checksum(path, advance) == entry:
             return None
@@ -336,13 +360,13 @@ def _compare_checksum(
 
 
 def complete(staging: Path, manifest: Manifest) -> None:
-    """Writes the manifest into a staging folder, and syncs its folders: only the name is missing.
+    """Completes a staging folder: writes the manifest, syncs the folders, and checks the files.
 
-    Its other files are on disk. Every rank has read its own files back, so only names and sizes are
-    compared here.
+    Afterwards only the rename is missing. All other files must be on disk already. Their sizes are
+    checked but not their checksums, since every rank has read its own files back.
 
-    Raises `UserError` where files of the manifest are missing: a rank may have written to another
-    machine's disk.
+    Raises `UserError` if a file of the manifest is missing: a rank may have written to the disk of
+    another machine.
     """
     durable.write_file(staging / MANIFEST, [_encode(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):
@@ -355,15 +379,15 @@ def complete(staging: Path, manifest: Manifest) -> None:
 
 
 def hash_recipe(recipe: dict[str, Any]) -> str:
-    """Returns the hash of a recipe with every key filled in."""
+    """Returns the SHA-256 of a recipe whose every key is filled in, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def _encode(content: dict[str, Any]) -> bytes:
-    """Encodes `content` as JSON with its own checksum.
+    """Encodes a manifest as JSON, with a checksum of the content as one more key.
 
-    There is one encoding of a content, so that any changed byte is found.
+    Equal contents give equal bytes, so a reader that encodes again finds any changed byte.
     """
     plain = json.dumps(content, sort_keys=True, indent=1)
-    checked = {"checksum": hashlib.sha256(plain.encode()).hexdigest()} | content
-    return json.dumps(checked, sort_keys=True, indent=1).encode()
+    with_checksum = {"checksum": hashlib.sha256(plain.encode()).hexdigest()} | content
+    return json.dumps(with_checksum, sort_keys=True, indent=1).encode()

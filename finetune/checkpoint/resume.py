@@ -1,7 +1,8 @@
 """Resumes from a checkpoint, in any layout and on any number of ranks, if the inputs are the same.
 
 The same recipe over other files would be a different run. A checkpoint's state.json therefore has
-hashes of these files. A resumed run compares them, and an export compares the LoRA base's.
+hashes of the inputs (data, tokenizer, base, user's code). A resumed run compares them all; an
+export compares the hash of a LoRA adapter's base.
 """
 
 import json
@@ -53,14 +54,15 @@ from finetune.files.tensors import hash_weights
 from finetune.models.carried import hash_tensors
 from finetune.models.load import read_carried, weights_folder
 
-# keys of a config.json without effect on a run
+# keys of a config.json that do not affect a run
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
 
+# the recipe's keys that choose an input
 OF_MODEL = ("model_name_or_path", "model_revision")
 OF_TOKENIZER = ("tokenizer_name_or_path", *OF_MODEL, "added_tokens", "special_tokens", "eot_tokens")
 OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision")
 STARTED = "the same name is given, but its weights, from which the training started, have changed"
-# input -> (the recipe's keys that name it, the sentence for a changed content under equal keys)
+# input -> (the recipe's keys that choose it, the sentence if it changed though these keys did not)
 INPUTS: Mapping[str, tuple[Names, str]] = {
     "datasets": (
         ("datasets", "streaming"),
@@ -122,15 +124,16 @@ INPUTS: Mapping[str, tuple[Names, str]] = {
 def fingerprint_inputs(
     recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World
 ) -> dict[str, str]:
-    """Returns a hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
+    """Returns the hash of each input in `INPUTS` that the run has, on every rank.
 
-    It reads every byte of a base under LoRA, of a base that is the reference, of a teacher and of
-    reward models. Of other bases it reads the tensors that an export carries over.
+    All ranks call it; rank 0 reads the inputs. It reads every byte of a base under LoRA, of a base
+    that is the reference, of a teacher and of reward models. Of any other base it reads only the
+    tensors that an export carries over.
     """
     reward_models = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
     for model in (recipe.model, recipe.teacher, *reward_models):
         if model is not None and model.model_name_or_path is not None:
-            weights_folder(model)  # which downloads a hub's model first, on every node
+            weights_folder(model)  # downloads a model from the hub, on every node
     hashes: dict[str, str] = RankGroup(world).on_main(
         lambda: _read_fingerprints(recipe, tokenizer, data)
     )
@@ -138,7 +141,10 @@ def fingerprint_inputs(
 
 
 def _is_base_read(recipe: Recipe) -> bool:
-    """Returns whether a run reads all weights of its base while it trains others."""
+    """Returns whether a run depends on the base's weights besides starting from them.
+
+    They are frozen under LoRA, or serve as the reference.
+    """
     if recipe.lora.use_peft or recipe.method_facts.needs_reference:
         return True
     return recipe.method_facts.samples and recipe.method.beta > 0
@@ -147,17 +153,17 @@ def _is_base_read(recipe: Recipe) -> bool:
 def find_changed_inputs(
     then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]
 ) -> list[str]:
-    """Returns a sentence for each input whose content has changed.
+    """Returns a sentence for each input whose content has changed under unchanged keys.
 
-    An input whose keys were changed is left out, and so is one that either run does not know:
-    another version wrote the hashes, or a hub's data set is streamed.
+    An input is left out if one of the runs has no hash of it: another version wrote the hashes, or
+    a hub's data set is streamed.
 
     Args:
         then: Input -> hash, of the run that saved the checkpoint.
         now: Input -> hash, of this run.
-        changed_keys: The changed keys, as `compare_recipes` writes them.
+        changed_keys: The changes of the recipe, as `compare_recipes` writes them.
     """
-    changed_names = {_name_of(change) for change in changed_keys}
+    changed_names = {_find_key(change) for change in changed_keys}
     sentences = []
     for name, (keys, sentence) in INPUTS.items():
         is_known = None not in (then.get(name), now.get(name))
@@ -167,23 +173,24 @@ def find_changed_inputs(
     return sentences
 
 
-def _name_of(change: str) -> str:
-    """Returns the key of a change.
+def _find_key(change: str) -> str:
+    """Returns the recipe's key in a sentence about a change.
 
-    >>> _name_of("datasets[0].path: 'a' -> 'b'")
+    >>> _find_key("datasets[0].path: 'a' -> 'b'")
     'datasets'
     """
-    return re.split(r"\W", change, maxsplit=1)[0]
+    key, *_ = re.split(r"\W", change, maxsplit=1)
+    return key
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` if a model of the recipe is a damaged checkpoint.
+    """Raises `UserError` if a model that the recipe names is a damaged checkpoint of a run.
 
-    Loading does not compare checksums.
+    This is needed because loading does not compare checksums.
     """
-    named = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
-    named += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
-    for key, model in named:
+    models = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
+    models += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
+    for key, model in models:
         if model is None or model.model_name_or_path is None:
             continue
         checkpoint = find_checkpoint_of(Path(model.model_name_or_path))
@@ -195,7 +202,10 @@ def refuse_damaged_model(recipe: Recipe) -> None:
 
 
 def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
-    """Computes the hash of each of `INPUTS` that the run has."""
+    """Does the work of `fingerprint_inputs` on rank 0: input -> hash.
+
+    Raises `UserError` if the run continues an adapter that was trained on another base.
+    """
     hashes = _hash_data(recipe, data) | _hash_tokenizer(tokenizer) | _hash_code(recipe)
     base = _find_folder(recipe.model)
     teacher = _find_folder(recipe.teacher)
@@ -217,29 +227,35 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
 
 
 def _hash_data(recipe: Recipe, data: PreparedData | None) -> dict[str, str]:
-    """Returns the hashes of the training rows and the held-out files, except streamed ones."""
+    """Returns the hashes of the training data and of the files of `eval_datasets`.
+
+    Data without a fingerprint, such as a hub's streamed data set, is left out.
+    """
     if data is None:
         return {}
     hashes = {"datasets": data.train.fingerprint}
     if data.evaluation and recipe.data.eval_datasets:
         hashes["held_out"] = data.evaluation.fingerprint
-    return {name: text for name, text in hashes.items() if text is not None}
+    return {name: fingerprint for name, fingerprint in hashes.items() if fingerprint is not None}
 
 
 def _hash_tokenizer(tokenizer: Any) -> dict[str, str]:
-    """Returns the hashes of the chat template and the tokenizer, without truncation and padding."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    """Returns the hashes of the chat template and of the tokenizer.
+
+    The tokenizer's settings for truncation and padding are not hashed.
+    """
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
     for key in ("truncation", "padding"):
-        backend.pop(key, None)
+        tokenizer_json.pop(key, None)
     return {
         "chat_template": durable.hash_json(tokenizer.chat_template),
-        "tokenizer": durable.hash_json([backend, tokenizer.special_tokens_map]),
+        "tokenizer": durable.hash_json([tokenizer_json, tokenizer.special_tokens_map]),
     }
 
 
 def _hash_code(recipe: Recipe) -> dict[str, str]:
-    """Returns the hashes of the user's files of code that the recipe names."""
-    named = {
+    """Returns the hashes of the user's Python files that the recipe names, by recipe key."""
+    names_by_key = {
         "metrics": recipe.run.metrics,
         "callbacks": recipe.run.callbacks,
         "rewards": recipe.rollout.reward_files,
@@ -247,14 +263,17 @@ def _hash_code(recipe: Recipe) -> dict[str, str]:
         "environment": recipe.rollout.environment_files,
     }
     hashes = {}
-    for key, names in named.items():
+    for key, names in names_by_key.items():
         if names:
             hashes[key] = durable.hash_json([hash_file(str(file_of(name))) for name in names])
     return hashes
 
 
 def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
-    """Returns the hashes of a base's config, and of the weights that are read but not trained."""
+    """Returns the hashes of a base's config, and of those of its weights that training keeps.
+
+    They are all weights if `_is_base_read`; else the tensors that an export carries over, if any.
+    """
     hashes = {"config": _hash_config(folder)}
     if _is_base_read(recipe):
         return hashes | {"base": hash_weights(folder)}
@@ -267,16 +286,21 @@ def _hash_base(folder: Path, recipe: Recipe) -> dict[str, str]:
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
     """Raises `UserError` if the run that made `adapter` had another base.
 
-    base: The hash of this run's base.
+    If the base of that run is not known, nothing is checked: no state.json lies beside the adapter.
+
+    Args:
+        adapter: The adapter's folder: in a checkpoint of a run, or an export in a run's folder.
+        base: The hash of this run's base; None if it is not known.
+        recipe: The recipe, for the message.
     """
     states = [adapter.parent / STATE, *sorted(adapter.parent.glob(f"checkpoints/*/{STATE}"))]
-    trained_on = set()
+    adapter_bases = set()  # hashes
     for state in states:
         inputs = read_json_object(state).get("inputs")
         if isinstance(inputs, dict) and isinstance(inputs.get("base"), str):
-            trained_on.add(inputs["base"])
-    is_known = base is not None and bool(trained_on)
-    if is_known and base not in trained_on:
+            adapter_bases.add(inputs["base"])
+    is_known = base is not None and bool(adapter_bases)
+    if is_known and base not in adapter_bases:
         raise UserError(
             f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was "
             f"trained on other weights than those of {recipe.model.model_name_or_path}; name its "
@@ -285,13 +309,14 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
 
 
 def _find_folder(model: Model | None) -> Path | None:
-    """Returns a model's folder on this machine; None where it has none, or there is no model."""
+    """Returns a model's folder on this machine; None without a model, or if it is not here."""
     if model is None or model.model_name_or_path is None:
         return None
     return find_local_folder(model.model_name_or_path, model.model_revision)
 
 
 def _hash_config(folder: Path) -> str:
+    """Returns the hash of a model's config.json, without the keys that do not affect a run."""
     config = load_json(folder / CONFIG_FILE)
     return durable.hash_json(
         {key: value for key, value in config.items() if key not in BOOKKEEPING}
@@ -301,19 +326,19 @@ def _hash_config(folder: Path) -> str:
 def find_start(
     recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None
 ) -> Path | None:
-    """Returns the verified checkpoint that `resume_from_checkpoint` names; None: start at step 0.
+    """Returns the verified checkpoint from which the run resumes; None to start at step 0.
 
-    All ranks call it.
+    The recipe's `resume_from_checkpoint` chooses it. All ranks call this.
 
     Args:
         recipe: The recipe.
         run_folder: The run's folder.
-        world: This rank's place.
+        world: The ranks.
         inputs: What `fingerprint_inputs` returned.
 
     Raises:
-        UserError: The checkpoint cannot be used, or the recipe or its inputs have changed so that
-            this would be another run.
+        UserError: If the checkpoint cannot be used, or if the recipe or its inputs have changed in
+            a way that makes this another run.
     """
     checkpoint = RankGroup(world).on_main(
         lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
@@ -322,26 +347,29 @@ def find_start(
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
-    """Finds and verifies the checkpoint from which a run resumes; None: it starts at step 0.
+    """Finds and verifies the checkpoint from which a run resumes; None to start at step 0.
 
     Args:
         resume_from: auto, none, or the path of a checkpoint or a run. A path outside `run_folder`
-            is used until the run has checkpoints of its own: the command can be repeated.
+            is used only until the run has checkpoints of its own, so that the same command can
+            start a run and resume it.
         run_folder: The run's folder.
 
     Raises:
-        UserError: The checkpoint does not exist or is damaged, or the run would lose later ones.
+        UserError: If the checkpoint does not exist or is damaged, or if the run has continued from
+            it and has later checkpoints.
     """
-    of_run = list_checkpoints(run_folder)
+    own_checkpoints = list_checkpoints(run_folder)
     if resume_from == "none":
-        if of_run:
+        if own_checkpoints:
+            newest_step, _ = own_checkpoints[-1]
             raise UserError(
                 f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints "
-                f"here (the newest of step {of_run[-1][0]}); set another output_dir, or remove them"
+                f"here (the newest of step {newest_step}); set another output_dir, or remove them"
             )
         return None
-    if resume_from == "auto" or (of_run and not _is_within(Path(resume_from), run_folder)):
-        return _find_newest(run_folder) if of_run else None
+    if resume_from == "auto" or (own_checkpoints and not _is_within(Path(resume_from), run_folder)):
+        return _find_newest(run_folder) if own_checkpoints else None
     path = Path(resume_from)
     if not path.is_dir():
         raise UserError(
@@ -351,7 +379,7 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
         return _find_newest(path)
     if problems := find_damage(path):
         raise UserError(f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}")
-    later = [step for step, _ in of_run if step > read_manifest(path).step]
+    later = [step for step, _ in own_checkpoints if step > read_manifest(path).step]
     if later:
         raise UserError(
             f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; "
@@ -363,21 +391,22 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
 def load_start(
     start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> Progress:
-    """Loads the checkpoint that `find_start` returned into model and optimizer.
+    """Loads the checkpoint that `find_start` returned into model, optimizer and gradient scaler.
 
-    Returns its progress, or that of step 0 without one. All ranks call it. Raises `UserError` where
-    the checkpoint was saved from a different model.
+    Returns the checkpoint's progress; without a checkpoint that of step 0. All ranks call it.
+    Raises `UserError` if the checkpoint was saved from a different model or optimizer.
     """
     if start is None:
         return Progress()
     optimizer = unwrap_optimizer(optimizer)
-    weights = get_model_state(model, optimizer)
-    moments = get_optimizer_state(model, optimizer)
+    model_state = get_model_state(model, optimizer)
+    optimizer_state = get_optimizer_state(model, optimizer)
+    optimizer_tensors = select_tensors(optimizer_state)
     with torch.no_grad():
-        read_shards(weights, MODEL, start, world)
-        read_shards(select_tensors(moments), OPTIMIZER, start, world, names_beside_text(model))
-    set_model_state(model, weights)
-    set_optimizer_state(model, optimizer, moments)
+        read_shards(model_state, MODEL, start, world)
+        read_shards(optimizer_tensors, OPTIMIZER, start, world, names_beside_text(model))
+    set_model_state(model, model_state)
+    set_optimizer_state(model, optimizer, optimizer_state)
     progress = read_progress(start)
     if progress.scaler and world.accelerator.scaler is not None:
         world.accelerator.scaler.load_state_dict(progress.scaler)
@@ -395,49 +424,54 @@ def read_progress(checkpoint: Path) -> Progress:
 def compare_to_saved(
     state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Lists the differences between the run that saved `state` (state.json) and this one.
+    """Lists what has changed between the run that saved `state` and this run.
+
+    Args:
+        state: The content of the checkpoint's state.json.
+        recipe: This run's recipe.
+        inputs: What `fingerprint_inputs` returned for this run.
 
     Returns:
-        (the changes that would make it another run, the harmless ones). Changes of held-out data
-        make it another run where their loss chooses a checkpoint or ends the run.
+        (changes that make this another run, harmless changes), as sentences. A change of held-out
+        data is harmless unless the held-out loss chooses a checkpoint or ends the run.
     """
     deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
-    changed = find_changed_inputs(inputs_then, inputs, deciding + other)
-    held_out = [change for change in other if _name_of(change) == "eval_datasets"]
-    other = [change for change in other if change not in held_out]
-    for change in changed:
-        name = _name_of(change)
-        if name == "eval_datasets":
+    changed_inputs = find_changed_inputs(inputs_then, inputs, deciding + other)
+    held_out = [change for change in other if _find_key(change) == "eval_datasets"]
+    harmless = [change for change in other if change not in held_out]
+    for change in changed_inputs:
+        key = _find_key(change)
+        if key == "eval_datasets":
             held_out.append(change)
-        elif name in ("metrics", "callbacks"):  # which do not change the training
-            other.append(change)
+        elif key in ("metrics", "callbacks"):  # they do not affect the training
+            harmless.append(change)
         else:
             deciding.append(change)
-    keys = recipe.checkpoint
-    if keys.keep_best_checkpoint or recipe.run.early_stopping_patience is not None:
-        return deciding + held_out, other
-    return deciding, other + held_out
+    stops_early = recipe.run.early_stopping_patience is not None
+    if recipe.checkpoint.keep_best_checkpoint or stops_early:
+        return deciding + held_out, harmless
+    return deciding, harmless + held_out
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
-    A key that `then` lacks had its default.
+    A key that `then` lacks did not exist when it was written, and counts as the key's default.
 
     Returns:
-        (the changes that make it another run, by the schema's marks, the others).
+        (changes that make this another run, other changes); the schema marks the keys.
     """
     deciding: list[str] = []
     other: list[str] = []
     for name, key in recipe_keys().items():
-        was = _fill_in(name, then.get(name, _plain(key.default)))
-        before = dict(leaves(was, name))
+        value_then = _add_new_defaults(name, then.get(name, _to_list(key.default)))
+        before = dict(leaves(value_then, name))
         after = dict(leaves(now[name], name))
         changes = deciding if key.same_on_resume else other
         for leaf in before | after:
             if before.get(leaf) != after.get(leaf):
-                values = f"{_short(before.get(leaf))} -> {_short(after.get(leaf))}"
+                values = f"{_shorten(before.get(leaf))} -> {_shorten(after.get(leaf))}"
                 changes.append(f"{leaf}: {values}")
     return deciding, other
 
@@ -445,11 +479,15 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
 def _find_and_compare(
     recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
 ) -> str | None:
-    """Does `find_start` on rank 0."""
+    """Does the work of `find_start` on rank 0.
+
+    Also renames the damaged checkpoints after the one that it returns, if that is in `run_folder`.
+    `ranks`: the number of shares into which a step's rows are divided.
+    """
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
     if checkpoint is None:
         return None
-    _compare(recipe, checkpoint, ranks, inputs)
+    _refuse_another_run(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
             print(
@@ -458,16 +496,21 @@ def _find_and_compare(
     return str(checkpoint)
 
 
-def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
-    """Prints what has changed since the checkpoint. Raises `UserError` for another run."""
-    then = read_state(checkpoint)
-    deciding, other = compare_to_saved(then, recipe, inputs)
-    before = then["global_batch_size"]
-    after = compute_global_batch_size(recipe.batch, ranks)
-    if before != after:
+def _refuse_another_run(
+    recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]
+) -> None:
+    """Raises `UserError` if changes since the checkpoint make this another run; else prints them.
+
+    With the recipe's `allow_changed_recipe`, all changes are only printed.
+    """
+    state = read_state(checkpoint)
+    deciding, harmless = compare_to_saved(state, recipe, inputs)
+    rows_then = state["global_batch_size"]
+    rows_now = compute_global_batch_size(recipe.batch, ranks)
+    if rows_then != rows_now:
         deciding.append(
-            f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any "
-            "number of ranks)"
+            f"rows in a step: {rows_then} -> {rows_now} (global_batch_size keeps them the same on "
+            "any number of ranks)"
         )
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
@@ -478,13 +521,16 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, 
                 "set it back, set another output_dir, or set allow_changed_recipe: true",
             ]
         )
-    for change in deciding + other:
+    for change in deciding + harmless:
         print(f"resuming with a changed recipe: {change}")
 
 
 def _find_newest(run_folder: Path) -> Path:
-    """Returns a run's newest checkpoint that verifies. Raises `UserError` where none does."""
-    passed_over: list[str] = []
+    """Returns a run's newest checkpoint that verifies, and prints the damaged ones after it.
+
+    Raises `UserError` if none verifies.
+    """
+    passed_over: list[str] = []  # a sentence for each damaged checkpoint
     newest = find_newest_valid(run_folder, passed_over.append)
     if newest is None:
         raise UserError.of(
@@ -502,27 +548,33 @@ def _find_newest(run_folder: Path) -> Path:
 
 
 def _is_within(path: Path, run_folder: Path) -> bool:
+    """Returns whether `path` is `run_folder`, or in it, after links are resolved."""
     return path.resolve().is_relative_to(run_folder.resolve())
 
 
-def _fill_in(name: str, value: Any) -> Any:
-    """Adds defaults to a value of `datasets` for keys that did not exist when it was written."""
+def _add_new_defaults(name: str, value: Any) -> Any:
+    """Adds the defaults of keys that did not exist when an earlier version wrote `value`.
+
+    Changes only keys that hold a list of sections, such as `datasets`.
+    """
     if name not in NESTED or not isinstance(value, list):
         return value
     defaults = {
-        key.name: _plain(key.default)
+        key.name: _to_list(key.default)
         for key in keys_of(NESTED[name]).values()
         if not key.is_required
     }
     return [defaults | entry if isinstance(entry, dict) else entry for entry in value]
 
 
-def _plain(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
+    """Returns a tuple as a list, as JSON has it; any other value unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
+    """Returns `value` as JSON, with the middle of a long text left out."""
     text = json.dumps(value)
     if len(text) <= 200:
         return text
-    return f"{text[:100]} ... {text[-95:]}"  # paths differ at their ends
+    return f"{text[:100]} ... {text[-95:]}"  # the end stays, since paths differ there

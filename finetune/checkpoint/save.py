@@ -1,5 +1,6 @@
-"""Saves checkpoints: every rank writes its shards, and rank 0 publishes the folder; blocking, or in
-a thread.
+"""Saves checkpoints: every rank writes its shards, and rank 0 publishes the folder.
+
+A save blocks training, or runs in a thread beside it.
 """
 
 import copy
@@ -61,26 +62,28 @@ from finetune.files.json_files import load_json
 from finetune.files.network import find_local_folder
 from finetune.files.phases import Phases
 
-GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # generation_config.json has their ids
+# names of special tokens whose ids generation_config.json has, as bos_token_id and so on
+GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 
 class Saver:
     """Writes the checkpoints of one run. Every rank has a saver and makes the same calls.
 
-    With `async_save` a thread copies the state to host memory, then writes and publishes it while
+    With `async_save`, a thread copies the state to host memory, then writes and publishes it while
     training continues. The loop calls `before_update`, which waits until the copy is complete. The
-    next save waits until this one is published. A failure in the thread is raised by the next
-    `save` or `finish`; until then `has_failed` is true.
+    next save waits until this one is published. If the thread fails, `has_failed` becomes true, and
+    the next `save` or `finish` raises the error.
 
     Args:
         run_folder: The run's folder.
         model: The model in training.
-        optimizer: Its optimizer, which Accelerate may have wrapped.
-        world: This rank's place.
+        optimizer: The model's optimizer, which Accelerate may have wrapped.
+        world: The ranks.
         recipe: The recipe.
-        tokenizer: The tokenizer that checkpoints hold.
+        tokenizer: The tokenizer, which is written into checkpoints.
         inputs: What `fingerprint_inputs` returned.
-        describe_files: Returns the method's files for a checkpoint after a step: name -> content.
+        describe_files: Number of a step -> the method's own files for a checkpoint after that step,
+            as name -> content. Called on rank 0.
         carried_bytes: The size of the base's tensors that the export carries over.
         phases: Measures the time of saves.
     """
@@ -104,12 +107,12 @@ class Saver:
         self.world = world
         self.recipe = recipe
         self.inputs = inputs or {}
-        # An offloaded optimizer's state would need as much memory again for its copy on the host.
+        # An async save of an offloaded optimizer would need twice the state's memory on the host.
         is_offloaded = recipe.optimization.optim_offload != "none"
         self.is_async = world.device.type == "cuda" and not is_offloaded
         if recipe.checkpoint.async_save is not None:
             self.is_async = recipe.checkpoint.async_save
-        group = None
+        group = None  # the save's thread needs a group of its own
         if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=world.collective_timeout)
         self._ranks = RankGroup(world, group)
@@ -119,8 +122,8 @@ class Saver:
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
         self._phases = phases or Phases()
-        self._files: Mapping[str, bytes] = {}  # of the running save
-        self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
+        self._files: Mapping[str, bytes] = {}  # from `describe_files`, for the running save
+        self._host_copies: dict[str, torch.Tensor] = {}  # memory that every async save uses again
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
         self._failure: BaseException | None = None
@@ -137,28 +140,28 @@ class Saver:
         if kind is None:
             self.finish()
         elif self._thread is not None:
-            self._thread.join()  # the save is published; the error that ended the loop is raised
+            # Lets a running save end, without `finish`: its error would replace the loop's error.
+            self._thread.join()
 
     def save(self, progress: Progress) -> None:
         """Publishes the checkpoint of `progress.step` and prunes older ones.
 
-        An async save returns before that.
-
-        Raises `UserError` on every rank where one cannot write, or where replicas of the model are
-        not equal. Then nothing is published or pruned.
+        An async save only starts this. Raises `UserError` on every rank if one of them cannot
+        write, or if replicas of the model are not equal. Then nothing is published or pruned.
         """
         with self._phases.timed("save"):
             self._save(progress)
 
     def _save(self, progress: Progress) -> None:
+        """Does the work of `save`."""
         self.finish()
         self._files = self._describe_files(progress.step) if self.world.is_main else {}
         scaler = self.world.accelerator.scaler
         scaler_state = scaler.state_dict() if scaler is not None else None
         progress = replace(progress, scaler=scaler_state)
-        shards = self._shards()
-        refuse_different_replicas(shards, progress.step, self._ranks)
-        shards = [shard for shard in shards if shard.is_first_copy]
+        all_shards = self._list_own_shards()
+        refuse_different_replicas(all_shards, progress.step, self._ranks)
+        shards = [shard for shard in all_shards if shard.is_first_copy]
         if not self.is_async:
             self._write(progress, shards)
             return
@@ -170,7 +173,7 @@ class Saver:
         self._thread.start()
 
     def before_update(self) -> None:
-        """Waits until an async save has copied the parameters. Call it before they change."""
+        """Waits until an async save has copied the state. Call it before parameters change."""
         if self._thread is not None and not self._is_copied.is_set():
             with self._phases.timed("save"):
                 self._is_copied.wait()
@@ -192,30 +195,34 @@ class Saver:
             raise failure
 
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
-        """Writes the state into a staging folder and removes it: a run that cannot save must not
-        start.
+        """Writes and removes a checkpoint on trial, so that a run that cannot save never starts.
+
+        All ranks call it. An async saver also starts to allocate its memory on the host.
 
         Args:
             steps: The run's last step.
-            steps_per_epoch: None: unknown.
+            steps_per_epoch: The number of steps in an epoch; None if it is not known.
 
         Returns:
-            The checkpoint's size in bytes.
+            The size of a checkpoint in bytes.
 
         Raises:
-            UserError: It cannot be written, or the disk is too small for the run's checkpoints and
-                its export.
+            UserError: If it cannot be written, or the disk is too small for the run's checkpoints
+                and its export.
         """
         with self._phases.timed("trial save"):
             return self._check_save(steps, steps_per_epoch)
 
     def _check_save(self, steps: int, steps_per_epoch: int | None) -> int:
+        """Does the work of `check_save`."""
         had_state = bool(self.optimizer.state)
-        shards = [shard for shard in self._shards() if shard.is_first_copy]
-        size = self._stage(Progress(), shards, is_published=False)
+        shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
+        checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
         if self.is_async:
             self._reserve(list(shards))
-        if not had_state:  # `_shards` made it; its memory is not needed before the first update
+        if not had_state:
+            # Listing the shards has made the state, whose memory is not needed before the first
+            # update.
             self.optimizer.state.clear()
         parameters = self._count_parameters()
         self._ranks.on_main(
@@ -223,17 +230,20 @@ class Saver:
                 self.run_folder,
                 self.recipe,
                 steps,
-                size,
+                checkpoint_bytes,
                 parameters,
                 steps_per_epoch,
                 self._carried_bytes,
             )
         )
-        return size
+        return checkpoint_bytes
 
     def _reserve(self, shards: list[TensorShard]) -> None:
-        """Starts to allocate the host's copies; else the first save would stop training for it."""
-        self._is_copied.set()
+        """Starts a thread that allocates host memory for async saves.
+
+        Otherwise training would stop for it at the first save. The thread empties `shards`.
+        """
+        self._is_copied.set()  # no update has to wait for this thread
         self._thread = threading.Thread(
             target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
         )
@@ -242,39 +252,50 @@ class Saver:
     def _count_parameters(self) -> int:
         """Counts the parameters of all pipeline stages. All ranks call it."""
         by_rank: list[int] = self._ranks.on_all(lambda: count_parameters(self.model))
-        return sum(by_rank[:: self.world.stage_size])
+        by_stage = by_rank[:: self.world.stage_size]  # ranks of a stage count the same parameters
+        return sum(by_stage)
 
-    def _shards(self) -> list[TensorShard]:
-        """Lists this rank's shards; it writes those with `is_first_copy`."""
+    def _list_own_shards(self) -> list[TensorShard]:
+        """Lists this rank's shards of model and optimizer.
+
+        The rank writes those with `is_first_copy`; another rank writes the same values of the rest.
+        """
         parts = {
             MODEL: get_model_state(self.model, self.optimizer),
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         pipeline = find_pipeline(unwrap(self.model))
-        copied: Names = ()  # parameters that an earlier stage has, too
+        copied: Names = ()  # name prefixes of parameters that the first stage writes
         if pipeline:
             copied = tuple(f"{name}." for name in pipeline.copied)
         shards = []
         for part, tensors in parts.items():
             for shard in list_shards(tensors, part, self.world.stages):
+                # <parameter>. of the model, or state.<parameter>.exp_avg. of the optimizer
                 if f"{shard.name}.".removeprefix("state.").startswith(copied):
                     shard = replace(shard, is_first_copy=False)
                 shards.append(shard)
         return shards
 
     def _write_in_thread(self, progress: Progress, shards: list[TensorShard], event: Any) -> None:
-        """Does an async save. `event`: what `record_event` returned."""
+        """Copies, writes and publishes the shards: an async save, in its thread.
+
+        `event`: what `record_event` returned when the save began.
+        """
         try:
             try:
                 copies = copy_to_host(shards, self._host_copies, event, self.world.device)
             finally:
-                self._is_copied.set()
+                self._is_copied.set()  # after a failure too, or `before_update` would wait forever
             self._write(progress, copies)
         except BaseException as failure:  # raised again by `finish`
             self._failure = failure
 
     def _write(self, progress: Progress, shards: list[TensorShard]) -> None:
-        """Stages and publishes a checkpoint. Raises `UserError` with the outcome if that fails."""
+        """Stages and publishes a checkpoint.
+
+        If that fails, the `UserError` says whether a checkpoint of this step exists nevertheless.
+        """
         started = time.perf_counter()
         try:
             self._stage(progress, shards, is_published=True)
@@ -287,22 +308,23 @@ class Saver:
             ) from error
 
     def _stage(self, progress: Progress, shards: list[TensorShard], is_published: bool) -> int:
-        """Stages, verifies and publishes (or removes) a checkpoint; returns its size in bytes."""
+        """Writes a checkpoint into its staging folder, and publishes or removes it.
+
+        Returns the checkpoint's size in bytes. All ranks call it. After a failure, rank 0 removes
+        the folder.
+        """
         staging = staging_folder(self.run_folder, progress.step)
         try:
             return self._fill_and_publish(staging, progress, shards, is_published)
         except Exception:
-            if self.world.is_main:  # a full disk would stay full
+            if self.world.is_main:  # the rest would keep a full disk full
                 durable.remove_tree(staging, ignore_errors=True)
             raise
 
     def _fill_and_publish(
         self, staging: Path, progress: Progress, shards: list[TensorShard], is_published: bool
     ) -> int:
-        """Writes the files of all ranks, then the manifest; then publishes or removes the folder.
-
-        Returns the checkpoint's size in bytes. All ranks call it.
-        """
+        """Does the work of `_stage`: shards on all ranks, then all else on rank 0."""
         ranks = self._ranks
         ranks.on_main(lambda: make_staging(staging))
         entries_by_rank = ranks.on_all(lambda: write_shards(staging, shards, self.world))
@@ -315,22 +337,22 @@ class Saver:
                 durable.remove_tree(staging)
             return manifest.bytes
 
-        size: int = ranks.on_main(finish)
-        return size
+        checkpoint_bytes: int = ranks.on_main(finish)
+        return checkpoint_bytes
 
     def _complete(
         self, staging: Path, progress: Progress, entries_by_rank: list[dict[str, dict[str, Any]]]
     ) -> Manifest:
-        """Writes the files beside the shards, and last the manifest. Rank 0 calls it.
+        """Writes the files beside the shards, and the manifest last. Only rank 0 calls it.
 
-        entries_by_rank: What `write_shards` returned on each rank.
+        `entries_by_rank`: what `write_shards` returned on each rank.
         """
         state = describe_state(progress, self.recipe, self.world, self.inputs)
         state_json = json.dumps(state, indent=1).encode()
         contents = {**self._descriptions, **self._files, STATE: state_json}
         entries: dict[str, dict[str, Any]] = {}
-        for of_rank in entries_by_rank:
-            entries |= of_rank
+        for rank_entries in entries_by_rank:
+            entries |= rank_entries
         for name, content in contents.items():
             entries[name] = durable.write_file(staging / name, [content])
         manifest = Manifest(
@@ -345,7 +367,10 @@ class Saver:
         return manifest
 
     def _publish_and_prune(self, staging: Path, progress: Progress) -> None:
-        """Gives the folder its name, and removes the checkpoints that the recipe does not keep."""
+        """Publishes the staging folder, and removes the checkpoints that the recipe does not keep.
+
+        Prints the problems of removing; they fail no save.
+        """
         publish(self.run_folder, staging, progress.step)
         keys = self.recipe.checkpoint
         best_step = progress.best_step if keys.keep_best_checkpoint else None
@@ -359,12 +384,16 @@ class Saver:
 def write_shards(
     staging: Path, shards: list[TensorShard], world: World
 ) -> dict[str, dict[str, Any]]:
-    """Writes this rank's files and reads them back; returns their entries in the manifest."""
+    """Writes this rank's shards, a file for the model and one for the optimizer, and verifies them.
+
+    Returns the files' entries in the manifest: name -> size and checksum. Raises `UserError` if a
+    file is read back differently.
+    """
 
     def write(part: str) -> tuple[str, dict[str, Any]]:
         name = f"{part}/pieces-{world.rank:05d}-of-{world.size:05d}.safetensors"
-        own = [shard for shard in shards if shard.part == part]
-        entry = durable.write_file(staging / name, encode_file(own))
+        part_shards = [shard for shard in shards if shard.part == part]
+        entry = durable.write_file(staging / name, encode_file(part_shards))
         if durable.checksum(staging / name) != entry:
             raise UserError(
                 f"{staging / name}: read back differently than written; the disk or its memory is "
@@ -372,7 +401,7 @@ def write_shards(
             )
         return name, entry
 
-    # one file's bytes are copied while the disk writes the other
+    # Two threads: one copies bytes for its file while the disk writes the other file.
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(pool.map(write, sorted({shard.part for shard in shards})))
 
@@ -380,58 +409,59 @@ def write_shards(
 def describe_model(
     model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, bytes]:
-    """Returns the files beside the weights that an export needs, as name -> content.
+    """Returns the files that an export needs beside the weights: path in the checkpoint -> content.
 
-    They are the configs of model, generation and LoRA, the tokenizer, and a vision-language model's
-    processors.
+    They are the configs of model, generation and LoRA, the tokenizer, and the processors of a
+    vision-language model.
     """
-    plain = unwrap(model)
+    transformers_model = unwrap(model)
     with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary)
-        plain.config.save_pretrained(made)
-        if getattr(plain, "generation_config", None) is not None:
-            plain.generation_config.save_pretrained(made)
+        folder = Path(temporary)
+        transformers_model.config.save_pretrained(folder)
+        if getattr(transformers_model, "generation_config", None) is not None:
+            transformers_model.generation_config.save_pretrained(folder)
         if recipe.lora.use_peft:
-            _in_order(plain.peft_config["default"]).save_pretrained(made)
-        tokenizer.save_pretrained(made)
+            _sort_sets(transformers_model.peft_config["default"]).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         base = recipe.model.model_name_or_path
         base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
-            # unlike transformers' default it lists all tokens that end an answer
-            shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
+            # unlike transformers' default, the base's file lists all tokens that end an answer
+            shutil.copyfile(base_folder / GENERATION_FILE, folder / GENERATION_FILE)
         processor_folder = base_folder
         tokenizer_name = recipe.model.tokenizer_name_or_path
-        if not base and tokenizer_name:  # a model from random weights: as in training
+        if not base and tokenizer_name:
+            # A model from random weights trains with the processors beside its tokenizer.
             processor_folder = find_local_folder(tokenizer_name)
-        if processor_folder is not None and has_other_parts(plain):
+        if processor_folder is not None and has_other_parts(transformers_model):
             for name in PROCESSOR_FILES:
                 if (processor_folder / name).is_file():
-                    shutil.copyfile(processor_folder / name, made / name)
-        add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
-        return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
+                    shutil.copyfile(processor_folder / name, folder / name)
+        add_token_ids(folder / GENERATION_FILE, recipe.model, tokenizer)
+        return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def _in_order(config: Any) -> Any:
-    """Returns an adapter's config with sorted lists in place of sets.
+def _sort_sets(config: Any) -> Any:
+    """Returns a copy of an adapter's config with sorted lists in place of sets.
 
-    The order of a set differs between processes, and with it the file that peft writes.
+    The order of a set differs between processes, and so would the file that peft writes.
     """
-    config = copy.copy(config)
-    for name, value in list(vars(config).items()):
+    sorted_config = copy.copy(config)
+    for name, value in list(vars(sorted_config).items()):
         if isinstance(value, set):
-            setattr(config, name, sorted(value))
-    return config
+            setattr(sorted_config, name, sorted(value))
+    return sorted_config
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
     """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into generation_config.json.
 
-    Generation then stops at the recipe's EOS and `eot_tokens`, and at the tokens at which it
-    stopped before. Without these two keys the file stays as it is.
+    Generation then also stops at the recipe's EOS and `eot_tokens`, besides the tokens at which it
+    stopped before. If the recipe sets neither key, the file stays as it is.
 
     Args:
-        path: The generation_config.json; made where there is none.
-        model: The recipe's section with both keys.
+        path: The generation_config.json, which is made if it does not exist.
+        model: The recipe's section that has the two keys.
         tokenizer: The tokenizer, which has these tokens.
     """
     special = model.special_tokens or {}
@@ -448,6 +478,7 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
         earlier_stops = [earlier_stops]
     end_of_turn_ids = [tokenizer.convert_tokens_to_ids(token) for token in end_of_turn]
     stops = [ids.get("eos_token_id"), *end_of_turn_ids, *earlier_stops]
+    # each once, in this order
     ids["eos_token_id"] = list(dict.fromkeys(stop for stop in stops if stop is not None))
     content |= ids
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -456,7 +487,10 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
 def describe_state(
     progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the content of state.json."""
+    """Returns the content of state.json: progress, recipe, and what a resume or export compares.
+
+    `inputs`: what `fingerprint_inputs` returned.
+    """
     base = recipe.model.model_name_or_path
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
@@ -471,6 +505,6 @@ def describe_state(
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the torch optimizer inside Accelerate's wrapper, or the optimizer without one."""
+    """Returns the torch optimizer inside Accelerate's wrapper, or `optimizer` if it has none."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner

@@ -1,10 +1,11 @@
-"""What happens to gradients across ranks, in order: synchronize, unscale, clip, update.
+"""What happens to gradients across ranks, in this order: synchronize, unscale, clip, update.
 
-The order is fixed. An optimizer with its state in files updates one part of the model after
+The order is fixed: an optimizer whose state is in files updates one part of the model after
 another, so all gradients must be final before its step begins.
 
-Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose
-gradients overflow and lowers the scale: that is how it finds the right scale, not an error.
+Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). If a step's gradients
+overflow, its scaler skips the step and lowers the scale. This is how it finds the right scale, and
+not an error.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -25,16 +26,17 @@ from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
-LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all
+# A gradient that overflows at this scale, which changes no number, does not fit in fp16 at all.
+LOWEST_SCALE = 1.0
 
 
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """In this block a backward accumulates gradients without an all-reduce between replicas. For
-    all micro-batches of a step but the last.
+    """Skips the all-reduce of gradients between replicas in this block; a backward accumulates.
 
-    DDP skips the reduction. FSDP still reduce-scatters in every micro-batch, because unsharded
-    gradients would take the memory that it saves. Hybrid FSDP2 reduces within a replica only.
+    Used for all micro-batches of a step but the last. FSDP still reduce-scatters in every
+    micro-batch, because unsharded gradients would take the memory that it saves; hybrid FSDP2 thus
+    reduces within a replica only.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
@@ -50,17 +52,20 @@ def without_gradient_sync(model: nn.Module) -> Iterator[None]:
 
 
 def is_scaled(world: World) -> bool:
-    """Whether losses are scaled before backward, so that small gradients survive fp16."""
+    """Returns whether losses are scaled before backward, so that small gradients survive fp16."""
     return world.accelerator.scaler is not None
 
 
 def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Divides the gradients by the scale, in place, before they are clipped."""
+    """Divides the gradients by the loss scale, in place; does nothing without a loss scale.
+
+    Called before the gradients are clipped.
+    """
     if world.accelerator.scaler is not None:
         world.accelerator.scaler.unscale_(optimizer)
 
 
-# as where parts that read images alone are trained, and no row has one
+# for example, only parts that read images are trained, and no row has an image
 UNREAD = (
     "the rows reach no weight that is trained, as rows without images where only parts that read "
     "images are: train other parts too, or use other rows"
@@ -68,9 +73,9 @@ UNREAD = (
 
 
 def backward(loss: torch.Tensor, world: World) -> None:
-    """Adds the gradients of a micro-batch's loss.
+    """Adds the gradients of a micro-batch's loss to those of the parameters.
 
-    Raises `UserError` where it depends on nothing that is trained.
+    Raises `UserError` if the loss depends on no trained parameter.
     """
     if not loss.requires_grad:
         raise UserError(UNREAD)
@@ -78,8 +83,11 @@ def backward(loss: torch.Tensor, world: World) -> None:
 
 
 def refuse_missing_gradients(model: nn.Module) -> None:
-    """Raises `UserError` where a trained weight got no gradient under DDP, which then averages none
-    that stands in one bucket with it. No effect in other layouts, or where DDP looks for such.
+    """Raises `UserError` if a trained weight got no gradient under DDP.
+
+    DDP averages a bucket of gradients only once all of them are there, so a missing gradient leaves
+    the others of its bucket unaveraged. Nothing is checked in other layouts, nor if DDP itself
+    looks for weights without gradients (`find_unused_parameters`).
     """
     if not isinstance(model, nn.parallel.DistributedDataParallel) or model.find_unused_parameters:
         return
@@ -104,24 +112,24 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     Returns:
         0-dim fp32 tensor on the device. Reading it synchronizes with the device.
 
-    Raises `UserError` where nothing has a gradient.
+    Raises `UserError` if no parameter has a gradient; FSDP1 and pipelines do not check this.
     """
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
         return model.clip_grad_norm_(bound)
-    by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
-    gradients: list[Any] = [p.grad for p in chain.from_iterable(by_mesh)]
+    groups = group_by_mesh(p for p in model.parameters() if p.grad is not None)
+    gradients: list[Any] = [p.grad for p in chain.from_iterable(groups)]
     pipeline = find_pipeline(model)
     if pipeline is None and not gradients:
         raise UserError(UNREAD)
     if pipeline is not None:
         copied = {id(model.get_parameter(name).grad) for name in pipeline.copied}
         norm = _norm_over_meshes(gradients, copied, pipeline.size)
-    elif len(by_mesh) == 1:
+    elif len(groups) == 1:
         norm = gather_whole(_total_norm(gradients))
     else:
         norm = _norm_over_meshes(gradients)
-    for parameters in by_mesh:
+    for parameters in groups:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
 
@@ -129,36 +137,39 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 def _norm_over_meshes(
     gradients: list[torch.Tensor], copied: Collection[int] = (), stages: int = 1
 ) -> torch.Tensor:
-    """Computes the 2-norm of gradients that are sharded over different meshes.
+    """Computes the 2-norm of gradients that are sharded over different meshes. All ranks call it.
 
-    All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
+    Sums the squared norms of all ranks' shards. A shard that several ranks hold counts once.
 
     Args:
-        gradients: DTensors.
-        copied: `id` of each gradient that another stage counts.
-        stages: Groups of ranks that hold different layers.
+        gradients: This rank's gradients, all DTensors.
+        copied: The `id` of each gradient that another stage counts.
+        stages: The number of pipeline stages, whose ranks hold different layers.
     """
-    shards_by_copies: dict[int, list[torch.Tensor]] = {}  # ranks that hold the shard -> shards
+    # number of ranks that hold the same shard -> this rank's shards
+    shards_by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         if id(gradient) in copied:
             continue
         assert isinstance(gradient, DTensor)
-        shards = 1
+        shard_count = 1
         for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
             if not isinstance(placement, Replicate):
-                shards *= size
-        copies = dist.get_world_size() // stages // shards
+                shard_count *= size
+        copies = dist.get_world_size() // stages // shard_count
         shards_by_copies.setdefault(copies, []).append(gradient.to_local())
-    squares = torch.zeros_like(local_part(measure_norm(gradients[0])))
-    for copies, own in shards_by_copies.items():
-        squares = squares + _total_norm(own).square() / copies
-    dist.all_reduce(squares)
-    return squares.sqrt()
+    # zero, in the dtype and on the device of norms
+    squared_norm = torch.zeros_like(local_part(measure_norm(gradients[0])))
+    for copies, shards in shards_by_copies.items():
+        squared_norm = squared_norm + _total_norm(shards).square() / copies
+    dist.all_reduce(squared_norm)
+    return squared_norm.sqrt()
 
 
 def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Groups parameters by the mesh that they are sharded over, since a foreach operation accepts
-    one mesh only.
+    """Groups parameters by the mesh over which they are sharded; those of no mesh are one group.
+
+    A foreach operation, which updates many tensors at once, accepts DTensors of one mesh only.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -168,18 +179,17 @@ def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Computes the 2-norm of gradients of one mesh: a DTensor if they are sharded."""
+    """Computes the 2-norm of all gradients of one mesh (0-dim; a DTensor if they are sharded)."""
     if not gradients or gradients[0].device.type != "cpu":
         return nn.utils.get_total_norm(gradients)
     return combine_norms([measure_norm(gradient) for gradient in gradients])
 
 
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """Computes the 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards'
-    norms.
+    """Computes the 2-norm of one gradient (0-dim; a DTensor if the gradient is sharded).
 
-    On a CPU it is computed in fp64: torch's fp32 sum of millions of numbers is up to 1e-4 too low,
-    and by how much depends on the sharding.
+    The norm is fp64 on a CPU, else fp32. On a CPU, torch's fp32 sum of millions of numbers is up to
+    1e-4 too low, and the error depends on the sharding.
     """
     if gradient.device.type == "cpu":
         dtype = torch.float64
@@ -190,7 +200,7 @@ def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
-    """Computes the 2-norm of all gradients from that of each."""
+    """Computes the 2-norm of all gradients together from the 2-norm of each (0-dim)."""
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
@@ -208,11 +218,12 @@ def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     if scaler is None:
         optimizer.step()
         return
-    before = scaler.get_scale()
+    scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    if before > scaler.get_scale() and before <= LOWEST_SCALE:
+    has_overflowed = scaler.get_scale() < scale  # the scaler lowers its scale for no other reason
+    if has_overflowed and scale <= LOWEST_SCALE:
         raise UserError(
-            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} "
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {scale:g} "
             "either, so no update can be made; set mixed_precision: bf16, or lower learning_rate"
         )

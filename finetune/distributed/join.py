@@ -1,5 +1,6 @@
-"""Joining and leaving the ranks: process group, Accelerate's objects, meshes; and the facts about
-this rank's machine.
+"""Joining and leaving the other ranks of a run, and facts about this rank's machine.
+
+To join is to make the process group, Accelerate's objects and the meshes.
 """
 
 import ctypes
@@ -40,35 +41,36 @@ from finetune.distributed.world import (
 )
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
-POLL_SECONDS = 0.5  # between two looks at the other ranks' processes
-# the variables that a launcher would have set
+POLL_SECONDS = 0.5  # between two checks that the other ranks' processes are alive
+# the variables that a launcher would have set for one process
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # an option of prctl, from linux/prctl.h: a signal when the parent dies
 Process = tuple[str, int, float]
 """Host name, process id and creation time (seconds since the epoch)."""
 _left_groups: list[ProcessGroup] = []
-"""The process groups of the world that was left last, until the next is joined.
+"""The process groups of the world that was left last; kept until the next world is joined.
 
-A model of DDP holds its group too, and frees it while it holds Python's lock. If nothing else held
-the group, freeing it would wait for gloo's thread, which may wait for the lock to free a tensor.
+This avoids a deadlock. A DDP model also keeps a reference to its group, and drops it while it holds
+Python's lock (the GIL). If that were the last reference, the group's destructor would wait for
+gloo's thread, which may wait for the lock to free a tensor.
 """
 
 
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
-    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher
-    becomes a world of one.
+    """Joins the ranks that the launcher started, in the layout of `sharding`.
 
-    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP
-    is on if it was asked for. The rules have refused a layout that this machine cannot run.
+    All ranks call it. A process without a launcher becomes a world of one. Asserts what Accelerate
+    does not check: that every launched rank is in the world, and that FSDP is on if the layout
+    needs it. The rules of `config` have already refused layouts that this machine cannot run.
     """
     _end_with_launcher()
     _left_groups.clear()
-    before = dict(os.environ)
+    environment_before = dict(os.environ)
     device = _choose_device(sharding)
     _use_own_cores(device, sharding)
     renew_thread_pool()
-    # A collective gives up after the watchdog, which waits for SECONDS_FOR_CAUSE and shows every
-    # rank's stacks.
+    # The run's own watchdog must act first: it waits for SECONDS_FOR_CAUSE and then shows the
+    # stacks of every rank. Only then does a collective give up.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
         _join_process_group(device, timeout)
@@ -80,7 +82,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         left = watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
     else:
         left = threading.Event()
-    changed = {name for name, _ in before.items() ^ os.environ.items()}
+    changed_names = {name for name, _ in environment_before.items() ^ os.environ.items()}
     world = World(
         rank=rank,
         size=accelerator.num_processes,
@@ -91,7 +93,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         accelerator=accelerator,
         collective_timeout=timeout,
         sequence_group=sequence_group,
-        environment={name: before.get(name) for name in changed},
+        environment={name: environment_before.get(name) for name in changed_names},
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -105,22 +107,20 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 
 
 def renew_thread_pool() -> None:
-    """Makes torch's pool of threads again in a process that was forked from one that has it, such
-    as by a notebook's launcher.
+    """Makes torch's thread pool now, because a forked process has lost its parent's.
 
-    Else it is made at the first computation, and two threads that compute first at the same time
-    fail: "Invalid thread pool".
+    A notebook's launcher forks, for example. Otherwise the first computation would make the pool,
+    and if two threads then compute at the same time, both fail: "Invalid thread pool".
     """
     torch.set_num_threads(torch.get_num_threads())
 
 
 def leave(world: World) -> None:
-    """Destroys the process group once every rank has called this; afterwards the process can join
-    another world.
+    """Destroys the process group, so that this process can join another world.
 
-    Restores the environment from before joining: with a launcher's variables the next world would
-    wait for other ranks, and Accelerate's would make it, and any process started from here, an FSDP
-    world.
+    All ranks call it, and wait for each other. It restores the environment variables from before
+    joining: with those of a launcher, the next world would wait for other ranks; with Accelerate's,
+    the next world and every child process would use FSDP.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -139,8 +139,10 @@ def leave(world: World) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clears DTensor's caches, whose keys are meshes: an equal mesh of the next world would get
-    this one's groups, which are destroyed.
+    """Clears DTensor's caches, whose keys are meshes.
+
+    An equal mesh of the next world would otherwise find the groups of this world, which are
+    destroyed.
     """
     from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -150,20 +152,19 @@ def _forget_meshes() -> None:
 
 
 def _end_with_launcher() -> None:
-    """Makes Linux send this rank SIGTERM, on which a run saves and stops, once torchrun's agent has
-    ended.
+    """Makes Linux send this rank SIGTERM when torchrun's agent ends; a run then saves and stops.
 
-    An agent that is killed by SIGKILL ends no rank: they would train on, unseen.
+    Without this, an agent that is killed by SIGKILL would leave its ranks running unnoticed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _join_process_group(device: torch.device, timeout: timedelta) -> None:
-    """Joins the default process group: gloo on a CPU; with a GPU also NCCL for tensors there, while
-    gloo carries what stays on the host (checkpoints, offload, counts).
+    """Joins the default process group: gloo for tensors on the CPU, NCCL for those on a GPU.
 
-    A process without a launcher is alone: its store is in memory and takes no port.
+    A run on GPUs needs gloo too, for checkpoints, offload and counts. A process without a launcher
+    makes a group of one rank, whose store is in memory and takes no port.
     """
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
@@ -175,7 +176,10 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank; torch gives a mesh's 30 minutes."""
+    """Sets the timeout of every process group of this rank, if there are any.
+
+    The groups of a mesh would otherwise have torch's default of 30 minutes.
+    """
     if not dist.is_initialized():
         return
     set_timeout: Any = getattr(dist, "set_timeout", None)  # torch from 2.14
@@ -187,17 +191,19 @@ def set_timeouts(timeout: timedelta) -> None:
 
 @contextmanager
 def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """In this block torch runs only kernels whose results are the same bits each time; if not `on`,
-    any kernel.
+    """Makes torch use only deterministic kernels in this block: same inputs, same bits.
+
+    Changes nothing if `on` is false.
 
     Raises:
-        UserError: For an operation that has no such kernel.
+        UserError: If an operation in the block has no deterministic kernel.
     """
     if not on:
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # torch would fill new tensors, which costs time: all of ours are written before they are read.
+    # torch would also fill each new tensor, which costs time; all of ours are written before they
+    # are read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
@@ -237,7 +243,10 @@ def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> Machine
 
 
 def _choose_device(sharding: Sharding) -> torch.device:
-    """This rank's GPU, or the CPU. Raises `UserError` if there are more local ranks than GPUs."""
+    """Returns this rank's GPU, after making it torch's current device, or else the CPU.
+
+    Raises `UserError` if this node has fewer GPUs than ranks.
+    """
     if sharding.use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -253,20 +262,23 @@ def _choose_device(sharding: Sharding) -> torch.device:
 
 
 def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
-    """Undoes OMP_NUM_THREADS=1, which launchers set, if the CPU has work: for the one process that
-    a bare `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
+    """Undoes the OMP_NUM_THREADS=1 of a launcher, if the CPU has work to do.
 
-    If the user set OMP_NUM_THREADS for the launcher, it is kept.
+    This is so for the one process that a bare `accelerate launch` starts on a CPU, and for GPU runs
+    that offload to the CPU. OMP_NUM_THREADS=1 stays if the launcher got it from the user.
     """
-    is_alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    has_work = is_alone if device.type == "cpu" else sharding.cpu_offload
-    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
+    is_bare_launch = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    cpu_has_work = is_bare_launch if device.type == "cpu" else sharding.cpu_offload
+    if cpu_has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, count_cores() // local_ranks))
 
 
 def _launcher_has_threads() -> bool:
-    """Whether OMP_NUM_THREADS is in the environment of the process that started this one."""
+    """Returns whether the parent process has OMP_NUM_THREADS in its environment.
+
+    False if that environment cannot be read.
+    """
     try:
         return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):
@@ -279,11 +291,18 @@ def this_process() -> Process:
 
 
 def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
-    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has
-    died.
+    """Starts a thread that ends this process if another rank of this node has died.
 
-    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host,
-    another container) is not watched. The thread ends when the returned event is set.
+    A rank that this process cannot see (another host, another container) is not watched. Without
+    any rank to watch, no thread starts.
+
+    Args:
+        rank: This process's rank.
+        processes: `this_process()` of every rank, in order of rank.
+        timeout_seconds: From the death until this process ends.
+
+    Returns:
+        An event; set it to stop the thread.
     """
     own_host = os.uname().nodename
     peers = {}
@@ -298,10 +317,15 @@ def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float)
 
 
 def is_alive(process: int, created: float) -> bool:
-    """Whether the process runs; a zombie, which has ended and waits for its parent, does not."""
+    """Returns whether the process with this id and creation time still runs.
+
+    Another process may have the id by now, hence the time. A zombie does not run: it has ended, and
+    waits for its parent.
+    """
     try:
-        running = psutil.Process(process)
-        return bool(running.create_time() == created and running.status() != psutil.STATUS_ZOMBIE)
+        candidate = psutil.Process(process)
+        is_same = candidate.create_time() == created
+        return bool(is_same and candidate.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 
@@ -309,8 +333,15 @@ def is_alive(process: int, created: float) -> bool:
 def _watch(
     rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event
 ) -> None:
-    """Waits until a peer has died, and ends this process `timeout_seconds` later, unless `left` is
-    set before.
+    """Waits until a peer has died, and ends this process `timeout_seconds` later.
+
+    Returns without an effect as soon as `left` is set.
+
+    Args:
+        rank: This process's rank.
+        peers: Rank -> (process id, creation time).
+        timeout_seconds: From a death until this process ends.
+        left: Set when this process leaves the world.
     """
     while not left.wait(POLL_SECONDS):
         dead = [peer for peer, process in peers.items() if not is_alive(*process)]
@@ -326,12 +357,13 @@ def _watch(
 
 
 def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
-    """Builds Accelerate's Accelerator for this layout, with our mesh, and removes Accelerate's
-    environment variables.
+    """Builds Accelerate's Accelerator for this layout, with our mesh.
 
-    Call it after the process group, if there is one, is initialized.
+    Call it after the process group, if there is one, is initialized. It removes Accelerate's
+    variables from the environment.
     """
-    # Accelerate would fill fields of the plugin from these variables: the config is read by us.
+    # Accelerate would fill fields of its FSDP plugin from these variables; `sharding` holds what
+    # they say.
     for name in list(os.environ):
         if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_")):
             del os.environ[name]
@@ -340,7 +372,8 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     PartialState(cpu=on_cpu)
     if on_cpu and sharding.is_fsdp:
-        # Accelerate makes FSDP only of a GPU-like distributed type; of MULTI_CPU it makes DDP.
+        # Accelerate uses FSDP only for a distributed type of GPUs or the like; for MULTI_CPU it
+        # would use DDP.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         PartialState._shared_state["device"] = device
     accelerator = Accelerator(
@@ -348,8 +381,8 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
         mixed_precision=sharding.mixed_precision,
         fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
     )
-    # Accelerate's mesh refuses tensor parallelism alone, and its sequence parallelism is
-    # DeepSpeed's.
+    # Accelerate cannot make this mesh: it refuses tensor parallelism without another dimension, and
+    # its sequence parallelism is DeepSpeed's.
     mesh = make_mesh(sharding, device.type)
     if mesh is not None:
         accelerator.state.device_mesh = mesh
@@ -358,7 +391,10 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
 
 
 class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
-    """Says to Accelerate over which dimensions of our mesh FSDP replicates and shards."""
+    """Accelerate's description of our mesh: the dimensions over which FSDP replicates and shards.
+
+    FSDP replicates over none if there is one replica.
+    """
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
@@ -366,11 +402,15 @@ class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
 
     @property
     def fsdp_dim_names(self) -> list[str]:
+        """The dimensions of the mesh that FSDP gets."""
         return [REPLICATE, FSDP] if self.is_replicated else [FSDP]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:
-    """Makes Accelerate's plugin, with all fields that the environment would fill otherwise."""
+    """Makes Accelerate's FSDP plugin.
+
+    Sets every field that Accelerate would otherwise fill from environment variables.
+    """
     cpu_offload: Any = sharding.cpu_offload
     if sharding.layout == "fsdp2":
         options: dict[str, Any] = {
@@ -389,7 +429,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
         }
     return FullyShardedDataParallelPlugin(
         cpu_offload=cpu_offload,
-        # Wrapping by size too is by class: `find_wrap_classes` finds the large ones.
+        # SIZE_BASED_WRAP also wraps by class here: `find_wrap_classes` finds the large classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,  # the model's own is used: see models/decoder_layers.py
@@ -400,8 +440,10 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
 
 
 def _precision_policy(sharding: Sharding) -> Any:
-    """The policy that computes in bf16 or fp16, reduces in fp32 and keeps the dtype of outputs;
-    Accelerate's would round the loss to bf16.
+    """Makes FSDP's mixed-precision policy; None without mixed precision.
+
+    It computes in bf16 or fp16, reduces gradients in fp32, and leaves outputs in their dtype.
+    Accelerate's own policy would round the loss to bf16.
     """
     if sharding.mixed_precision == "no":
         return None
@@ -417,17 +459,20 @@ def _precision_policy(sharding: Sharding) -> Any:
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
-    """Makes the mesh of all ranks, which call it together; None if the world has one dimension."""
+    """Makes the mesh of all ranks, over which FSDP2 replicates and shards. All ranks call it.
+
+    Returns None if one dimension is enough: the layout is not FSDP2, or it only shards.
+    """
     sizes = sharding.mesh_sizes
     stages = sharding.pipeline_parallel_size
     if stages > 1:
-        ranks = dist.get_world_size() // stages
+        stage_size = dist.get_world_size() // stages
         if sizes is None:
             replicas = tensors = 1
         else:
             replicas, _, _, tensors = sizes.values()
         # stages are the outermost dimension: they have the least traffic between them
-        shape = (stages, replicas, ranks // (replicas * tensors), tensors)
+        shape = (stages, replicas, stage_size // (replicas * tensors), tensors)
         names = (PIPELINE, REPLICATE, FSDP, TENSOR)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         mesh[REPLICATE, FSDP, TENSOR]._flatten(STAGE)
@@ -443,9 +488,10 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
 
 
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """Makes the group of ranks that share a row's tokens with this one; None if it has whole rows.
+    """Makes the group of ranks that divide the tokens of a row with this one.
 
-    All ranks call it; `ranks`: their number.
+    All ranks call it. Returns None without sequence parallelism: each rank then has whole rows.
+    `ranks` is the number of all ranks.
     """
     sequences = sharding.sequence_parallel_size
     if sequences == 1:
@@ -457,18 +503,20 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
 
 
 def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
-    """Makes the mesh of the experts of a mixture. All ranks call it; `ranks`: their number.
+    """Makes the mesh over which the experts of a mixture are divided.
 
-    The ranks of dimension EXPERT divide the experts of a layer between them. FSDP shards each
-    expert over EXPERT_SHARD, the ranks of a replica that have the same experts.
+    The ranks of dimension EXPERT divide the experts of a layer among them. FSDP shards each expert
+    over EXPERT_SHARD, the ranks of a replica that have the same experts. All ranks call it; `ranks`
+    is the number of all ranks.
     """
     stages = sharding.pipeline_parallel_size
     replicas = sharding.replicate_size or 1
-    size = sharding.expert_parallel_size
-    shape = (stages, replicas, ranks // (stages * replicas * size), size)
+    owners = sharding.expert_parallel_size  # the number of ranks that divide a layer's experts
+    shape = (stages, replicas, ranks // (stages * replicas * owners), owners)
     mesh = init_device_mesh(
         device_type, shape, mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT)
     )
-    # so that a norm is one sum over all ranks of a replica, which is the same on each of them
+    # The ranks of a replica as one dimension: a norm is then one sum over them, and the same on
+    # each of them.
     mesh[EXPERT_SHARD, EXPERT]._flatten()
     return mesh

@@ -1,9 +1,9 @@
-"""The parts of a model: the model in its wrappers, its language model and decoder layers, and a
-rank's part of a tensor.
+"""Finds the parts of a model, and a rank's part of a tensor.
 
-The trunk is the language model without its output head. A vision-language model is loaded whole. If
-it is trained on text alone, its other parts (vision tower, projector) are frozen, sharded with the
-rest, and never computed.
+The parts are the transformers model inside its wrappers, the language model, the trunk (the
+language model without its output head) and the decoder layers. A vision-language model is loaded
+whole. If it is trained on text alone, its other parts (vision tower, projector) are frozen, sharded
+with the rest, and never computed.
 """
 
 import re
@@ -19,48 +19,50 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.constants import SCORES, Names
 
-PARTS = ("language_model", "text_model")  # transformers' names of a trunk beside other parts
+# the names that transformers gives the language model inside a vision-language model
+PARTS = ("language_model", "text_model")
+# the name in a file of a language model's tensor; its group is the name without the prefixes
 IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
 
 Stored = TypeVar("Stored")
 Slices = tuple[slice, ...]
 Values = Callable[[str, Slices], Tensor]
-"""(the name of a parameter or persistent buffer, slices) -> the value within them, from files or
-from a seed.
+"""A function (name of a parameter or persistent buffer, slices) -> the values within the slices,
+from files or from a seed.
 """
 
 
 def trunk_of(model: Any) -> Any:
-    """Returns the trunk of `model`, a `...ForCausalLM` or a vision-language model: all between the
-    tokens and the output head.
+    """Returns the trunk of `model`: embedding, decoder layers and last norm, without output head.
+
+    `model` is a `...ForCausalLM` or a vision-language model.
     """
     base = base_of(model)
     for name in PARTS:
         part = getattr(base, name, None)
         if isinstance(part, nn.Module):
-            # Llama 4 has a ...ForCausalLM there
+            # Llama 4's `language_model` is a ...ForCausalLM, with the trunk inside
             return part.model if hasattr(part, "lm_head") else part
     return base
 
 
 def head_of(model: Any) -> Any:
-    """The output head of `model`, of the vocabulary or of scores; None without one."""
+    """Returns the output head of `model`, over the vocabulary or of scores; None without a head."""
     head = model.get_output_embeddings()
     return getattr(model, SCORES, None) if head is None else head
 
 
 def head_modules(model: Any) -> set[nn.Module]:
-    """The output head and the modules in it, such as the base layer of an adapted one; none without
-    a head.
+    """Returns the output head and all modules inside it; empty if `model` has no head.
+
+    A head with an adapter has modules inside, such as its base layer.
     """
     head = head_of(model)
     return set() if head is None else set(head.modules())
 
 
 def has_scores(model: Any) -> bool:
-    """Whether the output head computes scores of a document, and not of the tokens of a
-    vocabulary.
-    """
+    """Returns whether the output head scores documents, in place of the tokens of a vocabulary."""
     return (
         isinstance(getattr(model, SCORES, None), nn.Linear)
         and model.get_output_embeddings() is None
@@ -68,19 +70,20 @@ def has_scores(model: Any) -> bool:
 
 
 def language_model_of(model: Any) -> Any:
-    """The model on which transformers' switches of a language model are set: the trunk, if `model`
-    has other parts.
+    """Returns the module that takes transformers' settings of a language model.
+
+    It is the trunk of a vision-language model, and else `model`.
     """
     return trunk_of(model) if has_other_parts(model) else model
 
 
 def has_other_parts(model: Any) -> bool:
-    """Whether `model` has parts beside the language model."""
+    """Returns whether `model` has parts beside the language model, such as a vision tower."""
     return trunk_of(model) is not base_of(model)
 
 
 def other_parts(model: Any) -> list[nn.Module]:
-    """Returns the parts beside the language model: vision tower, projector."""
+    """Returns the parts beside the language model (vision tower, projector); empty if none."""
     if not has_other_parts(model):
         return []
     trunk = trunk_of(model)
@@ -93,7 +96,10 @@ def other_parts(model: Any) -> list[nn.Module]:
 
 
 def text_names(model: Any) -> Names:
-    """The prefixes of the names of all parameters that work on text; ("",) if all do."""
+    """Returns the name prefixes of the parameters that work on text: those of trunk and head.
+
+    Without other parts it is the empty prefix, with which every name begins.
+    """
     if not has_other_parts(model):
         return ("",)
     trunk = trunk_of(model)
@@ -103,8 +109,9 @@ def text_names(model: Any) -> Names:
 
 
 def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Returns the language model's tensors of a vision-language checkpoint, by the names that a
-    `...ForCausalLM` gives them.
+    """Returns the language model's tensors out of a vision-language checkpoint.
+
+    Their names become those of a `...ForCausalLM`.
 
     >>> names = (
     ...     "model.language_model.norm.weight",
@@ -117,42 +124,45 @@ def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     renamed = {}
     for name, tensor in stored.items():
         in_trunk = IN_FILES.fullmatch(name)
-        short = in_trunk[1] if in_trunk else name
-        if short.startswith("lm_head."):
-            renamed[short] = tensor
+        short_name = in_trunk[1] if in_trunk else name
+        if short_name.startswith("lm_head."):
+            renamed[short_name] = tensor
         elif in_trunk:
-            renamed[f"model.{short}"] = tensor
+            renamed[f"model.{short_name}"] = tensor
     return renamed
 
 
 def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """The modules of `model` that work on text, by name."""
-    names = text_names(model)
+    """Lists (name, module) of each module of `model` that works on text."""
+    prefixes = text_names(model)
     return [
-        (name, module) for name, module in model.named_modules() if f"{name}.".startswith(names)
+        (name, module) for name, module in model.named_modules() if f"{name}.".startswith(prefixes)
     ]
 
 
 def base_of(model: Any) -> Any:
-    """Returns the module that is `model` without its output head, as the forward of `model` calls
-    it.
+    """Returns the module that the forward of `model` calls before the output head.
+
+    For a model without such a module it is `model`.
     """
     base = getattr(model, model.base_model_prefix, model)
     if base is model:  # the prefix of Llama 4's text class is not the name of its module
         base = getattr(model, "model", model)
     children = dict(base.named_children())
-    # OPT's forward, and those of BART's kin, pass over the module that holds the decoder alone
+    # In OPT and the BART family, a module whose only child is the decoder lies between, and the
+    # forward of `model` calls the decoder directly.
     return children["decoder"] if children.keys() == {"decoder"} else base
 
 
 def has_trained(model: nn.Module) -> bool:
-    """Whether any parameter of `model` is trained."""
+    """Returns whether any parameter of `model` is trained."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def find_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Finds the names of parameters and buffers that transformers keeps in fp32 whatever the
-    model's dtype.
+    """Returns those of `names` that transformers keeps in fp32, whatever the model's dtype.
+
+    `names` are names of parameters and buffers.
     """
     modules = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if not modules:
@@ -162,34 +172,36 @@ def find_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
 
 
 def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replaces the buffer of that name."""
+    """Replaces the buffer of `model` with the given dotted name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, buffer)
 
 
 def unwrap(model: nn.Module) -> Any:
-    """The transformers model inside the wrappers of DDP and FSDP1."""
+    """Returns the transformers model inside the wrappers of DDP and FSDP1."""
     while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
         model = model.module
     return model
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of the language model: the modules that transformers would not split over
-    devices.
+    """Lists the decoder layers of the language model.
+
+    They are the modules of the classes that transformers does not split over devices.
     """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     layers = []
     for _, module in text_modules(model):
-        # FSDP2 changes the class of a sharded module: it is FSDPLlamaDecoderLayer, say.
+        # FSDP2 changes the class of a sharded module, for example to FSDPLlamaDecoderLayer.
         if type(module).__name__.removeprefix("FSDP") in classes:
             layers.append(module)
     return layers
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Returns the other names of tied parameters -> the first name, as transformers names them in
-    every layout.
+    """Returns each further name of a tied parameter -> its first name.
+
+    The names are those of the unwrapped transformers model, in every layout.
     """
     first_names: dict[nn.Parameter, str] = {}
     tied = {}
@@ -202,7 +214,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def find_local_slices(tensor: Tensor) -> Slices:
-    """Finds the slices of a tensor that this rank holds: all of it, if it is not sharded."""
+    """Returns the slices of a tensor that this rank holds: all of it if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -212,10 +224,10 @@ def find_local_slices(tensor: Tensor) -> Slices:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor that may be sharded.
+    """Returns this rank's part of a tensor; the tensor itself if it is not sharded.
 
-    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits, since optimizers and
-    checkpoints need the weight.
+    Under FSDP with 8-bit all-gathers, torchao wraps the weight in a tensor of its own. That wrapper
+    is removed, since optimizers and checkpoints need the weight.
     """
     if isinstance(tensor, DTensor):
         local: Tensor = tensor.to_local()
@@ -225,15 +237,18 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor, or the sum, whose parts may be on several ranks.
+    """Returns a tensor whole: shards are gathered, partial sums added up.
 
-    All ranks of its mesh call it.
+    All ranks of the tensor's mesh call it. A plain tensor is returned as it is.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which a product of `tensor` runs: autocast's, if that is on."""
+    """Returns the dtype in which a matrix product with `tensor` runs.
+
+    It is autocast's dtype while autocast is on, else the tensor's.
+    """
     device = tensor.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -241,7 +256,10 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def place_like(like: Tensor, part: Tensor) -> Tensor:
-    """Returns a tensor sharded like `like`, of which this rank has `part`."""
+    """Returns a tensor that is sharded like `like` and has `part` as this rank's shard.
+
+    It is `part` if `like` is not sharded.
+    """
     if not isinstance(like, DTensor):
         return part
     return DTensor.from_local(
@@ -250,10 +268,11 @@ def place_like(like: Tensor, part: Tensor) -> Tensor:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a layer's experts: one parameter has a matrix of all of them."""
+    """Lists the modules that hold a layer's experts, stacked: a parameter has those of all."""
     return [module for module in model.modules() if is_experts(module)]
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers computes `module` by one of its experts implementations."""
-    return hasattr(type(module), "_apply_gate")  # set by the decorator of such classes
+    """Returns whether `module` holds experts that transformers computes by a chosen kernel."""
+    # transformers' decorator of such classes, `use_experts_implementation`, sets this attribute
+    return hasattr(type(module), "_apply_gate")

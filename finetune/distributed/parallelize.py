@@ -1,7 +1,7 @@
-"""Sharding or replicating a built model over the ranks, and what depends on the layout afterwards.
+"""Shards or replicates a model over the ranks, and gathers, reshards and calls it afterwards.
 
-A unit is a group of parameters that FSDP gathers at once. `values` reads a parameter's slices from
-the files of weights.
+A unit is a group of parameters that FSDP gathers at once. The argument `values` of many functions
+reads a named parameter within given slices, from the files of weights or from a seed.
 """
 
 import functools
@@ -46,36 +46,37 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import counted
 
-NOTHING: Mapping[str, Tensor] = {}
+NOTHING: Mapping[str, Tensor] = {}  # no shared parameters
 
 
 def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Names) -> Fsdp1:
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
-    FSDP1 flattens a unit after materializing it whole, so the units are filled one after another,
-    and no rank holds more than one of them beside its shards. Raises `UserError` if this layout
-    cannot hold the model.
+    Modules of `classes` become units. FSDP1 materializes a unit whole and then flattens and shards
+    it. The units are filled one after another, so a rank holds at most one whole unit beside its
+    shards. Raises `UserError` if HYBRID_SHARD does not fit the number of nodes and ranks.
     """
 
     plugin = world.accelerator.state.fsdp_plugin
-    # the first name of those that are tied
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    # Parameters on meta with two names -> the filled one. Others must not be kept here, or a rank
-    # would hold them all.
-    tied: dict[Tensor, nn.Parameter] = {}
+    # Tied parameters on meta -> the filled parameter. Only tied ones may be kept here: a rank would
+    # else hold the whole model.
+    filled_tied: dict[Tensor, nn.Parameter] = {}
 
     def fill(module: nn.Module) -> None:
+        """Fills the parameters of `module` itself; FSDP1 calls it for each module of a unit."""
         for leaf, on_meta in list(module._parameters.items()):
             if on_meta is None:
                 continue
-            parameter = tied.get(on_meta)
+            parameter = filled_tied.get(on_meta)
             if parameter is None:
-                whole = torch.empty_like(on_meta, device=world.device)
-                whole.copy_(values(names[on_meta], tuple(slice(0, size) for size in whole.shape)))
-                parameter = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
+                memory = torch.empty_like(on_meta, device=world.device)
+                everything = tuple(slice(0, size) for size in memory.shape)
+                memory.copy_(values(first_names[on_meta], everything))
+                parameter = nn.Parameter(memory, requires_grad=on_meta.requires_grad)
             if uses[on_meta] > 1:
-                tied[on_meta] = parameter
+                filled_tied[on_meta] = parameter
             module._parameters[leaf] = parameter
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None:
@@ -98,8 +99,10 @@ def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Name
 
 
 def _make_mesh(world: World) -> Any:
-    """Makes the mesh of FSDP1. Without one, torch on a CPU would take each rank for a node, and
-    HYBRID_SHARD would reduce over the wrong ranks.
+    """Makes the mesh of FSDP1: all ranks, or under HYBRID_SHARD nodes x the ranks of a node.
+
+    Without a mesh, torch on a CPU would take each rank for a node, and HYBRID_SHARD would reduce
+    over the wrong ranks. Raises `UserError` for HYBRID_SHARD on one node, or on nodes of one rank.
     """
     if world.sharding.strategy != "HYBRID_SHARD":
         return init_device_mesh(world.device.type, (world.size,))
@@ -119,7 +122,10 @@ def _make_mesh(world: World) -> Any:
 
 
 def _wrap_policy(model: nn.Module, sharding: Sharding, classes: Names) -> Any:
-    """The policy by which FSDP1 makes a module a unit; None makes the model the only one."""
+    """Makes the policy by which FSDP1 decides whether a module is a unit.
+
+    None makes the whole model the only unit.
+    """
     if sharding.wrapping == "NO_WRAP":
         by_layer: Any = None
     elif sharding.wrapping == "SIZE_BASED_WRAP":
@@ -136,15 +142,16 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: Names) -> Any:
     if len({parameter.dtype for parameter in model.parameters()}) == 1:
         return by_layer
 
-    # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their
-    # bf16 base.
+    # FSDP1 flattens a unit into one parameter, which has one dtype. So an fp32 adapter in a layer
+    # with a bf16 base is a unit of its own.
     def is_adapter_leaf(module: nn.Module) -> bool:
-        own = list(module.parameters(recurse=False))
-        if not own or list(module.children()):
+        parameters = list(module.parameters(recurse=False))
+        if not parameters or list(module.children()):
             return False
-        return all(parameter.requires_grad for parameter in own)
+        return all(parameter.requires_grad for parameter in parameters)
 
-    policies: list[Any] = [functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)]
+    by_adapter = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)
+    policies: list[Any] = [by_adapter]
     if by_layer is not None:
         policies.insert(0, by_layer)
     return functools.partial(_or_policy, policies=policies)
@@ -165,34 +172,36 @@ def parallelize(
         model: On the meta device.
         values: Reads a named parameter within given slices.
         world: The ranks and their layout.
-        unfilled: Names of parameters that get memory but no values (not under FSDP1).
-        shared: Of `frozen_parts`: frozen parameters take this memory in place of their own (not
-            under FSDP1).
+        unfilled: Names of parameters that get memory but no values. Not used under FSDP1.
+        shared: What `frozen_parts` returned for another model: frozen parameters use this memory
+            and get none of their own. Not used under FSDP1.
         misses_gradients: Whether a trained parameter may get no gradient in a step. DDP then looks
-            for such in every step; else it would wait for them, and reduce no gradient that
-            stands in one bucket with theirs.
+            for such parameters in every step. It would otherwise wait for them, and leave the other
+            gradients of their bucket unreduced.
 
     Returns:
-        The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
+        The model to train: `model` itself under FSDP2 and single, its wrapper under FSDP1 and DDP.
 
     Raises:
-        UserError: If the layout names a class that the model does not have.
+        UserError: If the layout names a class that the model does not have, or does not fit the
+            number of nodes and ranks.
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
-        return _fsdp2(model, values, world, classes, unfilled, shared)
+        return _shard_as_fsdp2(model, values, world, classes, unfilled, shared)
     if world.sharding.layout == "fsdp1":
         sharded = shard_as_fsdp1(model, values, world, classes)
         with _keep_recipe_dtype(world):
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
     _materialize(model, values, world.device, world.device, unfilled, shared)
     if not has_trained(model):
-        return model  # DDP refuses a model without gradients to reduce
-    # Every rank computes the same rotary frequencies: DDP need not send them in every forward.
+        return model  # DDP refuses a model without trained parameters
+    # Buffers are rotary frequencies, which every rank computes alike: DDP need not broadcast them
+    # in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
-    # Accelerate would wrap the model of a single process in DDP too, if a launcher started it on a
-    # CPU; evaluation_mode keeps it from that.
+    # Accelerate would wrap even a single process's model in DDP, if a launcher started the process
+    # on a CPU. `evaluation_mode` prevents this.
     is_single = world.sharding.layout == "single"
     world.accelerator.ddp_handler = DistributedDataParallelKwargs(
         find_unused_parameters=misses_gradients
@@ -202,10 +211,13 @@ def parallelize(
 
 
 def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
-    """Finds the classes that become units: those that the config names, else the model's decoder
-    layers, without layers that have a parameter in common; and the parts beside the language model.
+    """Returns the names of the classes whose modules become units.
 
-    Raises `UserError` if the config names a class that no module of the model has.
+    Under SIZE_BASED_WRAP they are the classes of large modules. Otherwise they are the classes that
+    the Accelerate file names, or by default those of the decoder layers; layers that share a
+    parameter are left out. The parts beside the language model are added.
+
+    Raises `UserError` if the file names a class that no module of the model has.
     """
     layers = decoder_layers(model)
     layer_classes = tuple(sorted({type(module).__name__ for module in layers}))
@@ -219,20 +231,24 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _find_large_classes(model, sharding.min_num_params)
-    # a unit each, since a forward of text alone does not gather them
+    # Each part beside the language model is a unit, which a forward of text alone does not gather.
     parts = other_parts(model)
-    of_parts = {module for part in parts for module in part.modules()}
-    elsewhere = {type(module).__name__ for module in set(model.modules()) - of_parts}
-    # a projector may be a plain linear layer, as others are within the language model
-    beside = tuple(type(part).__name__ for part in parts if type(part).__name__ not in elsewhere)
+    in_parts = {module for part in parts for module in part.modules()}
+    elsewhere = {type(module).__name__ for module in set(model.modules()) - in_parts}
+    # A part whose class also occurs elsewhere is left out: a projector may be a plain linear layer,
+    # and every linear layer of the language model would become a unit.
+    part_classes = tuple(
+        type(part).__name__ for part in parts if type(part).__name__ not in elsewhere
+    )
     wrapped = sharding.wrap_classes or layer_classes
     tied = _find_tied_classes(layers)
-    return tuple(name for name in wrapped if name not in tied) + beside
+    return tuple(name for name in wrapped if name not in tied) + part_classes
 
 
 def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
-    """Finds the classes of layers that have a parameter in common, as Zamba's. Two units would each
-    keep and train one of their own.
+    """Returns the names of the classes of layers that share a parameter, as in Zamba.
+
+    If such layers were units, each would keep and train a copy of the parameter.
     """
     owners = Counter(parameter for layer in layers for parameter in layer.parameters())
     return {
@@ -243,10 +259,10 @@ def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
 
 
 def _find_large_classes(model: Any, min_num_params: int) -> Names:
-    """Finds the classes of modules with at least `min_num_params` parameters.
+    """Returns the names of the classes of modules with at least `min_num_params` parameters.
 
-    Leaves out lists of modules, which have no forward, and modules that hold the embedding, which
-    is a unit of its own.
+    Lists of modules are left out, since they have no forward. So are the output head's class, and
+    modules that hold the embedding, which is a unit of its own.
     """
     embedding = model.get_input_embeddings()
     large = set()
@@ -260,9 +276,9 @@ def _find_large_classes(model: Any, min_num_params: int) -> Names:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """In this block the parameters of the unit `module` are gathered, in the compute dtype.
+    """Gathers the parameters of the FSDP2 unit `module` for this block, in the compute dtype.
 
-    All ranks enter it. Only FSDP2 shards them.
+    All ranks enter the block. Does nothing for a module that is no unit of FSDP2.
     """
     if not isinstance(module, FSDPModule):
         yield
@@ -275,7 +291,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def list_groups(unit: FSDPModule) -> list[Any]:
-    """Lists the groups of parameters of a unit of FSDP2; torch before 2.13 has at most one."""
+    """Lists the parameter groups of an FSDP2 unit; before torch 2.13 a unit has at most one."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
@@ -286,14 +302,15 @@ def list_groups(unit: FSDPModule) -> list[Any]:
 
 @contextmanager
 def keep_gathered(model: nn.Module) -> Iterator[None]:
-    """In this block all parameters under FSDP2 stay gathered, in the compute dtype.
+    """Gathers all parameters under FSDP2 for this block, in the compute dtype.
 
-    All ranks enter it. A forward within it meets no other rank, so that each rank may run as many
-    as it needs.
+    All ranks enter the block. A forward in it needs no collective, so each rank may run as many
+    forwards as it likes. At the end, the units reshard after a forward as they did before.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     states = [(unit, unit._get_fsdp_state(), list_groups(unit)) for unit in units]
-    before = [
+    # the two settings that `set_reshard_after_forward` changes
+    settings = [
         (state._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups])
         for _, state, groups in states
     ]
@@ -303,16 +320,17 @@ def keep_gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for (unit, state, groups), (is_auto, infos) in zip(states, before, strict=True):
+        for (unit, state, groups), (is_auto, mesh_infos) in zip(states, settings, strict=True):
             state._auto_reshard_after_forward = is_auto
-            for group, info in zip(groups, infos, strict=True):
-                group.post_forward_mesh_info = info
+            for group, mesh_info in zip(groups, mesh_infos, strict=True):
+                group.post_forward_mesh_info = mesh_info
             unit.reshard()
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshards each unit of FSDP2: a forward without a backward leaves the root's parameters
-    gathered.
+    """Reshards each FSDP2 unit of `model`.
+
+    Needed after a forward without a backward, which leaves the root's parameters gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -321,10 +339,11 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
-    """In this block the model inside its wrapper may be called, such as by `generate`.
+    """Allows calls of the model inside its wrapper in this block, such as by `generate`.
 
-    Such a call bypasses FSDP1's forward, so the block does what that does: it gathers the root's
-    own parameters (embedding, norm, head) and casts the inputs.
+    Such a call bypasses the forward of FSDP1's root, so the block does that forward's work: it
+    gathers the root's own parameters (embedding, norm, head) and casts to the compute dtype. Other
+    layouts need nothing.
     """
     if not isinstance(model, Fsdp1):
         yield
@@ -340,7 +359,7 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
 
 
 def count_wrapped_units(model: nn.Module) -> dict[str, int]:
-    """Counts the units by their class, for the first screen."""
+    """Counts FSDP's units by the name of their class, for the run's first screen."""
     counts: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -355,9 +374,10 @@ def count_wrapped_units(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
-    """In this block Accelerate does not convert trained parameters to fp32 for mixed precision.
+    """Stops Accelerate from casting trained parameters to fp32 for mixed precision, in this block.
 
-    The recipe's `dtype` decides, as it does under DDP. The compute dtype is in the plugin's policy.
+    The recipe's `dtype` decides, as it does under DDP. FSDP still computes in mixed precision: the
+    compute dtype is in the plugin's policy.
     """
     state = world.accelerator.state
     before = state._mixed_precision
@@ -368,7 +388,7 @@ def _keep_recipe_dtype(world: World) -> Iterator[None]:
         state._mixed_precision = before
 
 
-def _fsdp2(
+def _shard_as_fsdp2(
     model: nn.Module,
     values: Values,
     world: World,
@@ -376,8 +396,9 @@ def _fsdp2(
     unfilled: frozenset[str],
     shared: Mapping[str, Tensor],
 ) -> nn.Module:
-    """Wraps each module of `classes` (the decoder layers) and the model by FSDP2, through
-    Accelerate, and fills the shards. See `parallelize`.
+    """Makes FSDP2 units of the modules of `classes` and of the model, and fills the shards.
+
+    Tensor and pipeline parallelism come first. The other arguments are those of `parallelize`.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -390,24 +411,28 @@ def _fsdp2(
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)
     if world.sharding.cpu_offload:
-        parameters_on = torch.device("cpu")
+        parameter_device = torch.device("cpu")
     else:
-        parameters_on = world.device
-    _materialize(model, values, parameters_on, world.device, unfilled, shared)
+        parameter_device = world.device
+    _materialize(model, values, parameter_device, world.device, unfilled, shared)
     assert isinstance(model, FSDPModule)
     _overlap_collectives(model, world)
-    if not has_trained(model):  # no backward comes to free what stays gathered until then
+    if not has_trained(model):  # no backward will come to reshard what a forward has gathered
         model.set_reshard_after_forward(True)
     return model
 
 
 def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
-    """Finds the modules that FSDP2 need not manage in a shard group of one rank: nothing is
-    gathered there, but FSDP2 copies each parameter at every forward and backward all the same.
+    """Lists the modules that FSDP2 can ignore because each shard group is a single rank.
 
-    They are frozen and in the compute dtype. In a world of one they may also be trained, if all
-    trained parameters belong to modules that cast them themselves (`casts_parameters`): no gradient
-    is reduced, and all are plain tensors.
+    Such a rank gathers nothing, but FSDP2 would still copy each parameter at every forward and
+    backward. A module can be ignored if all its parameters are frozen and in the compute dtype.
+
+    In a world of one, no gradient is reduced. Modules that cast their parameters themselves
+    (`casts_parameters`) can then be ignored too, but only if all trained parameters are in such
+    modules, so that all trained parameters are plain tensors.
+
+    Empty with larger shard groups, CPU offload, fp8 or tensor parallelism.
     """
     sharding = world.sharding
     needs_fsdp = sharding.cpu_offload or sharding.fp8 is not None or sharding.divides_matrices
@@ -422,22 +447,26 @@ def find_unmanaged(model: nn.Module, world: World) -> list[nn.Module]:
     if world.size > 1 or not trained <= cast_by_module:
         cast_by_module.clear()
 
-    def is_managed(parameter: nn.Parameter) -> bool:
+    def needs_management(parameter: nn.Parameter) -> bool:
         if parameter in cast_by_module:
             return False
-        is_cast = (
+        needs_cast = (
             policy is not None
             and parameter.is_floating_point()
             and parameter.dtype != policy.param_dtype
         )
-        return parameter.requires_grad or is_cast
+        return parameter.requires_grad or needs_cast
 
-    return [module for module in model.modules() if not any(map(is_managed, module.parameters()))]
+    return [
+        module for module in model.modules() if not any(map(needs_management, module.parameters()))
+    ]
 
 
 def _overlap_collectives(model: Any, world: World) -> None:
-    """Overlaps communication with computation: reductions get a process group of their own, and
-    each layer gathers the next one's parameters.
+    """Overlaps communication with computation.
+
+    Reduce-scatters get a process group of their own (from torch 2.13), and each layer starts the
+    gathering of the next layer's parameters in the forward.
     """
     has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
     if has_own_group and world.shard_group_size > 1 and has_trained(model):
@@ -451,16 +480,18 @@ def _overlap_collectives(model: Any, world: World) -> None:
 def _materialize(
     model: nn.Module,
     values: Values,
-    parameters_on: torch.device,
-    buffers_on: torch.device,
+    parameter_device: torch.device,
+    buffer_device: torch.device,
     unfilled: frozenset[str],
     shared: Mapping[str, Tensor] = NOTHING,
 ) -> None:
-    """Gives meta parameters memory and fills them from `values`, reading only this rank's slices.
+    """Gives parameters on meta memory and fills them from `values`: this rank's slices only.
 
-    Frozen ones that are `shared` take that memory; the `unfilled` keep no values.
+    Frozen parameters in `shared` use that memory, with the values in it. Those in `unfilled` get
+    memory without values. Buffers keep the values that they have.
     """
-    # they have values already: rotary frequencies are computed
+    # Buffers are not on meta: they are rotary frequencies, which were computed. `_apply` would
+    # replace them by empty ones.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tied = tied_names(model)
     shared_parameters = _find_shared(model, shared)
@@ -474,16 +505,16 @@ def _materialize(
     def give_memory(tensor: Tensor) -> Tensor:
         if id(tensor) in have_memory:
             return tensor.detach()
-        return torch.empty_like(tensor, device=parameters_on)
+        return torch.empty_like(tensor, device=parameter_device)
 
     apply: Any = model._apply
     apply(give_memory)
-    for name, first in tied.items():  # `_apply` has given each name a tensor of its own
+    for name, first in tied.items():  # `_apply` has given each name a tensor of its own: tie again
         _set_parameter(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
             parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._buffers[leaf] = buffer.to(buffers_on)
+            model.get_submodule(parent)._buffers[leaf] = buffer.to(buffer_device)
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
             if local.numel() and name not in unfilled and name not in shared_parameters:
@@ -491,13 +522,15 @@ def _materialize(
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Replaces the parameter of `model` with the given dotted name."""
     parent, _, leaf = name.rpartition(".")
     model.get_submodule(parent)._parameters[leaf] = parameter
 
 
 def frozen_parts(model: nn.Module) -> dict[str, Tensor]:
-    """Returns this rank's part of each frozen parameter, by its name in the base: a model with
-    another adapter can share them.
+    """Returns this rank's part of each frozen parameter, by the parameter's name in the base model.
+
+    A model with another adapter can share their memory.
     """
     return {
         base_name(name): local_part(parameter).detach()
@@ -507,7 +540,10 @@ def frozen_parts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _find_shared(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Makes those frozen parameters of a model on meta that are `shared`, in that memory."""
+    """Returns name -> parameter for each frozen parameter of `model` that is in `shared`.
+
+    The new parameter uses the shared memory. `model` is on meta and stays as it is.
+    """
     parameters = {}
     for name, on_meta in model.named_parameters():
         local = shared.get(base_name(name))
@@ -517,7 +553,7 @@ def _find_shared(model: nn.Module, shared: Mapping[str, Tensor]) -> dict[str, nn
 
 
 def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> None:
-    """Gives a model on meta memory on `device` and all of its `values`, without other ranks."""
+    """Gives a model on meta memory on `device` and fills it whole, without other ranks."""
     _materialize(model, values, device, device, frozenset())
 
 
@@ -525,44 +561,48 @@ def fill_on_device(model: nn.Module, values: Values, device: torch.device) -> No
 def take_master_weights(
     model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]
 ) -> None:
-    """Hands every trained parameter of another dtype than `dtype` to `take`, then casts it to
-    `dtype`. Call it before the first forward.
+    """Hands each trained FSDP2 parameter in another dtype to `take`, then casts it to `dtype`.
 
-    One after another, so that no two copies of the model exist. FSDP2 gathers the same bits as if
-    it had cast the fp32 shard, and a gradient keeps the dtype that it had.
+    Call it before the first forward. `take` sees the parameter before the cast, as master weight.
+    Parameters are cast one after another, so that no two copies of the model exist. FSDP2 gathers
+    the same bits as if it had cast the shard itself, and gradients keep the dtype that they had.
     """
     for group in _list_all_groups(model):
         gradient_dtypes = set()
-        for held in group.fsdp_params:
-            held.reset_sharded_param()  # weights that are tied were tied again after sharding
-            parameter = held.sharded_param
+        for fsdp_param in group.fsdp_params:
+            # Tied weights were tied again after sharding: FSDP2 must look at the new object.
+            fsdp_param.reset_sharded_param()
+            parameter = fsdp_param.sharded_param
             if not parameter.requires_grad or parameter.dtype == dtype:
                 continue
             take(parameter)
             gradient_dtypes.add(parameter.dtype)
             lower = nn.Parameter(parameter.detach().to(dtype))
             lower.grad_dtype = parameter.dtype
-            torch.utils.swap_tensors(parameter, lower)  # type: ignore[no-untyped-call]  # the same object, so that ties and names stay
-            held.reset_sharded_param()
+            # The parameter stays the same object, so that ties and names stay.
+            torch.utils.swap_tensors(parameter, lower)  # type: ignore[no-untyped-call]
+            fsdp_param.reset_sharded_param()
         if gradient_dtypes:
             _set_gradient_dtype(group, gradient_dtypes.pop())
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    """Makes FSDP2 cast the reduced gradients of `group` to `dtype`, in place of the parameters'
-    dtype, which it looks up again at every `unshard`.
-    """
-    look_up = group._init_mp_dtypes
+    """Makes FSDP2 cast the reduced gradients of `group` to `dtype`.
 
-    def look_up_others() -> None:
-        look_up()
+    FSDP2 would cast them to the parameters' dtype. It looks that up at every `unshard`, so its
+    look-up is replaced.
+    """
+    look_up_dtypes = group._init_mp_dtypes
+
+    def look_up_with_own_gradient_dtype() -> None:
+        look_up_dtypes()
         group._orig_dtype = dtype
 
-    group._init_mp_dtypes = look_up_others
+    group._init_mp_dtypes = look_up_with_own_gradient_dtype
 
 
 def _list_all_groups(model: nn.Module) -> list[Any]:
-    """Lists FSDP2's groups of parameters, each once: a group may belong to several modules."""
+    """Lists FSDP2's parameter groups, each once; a group may belong to several modules."""
     groups: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):

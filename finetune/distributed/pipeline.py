@@ -1,16 +1,16 @@
-"""Pipeline parallelism: the layers of a model over groups of ranks, one after another, by torch's
-own schedules.
+"""Pipeline parallelism: each rank computes some of the layers and passes hidden states on.
 
-Every rank has the whole model, but parameters only of its own layers. Stand-ins take the places of
-other ranks' layers and hand on the hidden states, so that each family is computed by transformers'
-own forward, whatever it does before and after its layers.
+Every rank has all modules of the model, but parameters only for its own layers. Stand-ins replace
+the layers of other ranks and pass on the hidden states. So transformers' own forward computes each
+model family, with all that it does before and after the layers.
 
 A forward without gradients (evaluation, the reference of preferences, generation) crosses all ranks
-of a pipeline, which call it together, and returns the same on each of them. A step with gradients
+of a pipeline. They call it together, and it returns the same on each of them. A step with gradients
 runs by a schedule of `torch.distributed.pipelining`: 1F1B (Narayanan et al. 2019,
 arXiv:1806.03377), or interleaved, with several chunks on each rank (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2). A chunk is a group of neighboring layers. Of n ranks, rank r has the
-chunks r, r + n, and so on.
+arXiv:2104.04473, section 2.2); some numbers of micro-batches need others (`choose_order`). A chunk
+is a group of neighboring layers. With n ranks in a pipeline, rank r has the chunks r, r + n, and so
+on.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,22 +38,22 @@ from finetune.distributed.model_parts import head_of, local_part, trunk_of
 from finetune.distributed.world import PIPELINE, World, gather_json
 from finetune.errors import UserError
 
-ATTRIBUTE = "layers_of_pipeline"  # of a transformers model
+ATTRIBUTE = "layers_of_pipeline"  # the attribute of a transformers model that holds its `Pipeline`
 
 
 def find_pipeline(model: Any) -> "Pipeline | None":
-    """The pipeline of an unwrapped transformers model; None where each rank has all layers."""
+    """Returns the pipeline of an unwrapped transformers model; None if each rank has all layers."""
     return getattr(model, ATTRIBUTE, None)
 
 
 def keep_own_layers(model: Any, layers: Sequence[nn.Module], world: World) -> None:
-    """Leaves in `model`, which is on meta, only the parameters that this rank computes with.
+    """Removes the parameters of other ranks' layers from `model`, and gives it a `Pipeline`.
 
-    All ranks call it.
+    All ranks call it. Does nothing without pipeline parallelism.
 
     Args:
-        model: With adapters, before FSDP shards it.
-        layers: Its decoder layers.
+        model: On meta, with its adapters, before FSDP shards it.
+        layers: The decoder layers of `model`.
         world: The ranks and their layout.
 
     Raises:
@@ -67,8 +67,10 @@ def keep_own_layers(model: Any, layers: Sequence[nn.Module], world: World) -> No
 
 
 class Pipeline:
-    """The chunks of one model that this rank computes, and its exchange with the ranks before and
-    after it.
+    """Computes this rank's chunks of a model, and exchanges hidden states with the other ranks.
+
+    `run` computes a step with gradients. Without gradients, the model's own forward works, through
+    the stand-ins and hooks that the constructor puts in.
     """
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], world: World) -> None:
@@ -77,30 +79,31 @@ class Pipeline:
         self.device = world.device
         self.rank = self.group.rank()
         self.size = self.group.size()
-        ranks = dist.get_process_group_ranks(self.group)
-        self._before = ranks[self.rank - 1]
-        self._after = ranks[(self.rank + 1) % self.size]
+        ranks = dist.get_process_group_ranks(self.group)  # their numbers in the whole world
+        self._previous_rank = ranks[self.rank - 1]
+        self._next_rank = ranks[(self.rank + 1) % self.size]
         self._first_rank = ranks[0]
         self._last_rank = ranks[-1]
         self._trunk = trunk_of(model)
         self._head = head_of(model)
         self._embedding = model.get_input_embeddings()
-        costs = [_count_multiplied(layer) for layer in layers]
-        costs[-1] += _count_multiplied(self._head)
-        parts = split_layers(costs, world.sharding.pipeline_chunks)
-        self._chunks = [chunk for chunk in range(len(parts)) if chunk % self.size == self.rank]
-        self._last_chunk = len(parts) - 1
-        # the chunk that a schedule computes; None in a forward over all ranks
+        costs = [_count_matrix_numbers(layer) for layer in layers]
+        costs[-1] += _count_matrix_numbers(self._head)
+        layers_by_chunk = split_layers(costs, world.sharding.pipeline_chunks)
+        chunk_count = len(layers_by_chunk)
+        self._chunks = [chunk for chunk in range(chunk_count) if chunk % self.size == self.rank]
+        self._last_chunk = chunk_count - 1
+        # the chunk that a schedule computes now; None in a forward over all ranks
         self._chunk: int | None = None
-        self._received: Tensor | None = None  # that chunk's input; None for the first one
-        # `share`'s key -> the names and shapes of its values
+        self._received: Tensor | None = None  # the input of `_chunk`; None for the first chunk
+        # a key of `share` -> names and shapes of the values under that key
         self._shapes: dict[str, list[dict[str, list[int]]]] = {}
         self._schedule: Any = None
-        self._micro_batches = 0  # of the schedule
-        self._capacity = 0  # of its buffers, in numbers
-        # of the step that runs: computes the micro-batch of an index; (rows, tokens) of each
+        self._micro_batches = 0  # the number of micro-batches of `_schedule`
+        self._capacity = 0  # numbers (not bytes) in a buffer of `_schedule`
+        # the current step: index of a micro-batch -> output of the chunk that computes now
         self._compute: Callable[[int], Tensor] = lambda _: torch.zeros(())
-        self._sizes: Sequence[tuple[int, int]] = ()
+        self._sizes: Sequence[tuple[int, int]] = ()  # (rows, tokens) of each micro-batch
 
         weight = self._embedding.weight
         precision = world.sharding.mixed_precision
@@ -109,27 +112,33 @@ class Pipeline:
         else:
             self._dtype = getattr(torch, COMPUTE_DTYPE[precision])
         self._width = weight.shape[1]
-        # Tied weights are on the first and the last rank, which sum their gradients.
+        # A tied weight is on the first and the last rank, which sum its gradients.
         self._has_copies = weight is self._head.weight and weight.requires_grad
-        self.copied = self._drop_ends(model)  # names of parameters that the first rank has as well
-        self._layer_lists = self._replace_layers(layers, parts)  # of each chunk
+        # names of this rank's parameters that the first rank has as well
+        self.copied = self._drop_ends(model)
+        # chunk -> the trunk's list of layers while that chunk is computed
+        self._layer_lists = self._replace_layers(layers, layers_by_chunk)
 
     def _drop_ends(self, model: Any) -> frozenset[str]:
-        """Drops embedding, last norm and head on ranks that do not compute them.
+        """Drops the parameters of embedding, last norm and head on ranks that do not compute them.
 
-        Returns the names of this rank's parameters that the first rank has as well.
+        Replaces the forwards of norm and head on all ranks, and that of the embedding on all but
+        the first: the new forwards compute only on the right rank, in the right chunk. Returns the
+        names of this rank's parameters that the first rank has as well: a tied embedding's on the
+        last rank, else none.
         """
         embedding = self._embedding
         head = self._head
         is_last = self.rank == self.size - 1
-        is_copy = embedding.weight is head.weight and is_last
+        has_copy = embedding.weight is head.weight and is_last
         copied = set()
         for name, parameter in model.named_parameters():
-            if is_copy and parameter is embedding.weight:
+            if has_copy and parameter is embedding.weight:
                 copied.add(name)
         for part in self._trunk.children():
-            is_norm = not isinstance(part, nn.ModuleList | type(embedding))
-            if is_norm and any(True for _ in part.parameters()):
+            # the trunk has layers, embedding, last norm, and modules without parameters (rotary)
+            is_other = not isinstance(part, nn.ModuleList | type(embedding))
+            if is_other and any(True for _ in part.parameters()):
                 part.forward = partial(self._compute_norm, part.forward)
                 if not is_last:
                     _drop_parameters(part)
@@ -138,56 +147,68 @@ class Pipeline:
             _drop_parameters(head)
         if self.rank > 0:
             embedding.forward = self._stand_in_for_embeddings
-            if not is_copy:
+            if not has_copy:
                 _drop_parameters(embedding)
-            embedding._forward_pre_hooks.clear()  # tensor parallelism's, of the weight
+            # tensor parallelism's hooks, which belong to a look-up in the weight
+            embedding._forward_pre_hooks.clear()
             embedding._forward_hooks.clear()
         return frozenset(copied)
 
     def _replace_layers(
-        self, layers: Sequence[nn.Module], parts: Sequence[range]
+        self, layers: Sequence[nn.Module], layers_by_chunk: Sequence[range]
     ) -> dict[int, nn.ModuleList]:
-        """Puts a stand-in in the place of each layer of another rank.
+        """Replaces each layer of another rank by a stand-in, for forwards over all ranks.
 
-        `parts`: the layers of each chunk. Returns, for each chunk of this rank, the model's list of
-        layers with stand-ins for all others.
+        Args:
+            layers: All decoder layers.
+            layers_by_chunk: The indices of the layers of each chunk.
+
+        Returns:
+            For each chunk of this rank, a list of layers to compute that chunk alone: stand-ins
+            replace all other layers, this rank's other chunks included.
         """
-        self._name = next(
+        self._layers_name = next(
             name
             for name, part in self._trunk.named_children()
             if layers[0] in list(part.children())
         )
-        own = set(chain.from_iterable(parts[chunk] for chunk in self._chunks))
+        own = set(chain.from_iterable(layers_by_chunk[chunk] for chunk in self._chunks))
         crossing = list(layers)
         for index in range(len(layers)):
             if index not in own:
-                is_after = index - 1 in own
-                is_before = index + 1 in own
-                crossing[index] = _Elsewhere(self, index, sends=is_after, receives=is_before)
-        self._trunk._modules[self._name] = nn.ModuleList(crossing)
-        by_chunk = {}
+                follows_own = index - 1 in own
+                precedes_own = index + 1 in own
+                crossing[index] = _Elsewhere(self, index, sends=follows_own, receives=precedes_own)
+        self._trunk._modules[self._layers_name] = nn.ModuleList(crossing)
+        layer_lists = {}
         for chunk in self._chunks:
-            of_chunk = list(layers)
+            chunk_alone = list(layers)
             for index in range(len(layers)):
-                if index not in parts[chunk]:
-                    is_before = index + 1 == parts[chunk].start
-                    of_chunk[index] = _Elsewhere(self, index, receives=is_before)
-            by_chunk[chunk] = nn.ModuleList(of_chunk)
-        return by_chunk
+                if index not in layers_by_chunk[chunk]:
+                    precedes_chunk = index + 1 == layers_by_chunk[chunk].start
+                    chunk_alone[index] = _Elsewhere(self, index, receives=precedes_chunk)
+            layer_lists[chunk] = nn.ModuleList(chunk_alone)
+        return layer_lists
 
     # A forward over all ranks
 
     def _stand_in_for_embeddings(self, ids: Tensor) -> Tensor:
-        """Zeros of the shape of embeddings: a rank that is not the first receives hidden states."""
+        """Returns zeros in the shape of embeddings, [rows, tokens, hidden].
+
+        It is the embedding's forward on all ranks but the first, which receive hidden states later.
+        """
         return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
 
     def cross(self, hidden: Tensor, *, sends: bool, receives: bool) -> Tensor:
-        """Returns the output of another rank's layer; `hidden` if no layer here reads it.
+        """Does the work of a stand-in: returns the output of another rank's layer.
+
+        If no layer of this rank reads that output, it is not fetched, and `hidden` is returned.
+        While a schedule computes a chunk, nothing is sent: the schedule has received the input.
 
         Args:
             hidden: [rows, tokens, hidden].
-            sends: Whether the layer follows this rank's, and is sent `hidden`.
-            receives: Whether the layer is the last before this rank's.
+            sends: Whether the layer follows a layer of this rank, and thus needs `hidden`.
+            receives: Whether the layer precedes a layer of this rank.
         """
         if self._chunk is not None:
             if receives and self._received is not None:
@@ -195,21 +216,28 @@ class Pipeline:
             return hidden
         assert not torch.is_grad_enabled(), "with gradients, layers run by a schedule"
         if sends:
-            dist.send(hidden.contiguous(), self._after, self.group)
+            dist.send(hidden.contiguous(), self._next_rank, self.group)
         if receives:
             hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            dist.recv(hidden, self._before, self.group)
+            dist.recv(hidden, self._previous_rank, self.group)
         return hidden
 
     def _compute_norm(self, norm: Callable[..., Tensor], hidden: Tensor) -> Tensor:
-        """The norm on the last rank, at the end of the last chunk; elsewhere the identity."""
+        """Applies the last norm, on the last rank and there in the last chunk.
+
+        It is the identity on other ranks and in other chunks.
+        """
         is_here = self.rank == self.size - 1 and self._chunk in (None, self._last_chunk)
         return norm(hidden) if is_here else hidden
 
     def _compute_head(
         self, head: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The head of the last chunk; in a forward over all ranks they share its output."""
+        """Applies the output head, on the last rank.
+
+        In a schedule, chunks before the last return `hidden`. In a forward over all ranks, every
+        rank returns the last rank's output.
+        """
         if self._chunk == self._last_chunk:
             return head(hidden, *args, **kwargs)
         if self._chunk is not None:
@@ -222,16 +250,18 @@ class Pipeline:
     def share(
         self, values: Sequence[Mapping[str, Tensor]], key: str | None = None
     ) -> list[dict[str, Tensor]]:
-        """Returns the last rank's `values`, on every rank of the pipeline, as fp32.
+        """Returns the last rank's `values` on every rank of the pipeline, as fp32.
 
-        `key`: names and shapes are exchanged once for a key; None: each time.
+        All ranks of the pipeline call it. `values` of other ranks are ignored. Names and shapes
+        must be the same for each call with the same `key`, and are exchanged in the first of these
+        calls; without a `key`, they are exchanged in every call.
         """
         shapes = None if key is None else self._shapes.get(key)
         if shapes is None:
-            own = [
+            own_shapes = [
                 {name: list(value.shape) for name, value in by_name.items()} for by_name in values
             ]
-            shapes = gather_json(own, self.group, self.device)[-1]
+            shapes = gather_json(own_shapes, self.group, self.device)[-1]  # the last rank's
             if key is not None:
                 self._shapes[key] = shapes
         sizes = [prod(shape) for by_name in shapes for shape in by_name.values()]
@@ -241,9 +271,10 @@ class Pipeline:
         else:
             flat = torch.empty(sum(sizes), device=self.device)
         dist.broadcast(flat, self._last_rank, self.group)
-        parts = iter(torch.split(flat, sizes))
+        flat_values = iter(torch.split(flat, sizes))
         return [
-            {name: next(parts).view(shape) for name, shape in by_name.items()} for by_name in shapes
+            {name: next(flat_values).view(shape) for name, shape in by_name.items()}
+            for by_name in shapes
         ]
 
     # A step by a schedule
@@ -255,14 +286,13 @@ class Pipeline:
         forward: Callable[[int], Tensor],
         auxiliary: Callable[[], Tensor] | None = None,
     ) -> None:
-        """Runs forward and backward of the micro-batches of a step by the schedule. All ranks call
-        it.
+        """Runs forward and backward of a step's micro-batches by a schedule. All ranks call it.
 
         Args:
             sizes: (rows, tokens) of each micro-batch.
-            measure: Runs the model over the micro-batch of an index, for the last chunk. Returns
-                the loss, 0-dim.
-            forward: The same for the other chunks. Returns hidden states, [rows, tokens, hidden].
+            measure: Index of a micro-batch -> its loss, 0-dim. Called for the last chunk.
+            forward: Index of a micro-batch -> hidden states, [rows, tokens, hidden]. Called for the
+                other chunks.
             auxiliary: Returns the loss of the experts in the latest forward; None without experts.
         """
 
@@ -279,29 +309,32 @@ class Pipeline:
         self._sizes = sizes
         numbers = max(rows * tokens for rows, tokens in sizes) * self._width
         if self._micro_batches != len(sizes) or self._capacity < numbers:
-            # Another schedule makes all ranks exchange messages: one of the same number of
-            # micro-batches is made only for a micro-batch that is larger than all before it.
+            # A new schedule makes all ranks exchange messages. So the old one is used as long as
+            # the number of micro-batches stays, and its buffers are large enough.
             self._micro_batches = len(sizes)
             self._capacity = numbers
             self._schedule = self._make_schedule()
+        # The schedule splits these indices into micro-batches, in place of rows of tokens.
         indices = torch.arange(len(sizes))
-        first = (indices,) if 0 in self._chunks else ()
+        first_input = (indices,) if 0 in self._chunks else ()
         target = indices if self._last_chunk in self._chunks else None
         try:
-            self._schedule.step(*first, index=indices, target=target, return_outputs=False)
-        except RuntimeError as error:  # the schedule's, around the error of a forward
+            self._schedule.step(*first_input, index=indices, target=target, return_outputs=False)
+        except RuntimeError as error:  # the schedule wraps an error of a forward in this
             if isinstance(error.__cause__, UserError | torch.OutOfMemoryError):
                 raise error.__cause__ from None
             raise
 
     def _make_schedule(self) -> Any:
-        """Makes torch's schedule of `_micro_batches`, with buffers of `_capacity` numbers.
+        """Makes torch's schedule for `_micro_batches` micro-batches.
 
-        Its tensors between stages are [1, capacity]. The first stage reads indices of micro-batches
-        in place of rows; the last one returns losses.
+        Its tensors between stages are [1, `_capacity`]: hidden states, flat and padded. The first
+        stage reads the index of a micro-batch in place of rows; the last stage returns the loss.
         """
         micro_batches = self._micro_batches
-        state = torch.empty(1, self._capacity, dtype=self._dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            1, self._capacity, dtype=self._dtype, device="meta", requires_grad=True
+        )
         loss = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
         order = choose_order(micro_batches, self.size, self._last_chunk + 1)
@@ -312,12 +345,13 @@ class Pipeline:
                 chunk,
                 self._last_chunk + 1,
                 self.device,
-                input_args=index if chunk == 0 else state,
-                output_args=loss if chunk == self._last_chunk else state,
+                input_args=index if chunk == 0 else hidden,
+                output_args=loss if chunk == self._last_chunk else hidden,
                 group=self.group,
             )
             for chunk in self._chunks
         ]
+        # The last stage's output is already the loss.
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if order == "1f1b":
             return Schedule1F1B(stages[0], micro_batches, **options)
@@ -328,15 +362,22 @@ class Pipeline:
         return ScheduleLoopedBFS(stages, micro_batches, **options)
 
     def _compute_chunk(self, chunk: int, received: tuple[Tensor, ...], index: int) -> Tensor:
-        """Computes a chunk over the micro-batch of an index.
+        """Computes a chunk for the micro-batch `index`.
 
-        Returns the loss of the last chunk; of others the hidden states, padded to [1, capacity].
+        Args:
+            chunk: One of this rank's chunks.
+            received: For the first chunk an index; else one tensor of hidden states, [1, capacity].
+            index: Of the micro-batch in the step.
+
+        Returns:
+            The last chunk's loss, 0-dim; else the hidden states, flat and padded: [1, capacity].
         """
         rows, tokens = self._sizes[index]
         numbers = rows * tokens * self._width
         hidden = None
         if chunk > 0:
-            hidden = received[0][0, :numbers].view(rows, tokens, self._width)
+            (padded,) = received
+            hidden = padded[0, :numbers].view(rows, tokens, self._width)
         with self._computing(chunk, hidden):
             result = self._compute(index)
         if chunk == self._last_chunk:
@@ -345,41 +386,46 @@ class Pipeline:
 
     @contextmanager
     def _computing(self, chunk: int, hidden: Tensor | None) -> Iterator[None]:
-        """In this block a forward of the model computes `chunk`, whose input is `hidden`."""
-        crossing = self._trunk._modules[self._name]
+        """Makes a forward of the model compute `chunk` alone in this block, from `hidden`.
+
+        `hidden` is None for the first chunk, which starts from tokens.
+        """
+        crossing = self._trunk._modules[self._layers_name]
         self._chunk = chunk
         self._received = hidden
-        self._trunk._modules[self._name] = self._layer_lists[chunk]
+        self._trunk._modules[self._layers_name] = self._layer_lists[chunk]
         try:
             yield
         finally:
             self._chunk = None
             self._received = None
-            self._trunk._modules[self._name] = crossing
+            self._trunk._modules[self._layers_name] = crossing
 
     def sum_copied_gradients(self) -> None:
-        """Sums the gradients of a tied weight on the first and the last rank.
+        """Sums the gradients of a tied weight over the first and the last rank of the pipeline.
 
-        All ranks call it, once an update.
+        All ranks call it, once for each update. Does nothing without a trained tied weight.
         """
-        if not self._has_copies or 0 < self.rank < self.size - 1:
+        is_between = 0 < self.rank < self.size - 1
+        if not self._has_copies or is_between:
             return
-        own = local_part(self._embedding.weight.grad)
-        sent = own.to(self.device).contiguous()
-        other = torch.empty_like(sent)
+        gradient = local_part(self._embedding.weight.grad)
+        sent = gradient.to(self.device).contiguous()
+        received = torch.empty_like(sent)
         peer = self._last_rank if self.rank == 0 else self._first_rank
         operations = [
             dist.P2POp(dist.isend, sent, peer, self.group),
-            dist.P2POp(dist.irecv, other, peer, self.group),
+            dist.P2POp(dist.irecv, received, peer, self.group),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        own.add_(other)
+        gradient.add_(received)
 
 
 class _AddedLoss(torch.autograd.Function):
-    """The identity on hidden states, whose backward is also that of `loss`, which no later chunk
-    reads.
+    """Returns hidden states unchanged, and gives `loss` a gradient of 1 in the backward.
+
+    So the backward of a chunk is also that of `loss`, which is not sent to the next chunk.
     """
 
     @staticmethod
@@ -392,27 +438,31 @@ class _AddedLoss(torch.autograd.Function):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, but with as many buffers as 1F1B fills at once, in place of one for each
-    micro-batch.
+    """torch's stage with fewer buffers: as many as 1F1B fills at once.
+
+    torch makes a buffer for each micro-batch.
     """
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        used = min(num_microbatches, self.num_stages - self.stage_index)
-        super()._setup_forward_recv_info(used, has_backward)
+        # 1F1B has at most one micro-batch in flight for each stage from here to the last.
+        buffers = min(num_microbatches, self.num_stages - self.stage_index)
+        super()._setup_forward_recv_info(buffers, has_backward)
         self.args_recv_info |= {
-            index: self.args_recv_info[index % used] for index in range(used, num_microbatches)
+            index: self.args_recv_info[index % buffers]
+            for index in range(buffers, num_microbatches)
         }
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
+        super()._setup_backward_recv_info(1)  # sets `chunks` to 1 too
         self.chunks = num_microbatches
         self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
 
 
 class _Chunk(nn.Module):
-    """A chunk as a module, which torch's schedules need.
+    """A chunk as a module, since torch's schedules need modules.
 
-    It has no parameters: the schedule would reduce their gradients, as FSDP does already.
+    It has no parameters, because the schedule would reduce their gradients, and FSDP does so
+    already.
     """
 
     def __init__(self, compute: Callable[[tuple[Tensor, ...], int], Tensor]) -> None:
@@ -424,7 +474,7 @@ class _Chunk(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """Stands in for a decoder layer that another rank computes."""
+    """Stands in for a decoder layer that another rank or chunk computes. See `Pipeline.cross`."""
 
     def __init__(
         self, pipeline: Pipeline, index: int, *, sends: bool = False, receives: bool = False
@@ -443,30 +493,38 @@ class _Elsewhere(nn.Module):
         cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        if cache is None:  # its name up to transformers 5.23
+        if cache is None:  # transformers up to 5.23 calls it past_key_values
             cache = past_key_values
         if cache is not None:
-            # generation asks the cache of any layer how many tokens it holds
-            nothing = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 0)
-            cache.update(nothing, nothing, self._index)
+            # Generation may ask any layer's cache how many tokens it holds. So this layer's cache
+            # gets the right number of tokens, [rows, heads, tokens, head size], of head size 0.
+            rows, tokens, _ = hidden.shape
+            empty_states = hidden.new_zeros(rows, 1, tokens, 0)
+            cache.update(empty_states, empty_states, self._index)
         return self._pipeline.cross(hidden, sends=self._sends, receives=self._receives)
 
 
-def _count_multiplied(module: nn.Module) -> int:
-    """Counts the numbers of a module that are multiplied, quantized or not, without adapters'."""
+def _count_matrix_numbers(module: nn.Module) -> int:
+    """Counts the numbers in the matrices of a module, quantized or not, without adapters.
+
+    It is the cost of computing the module, by which layers are split into chunks.
+    """
     count = 0
     for name, part in module.named_modules():
-        if ".lora_" in name:  # few
+        if ".lora_" in name:  # an adapter has few numbers
             continue
         full_shape = getattr(part, "full_shape", None)
-        if isinstance(full_shape, tuple):  # of a quantized weight
+        if isinstance(full_shape, tuple):  # `part` is a quantized weight
             count += prod(full_shape)
         count += sum(p.numel() for p in part.parameters(recurse=False) if p.dim() > 1)
     return count
 
 
 def _drop_parameters(module: nn.Module) -> None:
-    """Drops the parameters of a module that another rank computes, and the hooks that read them."""
+    """Drops the parameters of a module that another rank computes, and the module's hooks.
+
+    The hooks read the parameters.
+    """
     for part in module.modules():
         part._parameters.clear()
         part._forward_pre_hooks.clear()

@@ -1,15 +1,17 @@
-"""Sequence parallelism: the ranks of a sequence divide the tokens of a row, and trade them for
-heads, or gather them, around attention.
+"""Sequence parallelism: a group of ranks divides the tokens of each row.
 
-A decoder layer works on this rank's tokens. If there are enough heads, the ranks divide them
-(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): an all-to-all before attention trades
-tokens for heads, so that a rank has every token of its heads, and a second one trades back after
-attention. The backward of each is an all-to-all of the gradients; under activation checkpointing
-every rank repeats both in the same order. Fewer key-value heads than ranks are repeated.
+A decoder layer works on this rank's tokens. Attention needs the others too, and gets them in one of
+two ways; `divides_heads` in config/layout.py chooses.
 
-If there are more ranks than heads, they gather the keys and values of the row, and each attends
-from its own tokens (Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). The
-backward sums the gradients of keys and values over the ranks.
+If the heads divide evenly over the ranks, each rank attends with some of the heads
+(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509). An all-to-all before attention trades
+tokens for heads, so that a rank has all tokens of its heads; a second all-to-all trades back after
+attention. The backward of each is an all-to-all of the gradients. Activation checkpointing repeats
+both, on every rank in the same order. If key-value heads do not divide evenly, they are repeated.
+
+Otherwise the ranks gather the keys and values of the row, and each rank attends from its own tokens
+(Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). The backward sums the gradients
+of keys and values over the ranks.
 """
 
 import math
@@ -26,30 +28,31 @@ from finetune.distributed.world import all_to_all
 def trade_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Trades all heads of this rank's tokens for all tokens of this rank's heads, in one
-    all-to-all.
+    """Gives all heads of this rank's tokens for all tokens of this rank's heads: one all-to-all.
 
     Args:
         query: [rows, heads, tokens of this rank, head size].
         key: [rows, key-value heads, tokens of this rank, head size].
-        value: As `key`, with its own head size.
+        value: Like `key`, but its head size may differ.
         group: The ranks of the sequence. Each has the same number of tokens, in order of rank.
 
     Returns:
-        [rows, heads / ranks, tokens, head size] of each; views of one tensor if there is one row.
+        Query, key and value, each [rows, heads of this rank, tokens, head size]. If there is one
+        row, they are views of one tensor.
     """
     ranks = group.size()
     rows, _, tokens, _ = query.shape
-    parts = []
-    shapes = []  # (heads of a rank, head size)
+    parts = []  # of query, key and value
+    shapes = []  # (heads of a rank, head size) of query, key and value
     for states in (query, _repeat_heads(key, ranks), _repeat_heads(value, ranks)):
         heads = states.shape[1] // ranks
         size = states.shape[3]
         by_rank = states.transpose(1, 2).reshape(rows, tokens, ranks, heads * size)
         parts.append(by_rank.movedim(2, 0))  # [ranks, rows, tokens, heads of a rank x head size]
         shapes.append((heads, size))
-    received = all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
-    split = torch.split(received, [heads * size for heads, size in shapes], dim=-1)
+    received = all_to_all(torch.cat(parts, dim=-1), group)
+    all_tokens = received.movedim(0, 1).flatten(1, 2)  # [rows, tokens, features of all three]
+    split = torch.split(all_tokens, [heads * size for heads, size in shapes], dim=-1)
     query, key, value = (
         states.view(rows, ranks * tokens, *shape).transpose(1, 2)
         for states, shape in zip(split, shapes, strict=True)
@@ -58,19 +61,20 @@ def trade_tokens_for_heads(
 
 
 def trade_heads_for_tokens(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Trades the output of attention, all tokens of this rank's heads, for all heads of this rank's
-    tokens.
+    """Gives all tokens of this rank's heads for all heads of this rank's tokens, after attention.
 
     [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
     """
+    ranks = group.size()
     rows, tokens, heads, size = output.shape
-    sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
+    own_tokens = tokens // ranks
+    sent = output.reshape(rows, ranks, own_tokens, heads * size).movedim(1, 0)
     received = all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
-    return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
+    return received.movedim(0, 2).reshape(rows, own_tokens, ranks * heads, size)
 
 
 def gather_keys(states: Tensor, group: ProcessGroup) -> Tensor:
-    """Gathers the keys or values of the row's tokens, with gradients.
+    """Gathers the keys, or the values, of all tokens of a row, with gradients.
 
     [rows, heads, tokens of this rank, head size] -> [rows, heads, tokens, head size].
     """
@@ -78,17 +82,26 @@ def gather_keys(states: Tensor, group: ProcessGroup) -> Tensor:
     return gathered
 
 
-def take_heads(of_heads: Tensor, group: ProcessGroup) -> Tensor:
-    """Takes this rank's part of a tensor that has one number for every head, [heads]."""
-    return of_heads.chunk(group.size())[group.rank()]
+def take_heads(by_head: Tensor, group: ProcessGroup) -> Tensor:
+    """Takes this rank's heads from a tensor with one number for every head.
+
+    [heads] -> [heads of this rank].
+    """
+    return by_head.chunk(group.size())[group.rank()]
 
 
 def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
-    """Repeats key-value heads [rows, heads, ...] until their number is a multiple of `ranks`."""
-    return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
+    """Repeats each key-value head, so that the number of heads is a multiple of `ranks`.
+
+    [rows, heads, ...] -> [rows, lcm(heads, ranks), ...]. Copies of a head are neighbors.
+    """
+    heads = states.shape[1]
+    return states.repeat_interleave(math.lcm(heads, ranks) // heads, dim=1)
 
 
 class _GatherTokens(torch.autograd.Function):
+    """Gathers tokens, dimension 2; the backward sums their gradients over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -101,9 +114,10 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(states: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
-    """Gathers the tokens of a row, without gradients.
+    """Gathers all tokens of a row, without gradients.
 
-    [rows, tokens of this rank, ...] -> [rows, tokens, ...]; `dim`: that of the tokens.
+    [rows, tokens of this rank, ...] -> [rows, tokens, ...], if `dim`, the dimension of the tokens,
+    is 1.
     """
     parts = [
         torch.empty_like(states, memory_format=torch.contiguous_format) for _ in range(group.size())
@@ -115,11 +129,12 @@ def gather_tokens(states: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
 def sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sums `tensor` over the ranks of a sequence, with gradients.
 
-    Every rank computes the same loss from the sum, so each must count 1 / ranks of that loss.
+    Every rank computes the same loss from the sum, and the backward sums the gradients of all these
+    losses. So each rank must divide its loss by the number of ranks.
 
     Args:
         tensor: This rank's part of the sum.
-        group: The ranks of the sequence; None returns `tensor`.
+        group: The ranks of the sequence. If None, `tensor` is already the sum.
     """
     if group is None:
         return tensor
@@ -128,6 +143,8 @@ def sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
+    """Sums a tensor over the ranks; the backward sums its gradients in the same way."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -137,4 +154,5 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.forward(ctx, grad_outputs[0], ctx.group), None
+        summed = _SumOverRanks.forward(ctx, grad_outputs[0], ctx.group)
+        return summed, None

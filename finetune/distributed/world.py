@@ -1,7 +1,8 @@
-"""The ranks of a run: the place of this one among them, and what they exchange without pickles.
+"""The ranks of a run: this rank's place among them, and what they exchange.
 
-They exchange tensors, values as JSON, and actions that succeed on all ranks or fail on all. A stage
-is the ranks with the same layers: all of them, except under pipeline parallelism.
+Ranks exchange tensors and JSON, never pickles, and can run an action that succeeds on all ranks or
+fails on all. A stage is a group of ranks with the same layers; without pipeline parallelism all
+ranks are one stage.
 """
 
 import errno
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
 
-# The dimensions of the meshes.
+# Names of the dimensions of the meshes; `join` makes the meshes.
 PIPELINE = "pp"
 REPLICATE = "dp_replicate"
 FSDP = "fsdp"
@@ -41,37 +42,42 @@ EXPERT = "expert"
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """The share of a step's rows, and of their tokens, that a rank trains on: part `rank` of `size`
-    parts.
+    """The share of a step's rows, and of their tokens, that a rank trains on.
+
+    The rows are divided into `size` shares, and this rank trains on share `rank`. Ranks that work
+    on a row together have the same `rank`.
     """
 
     rank: int
     size: int
-    local_rank: int  # on this node, of all ranks
+    local_rank: int  # the process's index on its node
     device: torch.device
-    sequence_rank: int = 0  # among the ranks that divide the tokens of a row between them
-    sequence_size: int = 1
+    sequence_rank: int = 0  # index among the ranks that divide the tokens of a row
+    sequence_size: int = 1  # the number of these ranks
 
 
 def alone() -> DataParallelRank:
-    """A process without other ranks, on the CPU."""
-    return DataParallelRank(0, 1, 0, torch.device("cpu"))
+    """Returns the share of a process without other ranks, on the CPU: all rows."""
+    return DataParallelRank(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
 
 def gather_json(
     value: Any, group: ProcessGroup | None, device: torch.device | str = "cpu"
 ) -> list[Any]:
-    """Returns every rank's `value`, sent as JSON over tensors on `device`, in order of rank.
+    """Returns the `value` of every rank of `group`, in order of rank. All of them call it.
 
-    All ranks of `group` call it.
+    Each value is sent as JSON, in a tensor of bytes on `device`.
     """
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    encoded = bytearray(json.dumps(value).encode())
+    own_text = torch.frombuffer(encoded, dtype=torch.uint8).to(device)
     ranks = dist.get_world_size(group)
+    # an all-gather needs tensors of one size: lengths first, then texts padded to the longest
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=device), group)
+    dist.all_gather(sizes, torch.tensor([own_text.numel()], device=device), group)
     longest = int(max(size.item() for size in sizes))
     texts = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - own.numel())), group)
+    padded_text = torch.nn.functional.pad(own_text, (0, longest - own_text.numel()))
+    dist.all_gather(texts, padded_text, group)
     values = []
     for text, size in zip(texts, sizes, strict=True):
         values.append(json.loads(bytes(text[: int(size.item())].tolist())))
@@ -80,33 +86,34 @@ def gather_json(
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among the ranks.
+    """This process's place among the ranks of a run, and the collectives over all ranks.
 
-    One process is a world of one: the same code, the same layout.
+    One process is a world of one, and runs the same code.
     """
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int  # ranks on this node
+    local_rank: int  # this process's index on its node
+    local_size: int  # the number of ranks on this node
     device: torch.device
     sharding: Sharding
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
-    # the ranks that divide a row's tokens; None: a rank has whole rows
+    # the ranks that divide the tokens of a row with this one; None: each rank has whole rows
     sequence_group: ProcessGroup | None = None
-    # The variables that joining changed -> their values before; None: they were not set.
+    # environment variable that joining changed -> its value before; None: it was not set
     environment: dict[str, str | None] = field(default_factory=dict)
-    # set by `leave`: from then on other ranks may end
+    # set by `leave`; until then, the end of another rank on this node ends this process
     left: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """The number of pipeline stages; 1 without pipeline parallelism."""
         return self.sharding.pipeline_parallel_size
 
     @property
@@ -121,27 +128,30 @@ class World:
 
     @property
     def stage_group(self) -> ProcessGroup | None:
-        """The ranks of this rank's stage; None if all ranks are in it."""
+        """The group of this rank's stage; None (the default group) if all ranks are in it."""
         if self.mesh is None or self.stage_size == self.size:
             return None
         return self.mesh[STAGE].get_group()
 
     @property
     def shard_group_size(self) -> int:
-        """The number of ranks over which a replica of the stage's layers is sharded."""
+        """The number of ranks over which one replica of the stage's layers is sharded."""
         return self.sharding.count_replica_ranks(self.stage_size, self.local_size)
 
     @property
     def shard_rank(self) -> int:
-        """This rank's position in its shard group; the ranks of a tensor-parallel group have the
-        same one.
+        """This rank's index in its shard group.
+
+        The ranks of a tensor-parallel group have the same index.
         """
         return self.sharding.tensor_group_of(self.rank_in_stage % self.shard_group_size)
 
     @property
     def data_parallel(self) -> DataParallelRank:
-        """This rank's share of a step's rows; the ranks of a sequence or tensor group have the same
-        rows.
+        """This rank's share of a step's rows and tokens.
+
+        The ranks of a sequence-parallel or tensor-parallel group have the same rows, and so have
+        the ranks of a pipeline.
         """
         sequence_size = self.sharding.sequence_parallel_size
         return DataParallelRank(
@@ -155,64 +165,76 @@ class World:
 
     @property
     def is_first_of_batch(self) -> bool:
-        """Whether this is the first of the ranks that train on the same rows; what all of them know
-        is counted on it alone.
+        """Whether this is the first of the ranks that train on the same rows.
+
+        A sum over ranks that should count such rows once takes them from this rank.
         """
         return self.rank < self.stage_size and self.rank % self.sharding.ranks_per_row == 0
 
     @property
     def tensor_group_index(self) -> int:
-        """The index of this rank's tensor-parallel group among `tensor_group_count`; its ranks
-        compute the same losses.
+        """The index of this rank's tensor-parallel group in its stage.
+
+        The ranks of a group compute the same losses. Without tensor parallelism each rank is a
+        group.
         """
         return self.sharding.tensor_group_of(self.rank_in_stage)
 
     @property
     def tensor_group_count(self) -> int:
-        """The number of tensor-parallel groups in a stage, over which gradients are averaged;
-        without tensor parallelism each rank is one.
+        """The number of tensor-parallel groups in a stage; gradients are averaged over them.
+
+        Without tensor parallelism each rank is a group.
         """
         return self.sharding.tensor_group_of(self.stage_size)
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """The mesh of `join.make_mesh`; None if the world has one dimension."""
+        """The mesh that `join.make_mesh` made, or None."""
         return getattr(self.accelerator, "torch_device_mesh", None)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Returns the element-wise sum of every rank's `tensor`, in place, on every rank."""
+        """Returns the element-wise sum of `tensor` over all ranks, in place. All ranks call it."""
         if dist.is_initialized():
             dist.all_reduce(tensor)
         return tensor
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """Returns the element-wise maximum of every rank's `tensor`, in place, on every rank."""
+        """Returns the element-wise maximum of `tensor` over all ranks, in place.
+
+        All ranks call it.
+        """
         if dist.is_initialized():
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def sum_over_groups(self, tensor: Tensor) -> Tensor:
-        """As `sum`, but the ranks of a tensor-parallel group or of a pipeline have the same
-        `tensor`, and count once.
+        """Returns the sum of `tensor` as `sum` does, but counts equal tensors once.
+
+        All ranks of a tensor-parallel group, or of a pipeline, have the same `tensor`.
         """
         summed = self.sum(tensor)
         copies = self.size // self.tensor_group_count
         return summed if copies == 1 else summed.div_(copies)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Returns whether `flag` is true on any rank. All ranks call it."""
         if dist.is_initialized():
             return bool(self.sum(torch.tensor(int(flag))).item())
         return flag
 
     def barrier(self) -> None:
-        """Waits for every rank; over gloo, so that no GPU is waited for."""
+        """Waits until every rank has called this.
+
+        The tensor is on the CPU, so gloo sums it, and no rank waits for its GPU's queue.
+        """
         self.sum(torch.zeros(1))
 
     def gather(self, value: Any, group: ProcessGroup | None = None) -> list[Any]:
-        """Returns every rank's `value` (of JSON), in order of rank, on every rank.
+        """Returns the JSON `value` of every rank, in order of rank. All ranks call it.
 
-        `group`: of gloo; a thread beside the training loop needs its own.
+        `group` is a gloo group of all ranks, by default the world's. A thread beside the training
+        loop needs a group of its own.
         """
         if dist.is_initialized():
             return gather_json(value, group)
@@ -221,18 +243,18 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks of a process group, which run actions that succeed or fail on all of them."""
+    """Runs actions that succeed on all ranks or fail on all."""
 
     world: "World"
-    # None: the default group; a thread beside the training loop needs its own
+    # a group of all ranks; None: the default group. A thread beside the training loop needs its own
     group: ProcessGroup | None = None
 
     def on_all(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on each rank; returns the results (of JSON), in order of rank, on every
-        rank.
+        """Runs `action` on each rank; returns all JSON results, in order of rank, on every rank.
 
-        If it raises `OSError` or `UserError` on one rank, every rank raises the same `AgreedError`.
-        Any other exception is a fault of the program: it is raised as it is, on its rank.
+        All ranks call it. If the action raises on one rank, every other rank raises `AgreedError`
+        with its message. So does the failed rank for `OSError` and `UserError`. Any other exception
+        is a fault of the program, and is raised unchanged on the failed rank.
         """
         result = None
         error = None
@@ -240,25 +262,30 @@ class RankGroup:
             result = action()
         except Exception as failure:  # raised below: the other ranks wait for this one's result
             error = failure
-        sentence = None if error is None else _sentence(error)
+        sentence = None if error is None else _describe_error(error)
         outcomes = self.world.gather({"result": result, "error": sentence}, self.group)
         if error is not None and not isinstance(error, OSError | UserError):
             raise error
         sentences = [outcome["error"] for outcome in outcomes]
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text]
-        if len(set(filter(None, sentences))) == 1:
-            raise AgreedError(next(filter(None, sentences))) from error
-        if failed:
-            raise AgreedError("; ".join(failed)) from error
+        by_rank = [f"rank {rank}: {text}" for rank, text in enumerate(sentences) if text]
+        different = set(filter(None, sentences))
+        if len(different) == 1:
+            raise AgreedError(different.pop()) from error
+        if by_rank:
+            raise AgreedError("; ".join(by_rank)) from error
         return [outcome["result"] for outcome in outcomes]
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Runs `action` on rank 0; returns its result on every rank. The others wait for it."""
-        return self.on_all(lambda: action() if self.world.is_main else None)[0]
+        """Runs `action` on rank 0; returns its result on every rank.
+
+        All ranks call it, and wait for rank 0.
+        """
+        main_result, *_ = self.on_all(lambda: action() if self.world.is_main else None)
+        return main_result
 
 
-def _sentence(error: Exception) -> str:
-    """What is wrong, for a person."""
+def _describe_error(error: Exception) -> str:
+    """Returns a sentence for a person on what went wrong."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}{_describe_full_disk(error)}"
     if isinstance(error, UserError):
@@ -267,9 +294,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _describe_full_disk(error: OSError) -> str:
-    """Says what to do if a disk, or a user's quota, has no bytes or no files left; empty for other
-    errors.
-    """
+    """Returns advice if the error is a full disk or an exhausted quota; else an empty text."""
     folder = Path(error.filename or ".").parent
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():
         return ""
@@ -291,18 +316,25 @@ def all_to_all(
     sent: list[int] | None = None,
     received: list[int] | None = None,
 ) -> Tensor:
-    """Sends `sent[r]` of the rows to each rank r of the group; returns the rows from all ranks,
-    `received[r]` from rank r, in order of rank.
+    """Sends rows to each rank of `group` and returns the rows from all ranks, in order of rank.
 
-    Its backward sends the gradients back. None: each rank sends and receives the same number.
+    The backward sends the gradients back. All ranks of the group call it.
+
+    Args:
+        rows: [rows, ...], in order of the rank to which they go.
+        group: The ranks.
+        sent: The number of rows for each rank; None: the same for all.
+        received: The number of rows from each rank; None: the same from all.
     """
     exchanged: Tensor = _AllToAll.apply(rows, group, sent, received)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-# torch.distributed.nn's is deprecated. A functional collective returns a wrapper that waits later,
-# and all views and saved tensors of a layer would be such wrappers.
+# torch.distributed.nn's version is deprecated. A functional collective returns a wrapper that waits
+# later, and all views and saved tensors of a layer would be such wrappers.
 class _AllToAll(torch.autograd.Function):
+    """Exchanges rows as `all_to_all` does; the backward swaps the numbers sent and received."""
+
     @staticmethod
     def forward(
         ctx: Any,

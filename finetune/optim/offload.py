@@ -1,15 +1,16 @@
-"""An optimizer under FSDP2 with its state in a file of each rank, as in ZeRO-Infinity (Rajbhandari
-et al. 2021).
+"""An optimizer for FSDP2 whose state is in a file, one for each rank.
 
-The state is the moments, and fp32 master weights where the model computes in another dtype. It is
-divided into windows in the order of the optimizer's parameters; the largest decoder layer gives
-their size. There are two buffers. While the window in one buffer is updated, the other buffer is
-written to the file, and the next window is read into it. The optimizer that would update the
-parameters in memory updates them here, in the same order. The results are equal bit for bit.
+The method is that of ZeRO-Infinity (Rajbhandari et al. 2021). The state is the moments, and also
+fp32 master weights if the model computes in another dtype. It is divided into windows, in the order
+of the optimizer's parameters; the largest decoder layer sets their size. There are two buffers.
+While the window in one buffer is updated, the other buffer is written to the file, and the next
+window is read into it. Each window is updated by the same optimizer, in the same order, as it would
+be without offloading. The results are equal bit for bit.
 
-The file has no name: the system frees it when its process ends, even if that is killed. Requests
-bypass the page cache (open(2), O_DIRECT) where the file system can. Elsewhere the cached pages are
-dropped after each request, because they would take the memory that offloading saves.
+The file has no name: the system frees it when its process ends, even if the process is killed.
+Requests bypass the page cache (open(2), O_DIRECT) if the file system supports this. Otherwise the
+cached pages are dropped after each request, because they would take the memory that offloading
+saves.
 """
 
 import errno
@@ -42,12 +43,12 @@ from finetune.files.durable import try_writing
 from finetune.units import counted, disk_size
 
 T = TypeVar("T")
-REQUEST_BYTES = 8 << 20
-REQUESTS = 4  # requests in flight; an NVMe disk would wait after a single one
+REQUEST_BYTES = 8 << 20  # the most bytes that one request reads or writes
+REQUESTS = 4  # requests at the same time; with one, an NVMe disk would idle between requests
 
 
 def align(byte_count: int) -> int:
-    """Rounds up to a multiple of OFFLOAD_ALIGNMENT.
+    """Rounds a number of bytes up to a multiple of OFFLOAD_ALIGNMENT.
 
     >>> align(1), align(4096), align(0)
     (4096, 4096, 0)
@@ -55,43 +56,46 @@ def align(byte_count: int) -> int:
     return round_up(byte_count, OFFLOAD_ALIGNMENT)
 
 
-TOUCHING_THREADS = 8
-TOUCHED_BYTES = 64 * 1024 * 1024  # that a thread clears at once
+TOUCHING_THREADS = 8  # threads that clear new memory, so that its pages exist
+TOUCHED_BYTES = 64 * 1024 * 1024  # what such a thread clears at once
 
 
 def allocate_aligned(byte_count: int, device: torch.device) -> Tensor:
-    """Allocates host memory for direct requests, pinned for a GPU.
+    """Allocates host memory that O_DIRECT accepts; it is pinned if `device` is a GPU.
 
-    torch's pinned allocator would round up to a power of two.
+    torch's own pinned allocator would round the size up to a power of two.
 
     Returns:
-        uint8[bytes], aligned, and at least `byte_count` rounded up by `align`.
+        uint8[bytes], aligned. Its length is `byte_count` rounded up by `align`, and never 0.
     """
     size = max(align(byte_count), OFFLOAD_ALIGNMENT)
     mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
-        # On the host of an H200 existing pages are pinned at 16 GiB/s, others at 2.
+        # The pages are made first, by writing to them: on the host of an H200, existing pages are
+        # pinned at 16 GiB/s, and others at 2 GiB/s.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         with ThreadPoolExecutor(TOUCHING_THREADS) as threads:
             list(threads.map(Tensor.zero_, torch.split(memory, TOUCHED_BYTES)))
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # if this fails, copies are only slower
-        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        # The result is not checked: if pinning fails, copies are only slower.
+        no_flags = 0
+        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, no_flags)
     return memory
 
 
 def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
-    """Raises `UserError` where a folder cannot hold the files of the optimizer's state.
+    """Raises `UserError` if `folder` cannot hold the files of the optimizer's state.
 
-    It cannot if it is not writable, is in host memory, or has too little space. It may be missing,
-    but its parent may not: that is a typing error. Nothing is left in the folder.
+    It must be writable, not in host memory, and on a disk with enough free space. If it does not
+    exist, its parent must: a missing parent is taken for a typing error. Nothing is left in the
+    folder.
 
     Args:
-        folder: The folder.
-        needed: The bytes of all files in it.
-        ranks: The number of ranks with a file in it.
+        folder: The recipe's `offload_dir`.
+        needed: The size of all files in it together, in bytes.
+        ranks: The number of ranks that have a file in it.
     """
     if not folder.exists() and not folder.absolute().parent.exists():
         raise UserError(
@@ -101,18 +105,18 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
     try:
         existing = try_writing(folder)
     except OSError as error:
-        raise _unwritable(folder, error) from None
-    kind = _find_filesystem(existing)
-    if kind in ("tmpfs", "ramfs"):
+        raise _make_unwritable_error(folder, error) from None
+    filesystem = _find_filesystem(existing)
+    if filesystem in ("tmpfs", "ramfs"):
         raise UserError(
-            f"offload_dir: {folder}: a {kind}, which is host memory; name a folder on a disk"
+            f"offload_dir: {folder}: a {filesystem}, which is host memory; name a folder on a disk"
         )
     if needed > shutil.disk_usage(existing).free:
-        raise _too_small(existing, needed, ranks)
+        raise _make_space_error(existing, needed, ranks)
 
 
 def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """Makes a file of `size` bytes in `folder`, which is made if missing.
+    """Makes a file of `size` bytes in `folder`; makes the folder too if it does not exist.
 
     Raises `UserError` if that fails.
     """
@@ -121,17 +125,19 @@ def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
         return ScratchFile(folder, size)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _too_small(folder, size, 1) from None
-        raise _unwritable(folder, error) from None
+            raise _make_space_error(folder, size, ranks=1) from None
+        raise _make_unwritable_error(folder, error) from None
 
 
-def _unwritable(folder: Path, error: OSError) -> UserError:
+def _make_unwritable_error(folder: Path, error: OSError) -> UserError:
+    """Makes the error for a folder in which no file can be made."""
     return UserError(
         f"offload_dir: {folder}: cannot be written ({error.strerror}); name another folder"
     )
 
 
-def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
+def _make_space_error(folder: Path, needed: int, ranks: int) -> UserError:
+    """Makes the error for a disk that has no room for `needed` bytes, the files of `ranks`."""
     free = disk_size(shutil.disk_usage(folder).free)
     return UserError(
         f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes "
@@ -153,59 +159,63 @@ def _find_filesystem(folder: Path) -> str:
 
 
 class ScratchFile:
-    """A file of `size` bytes in `folder`, filled with zeros.
+    """A file without a name, of `size` bytes on the disk of `folder`, filled with zeros.
 
-    All offsets and lengths are multiples of OFFLOAD_ALIGNMENT. Raises `OSError` where the folder
+    All offsets and lengths must be multiples of OFFLOAD_ALIGNMENT. Raises `OSError` if the folder
     cannot be written, or the disk has too little space.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.size = size
-        # `posix_fallocate` would fill the disk before it fails
+        # checked first, because `posix_fallocate` would fill the disk before it fails
         if size > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         # stays open until the process ends
-        self._file = self._with_place(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+        self._file = self._name_folder(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
         self._descriptor = self._file.fileno()
         if size:
-            self._with_place(lambda: os.posix_fallocate(self._descriptor, 0, size))
+            self._name_folder(lambda: os.posix_fallocate(self._descriptor, 0, size))
         self.is_direct = _make_direct(self._descriptor)
         self._pool = ThreadPoolExecutor(max_workers=REQUESTS, thread_name_prefix="offload")
 
     def read(self, offset: int, into: Tensor) -> None:
         """Fills `into` (uint8, from `allocate_aligned`) with the file's bytes from `offset` on."""
-        self._with_place(lambda: self._request(os.preadv, offset, into))
+        self._name_folder(lambda: self._transfer(os.preadv, offset, into))
 
     def write(self, offset: int, values: Tensor) -> None:
         """Writes `values` (uint8, from `allocate_aligned`) to the file at `offset`."""
-        self._with_place(lambda: self._request(os.pwritev, offset, values))
+        self._name_folder(lambda: self._transfer(os.pwritev, offset, values))
         if not self.is_direct:
-            os.fdatasync(self._descriptor)  # only clean pages can be dropped
+            os.fdatasync(self._descriptor)  # only pages that are on disk can be dropped
             os.posix_fadvise(self._descriptor, offset, values.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _request(
+    def _transfer(
         self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: Tensor
     ) -> None:
-        """Moves `memory` by several requests at once. `call`: `os.preadv` or `os.pwritev`."""
+        """Reads or writes `memory` (uint8) at `offset` of the file, by several requests at once.
+
+        `call` is `os.preadv` or `os.pwritev`.
+        """
         view = memory.numpy().data
 
-        def move(start: int) -> None:
-            part = view[start : start + REQUEST_BYTES]
-            place = offset + start
-            while part:
-                moved = call(self._descriptor, [part], place)
+        def transfer_piece(start: int) -> None:
+            remaining = view[start : start + REQUEST_BYTES]
+            position = offset + start
+            while remaining:  # a request may stop early
+                moved = call(self._descriptor, [remaining], position)
                 if moved == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                part = part[moved:]
-                place = place + moved
+                remaining = remaining[moved:]
+                position = position + moved
 
-        list(self._pool.map(move, range(0, len(view), REQUEST_BYTES)))
+        # `list` waits for all requests, and raises the error of one that failed
+        list(self._pool.map(transfer_piece, range(0, len(view), REQUEST_BYTES)))
         if call is os.preadv and not self.is_direct:
             os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
-    def _with_place(self, action: Callable[[], T]) -> T:
-        """Returns the result of `action`. An `OSError` gets the folder as its file name."""
+    def _name_folder(self, action: Callable[[], T]) -> T:
+        """Returns the result of `action`. If it raises `OSError`, the error names the folder."""
         try:
             return action()
         except OSError as error:
@@ -214,15 +224,20 @@ class ScratchFile:
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Makes requests bypass the page cache; returns whether the file system can (tmpfs cannot)."""
+    """Makes requests to an open file bypass the page cache (O_DIRECT).
+
+    Returns False if the file system does not support it, such as tmpfs.
+    """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
     except OSError:
         return False
     return True
 
 
-CHUNK_BYTES = 8 << 20  # the part of a tensor in memory while a checkpoint reads or fills it
+CHUNK_BYTES = 8 << 20  # how much of a tensor is in memory while a checkpoint reads or fills it
+# roles of a parameter's tensors in the state; those of moments are torch's names
 MASTER = "master"
 FIRST = "exp_avg"
 SECOND = "exp_avg_sq"
@@ -230,11 +245,15 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """This rank's shard of a tensor of the optimizer's state, at `offset` in the rank's file.
+    """This rank's shard of a tensor of the optimizer's state, in the rank's file.
 
-    A checkpoint treats it like a tensor, but reads its values in `chunks`.
+    Checkpoints use it like a tensor, but read the values in `chunks`.
 
-    layout: The parameter, which is sharded alike.
+    Args:
+        file: The rank's file.
+        offset: The position of the shard in the file, in bytes.
+        layout: The parameter that the state belongs to, which is sharded in the same way.
+        dtype: The dtype of the values.
     """
 
     def __init__(
@@ -248,6 +267,7 @@ class OffloadedTensor:
 
     @property
     def nbytes(self) -> int:
+        """The size of this rank's shard in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def numel(self) -> int:
@@ -255,12 +275,18 @@ class OffloadedTensor:
         return prod(self.shape)
 
     def within(self, memory: Tensor, start: int) -> Tensor:
-        """Returns the view of the shard in `memory` (uint8), the file's bytes from `start` on."""
+        """Returns the shard as a view of `memory`, uint8, which has the file's bytes from `start`.
+
+        `memory` must contain all of the shard's bytes.
+        """
         first = self._offset - start
         return memory[first : first + self.nbytes].view(self.dtype).view(self.shape)
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yields the values, flat, CHUNK_BYTES at once. Each chunk overwrites the one before."""
+        """Reads the values from the file; yields them as flat tensors of at most CHUNK_BYTES.
+
+        Each chunk overwrites the chunk before.
+        """
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, self.nbytes - start)
@@ -269,52 +295,55 @@ class OffloadedTensor:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Writes `values` to the file."""
-        flat = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
+        """Writes `values`, cast to this tensor's dtype, to the file."""
+        content = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
-            part = flat[start : start + CHUNK_BYTES]
-            memory[: len(part)].copy_(part)
-            self._file.write(self._offset + start, memory[: align(len(part))])
+            chunk = content[start : start + CHUNK_BYTES]
+            memory[: len(chunk)].copy_(chunk)
+            self._file.write(self._offset + start, memory[: align(len(chunk))])
 
 
 class MasterWeight(OffloadedTensor):
-    """The fp32 weight behind a parameter in the compute dtype."""
+    """The fp32 weight of a parameter whose own copy in memory has the compute dtype."""
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Writes `values` to the file, and rounds them to the parameter as FSDP2 would."""
+        """Writes `values` to the file, and, rounded to the compute dtype, into the parameter."""
         super().copy_(values)
         local_part(self.layout).copy_(values)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """The state of one parameter."""
+    """The state of one parameter in the file."""
 
-    name: str
+    name: str  # the parameter's name
     parameter: nn.Parameter
-    group: int  # the index of its parameter group
-    # FIRST, SECOND and, where the model computes in another dtype, MASTER
+    group: int  # the index of the parameter's group
+    # role -> tensor: FIRST, SECOND and, if the model computes in another dtype, MASTER
     tensors: Mapping[str, OffloadedTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class StateWindow:
-    """States that are in memory together, and adjacent in the file."""
+    """A range of the file that is in memory at once, with the states of adjacent parameters."""
 
-    offset: int  # in the file
+    offset: int  # the position of the range in the file, in bytes
     nbytes: int
     entries: tuple[ParameterState, ...]
 
 
 class StateLayout:
-    """The places of the parameters' states in the rank's file, in the order of `groups`.
+    """Decides where in the rank's file the state of each parameter is.
+
+    The states are in the order of the parameters in `groups`. `size`: the size of the file.
+    `capacity`: the largest size of a window, which has room for any decoder layer.
 
     Args:
         model: The sharded model.
         groups: The optimizer's parameter groups.
-        moment_dtype: The dtype of moments; None: that of the parameter.
+        moment_dtype: The dtype of moments; None for the dtype of each parameter.
         compute_dtype: The dtype in which the model computes.
     """
 
@@ -328,46 +357,49 @@ class StateLayout:
         self._names = {
             parameter: clean_tensor_name(name) for name, parameter in model.named_parameters()
         }
-        layers = _find_layers(model)
-        bytes_by_unit: Counter[str] = Counter()  # a unit is a layer, or a parameter outside layers
+        layer_names = _name_layers(model)
+        # name of a decoder layer, or of a parameter outside layers -> bytes of its state
+        bytes_by_unit: Counter[str] = Counter()
         # (parameter, index of its group, role -> dtype, bytes of its state)
-        self._placed: list[tuple[nn.Parameter, int, dict[str, torch.dtype], int]] = []
+        self._states: list[tuple[nn.Parameter, int, dict[str, torch.dtype], int]] = []
         for group, settings in enumerate(groups):
             for parameter in settings["params"]:
-                moment = moment_dtype or parameter.dtype
-                dtypes = {FIRST: moment, SECOND: moment}
+                parameter_moment_dtype = moment_dtype or parameter.dtype
+                dtypes = {FIRST: parameter_moment_dtype, SECOND: parameter_moment_dtype}
                 if parameter.dtype != compute_dtype:
                     dtypes = {MASTER: parameter.dtype, **dtypes}
                 numel = local_part(parameter.detach()).numel()
                 size = count_offloaded_bytes(numel, (dtype.itemsize for dtype in dtypes.values()))
-                self._placed.append((parameter, group, dtypes, size))
-                bytes_by_unit[layers.get(parameter, self._names[parameter])] += size
+                self._states.append((parameter, group, dtypes, size))
+                unit = layer_names.get(parameter, self._names[parameter])
+                bytes_by_unit[unit] += size
         self.size = bytes_by_unit.total()
-        self.capacity = max(bytes_by_unit.values())  # of a window
+        self.capacity = max(bytes_by_unit.values())
 
     def windows(self, file: ScratchFile) -> tuple[StateWindow, ...]:
         """Divides the state in `file` into windows of at most `capacity` bytes."""
         windows: list[StateWindow] = []
-        entries: list[ParameterState] = []
-        begin = offset = 0
-        for parameter, group, dtypes, size in self._placed:
+        entries: list[ParameterState] = []  # of the window that is being filled
+        begin = 0  # where this window begins in the file
+        offset = 0  # where the next parameter's state begins
+        for parameter, group, dtypes, size in self._states:
             if entries and offset + size - begin > self.capacity:
                 windows.append(StateWindow(begin, offset - begin, tuple(entries)))
                 entries = []
                 begin = offset
             tensors = {}
-            place = offset
+            tensor_offset = offset
             for role, dtype in dtypes.items():
-                kind = MasterWeight if role == MASTER else OffloadedTensor
-                tensors[role] = kind(file, place, parameter, dtype)
-                place += align(tensors[role].nbytes)
+                tensor_class = MasterWeight if role == MASTER else OffloadedTensor
+                tensors[role] = tensor_class(file, tensor_offset, parameter, dtype)
+                tensor_offset += align(tensors[role].nbytes)
             entries.append(ParameterState(self._names[parameter], parameter, group, tensors))
             offset += size
         return (*windows, StateWindow(begin, offset - begin, tuple(entries)))
 
 
-def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Returns the name of the decoder layer of each parameter that is in one."""
+def _name_layers(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Returns parameter -> name of the decoder layer, for each parameter in a decoder layer."""
     layers = decoder_layers(model)
     names = {}
     for name, module in model.named_modules():
@@ -377,33 +409,34 @@ def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _find_compute_dtype(parameter: nn.Parameter, world: World) -> torch.dtype:
-    """Returns the dtype in which FSDP2 computes with a parameter."""
-    mixed = world.sharding.mixed_precision
-    if mixed == "no":
+    """Returns the dtype in which FSDP2 computes with `parameter`."""
+    precision = world.sharding.mixed_precision
+    if precision == "no":
         return parameter.dtype
-    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPE[mixed])
+    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPE[precision])
     return dtype
 
 
+# parameter groups -> an optimizer over them
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """An optimizer over the trained parameters of an FSDP2 model, with its state in a file.
+    """An optimizer over the trained parameters of an FSDP2 model, whose state is in a file.
 
-    In memory each parameter has a `step` (fp32 scalar). The rest is in the rank's file, which ends
-    with the process. Making it casts the trained parameters to the compute dtype. All ranks make
-    the same calls.
+    Of the state, only `step` (an fp32 scalar for each parameter) is in memory. The rest is in the
+    rank's file, which is gone when the process ends. The constructor casts the trained parameters
+    to the compute dtype. All ranks make the same calls.
 
     Args:
-        model: The model.
+        model: The sharded model, which may have a wrapper.
         groups: The optimizer's parameter groups.
-        make: Makes the optimizer that updates a window, from parameter groups.
+        make: Makes the inner optimizer, which updates one window after another.
         optimization: The recipe's section.
-        world: This rank's place.
+        world: The ranks.
 
     Raises:
-        UserError: On all ranks, where one cannot write to `offload_dir`, or its disk is too small.
+        UserError: On all ranks, if one cannot write to `offload_dir`, or its disk is too small.
     """
 
     def __init__(
@@ -416,12 +449,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": optimization.learning_rate})
         self._ranks = RankGroup(world)
+        # The inner optimizer gets its real parameters window by window; until then each of its
+        # groups has an empty parameter.
         self._inner = make([group | {"params": [nn.Parameter(torch.empty(0))]} for group in groups])
         for group in self._inner.param_groups:
-            # torch would choose foreach for these tensors, but not for sharded ones in memory
+            # torch would choose foreach for the plain tensors of a window. It does not for the
+            # sharded tensors in memory, and the results must be equal.
             if "foreach" in group:
                 group["foreach"] = False
-        self._settings = self._inner.param_groups
+        self._inner_groups = self._inner.param_groups
         trained = groups[0]["params"][0]
         compute_dtype = _find_compute_dtype(trained, world)
         is_bf16 = OPTIMIZERS[optimization.optim].moment_itemsize == 2
@@ -434,13 +470,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.windows = layout.windows(self.file)
         self.capacity = layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
-        # Parameters on a GPU are updated there, as without offloading: a CPU rounds differently.
+        # Parameters on a GPU are updated there, as without offloading, since a CPU rounds
+        # differently. This is the window's memory on the GPU.
         self._staging: Tensor | None = None
         if trained.device.type != "cpu":
             self._staging = torch.empty(self.capacity, dtype=torch.uint8, device=trained.device)
-        # With one thread a buffer is written before the next window is read into it.
+        # One thread does all requests in order: a buffer is written before it is read into again.
         self._io = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         self._write_masters(model, compute_dtype)
+        # torch's fused optimizers need `step` on the device of the parameters
         step_device = trained.device if self._inner.defaults.get("fused") else ON_HOST
         for entry in self._entries():
             step = torch.zeros((), dtype=torch.float32, device=step_device)
@@ -449,13 +487,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient.
 
-        Raises `UserError` on all ranks where the disk of one fails.
+        Raises `UserError` on all ranks if the disk of one rank fails.
         """
         assert closure is None, "closures are not supported"
         self._ranks.on_all(self._update_all)
 
     def master_weights(self) -> dict[str, OffloadedTensor]:
-        """Returns the fp32 weights by the parameters' names; none where the parameters are fp32."""
+        """Returns name of a parameter -> its master weight.
+
+        Empty if the model computes in the dtype of its parameters.
+        """
         weights = {}
         for entry in self._entries():
             if MASTER in entry.tensors:
@@ -463,7 +504,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return weights
 
     def moments(self) -> dict[str, OffloadedTensor | Tensor]:
-        """Returns the rest of the state by torch's flat names, such as `state.<parameter>.step`."""
+        """Returns the moments and steps by torch's flat names, such as `state.<parameter>.step`."""
         state: dict[str, OffloadedTensor | Tensor] = {}
         for entry in self._entries():
             for role in (FIRST, SECOND):
@@ -484,43 +525,46 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._ranks.on_all(lambda: take_master_weights(model, compute_dtype, take))
 
     def _entries(self) -> Iterator[ParameterState]:
+        """Returns the states of all parameters, in the order of the file."""
         return chain.from_iterable(window.entries for window in self.windows)
 
     @torch.no_grad()
     def _update_all(self) -> None:
-        """Passes over the file once.
+        """Updates all windows of the file, one after another.
 
-        While a window is updated, the one before is written and the one after is read.
+        While a window is updated, the window before is written and the window after is read.
         """
-        following = self._io.submit(self._read, 0)
-        written: list[Future[None]] = []
+        next_read = self._io.submit(self._read, 0)
+        writes: list[Future[None]] = []
         try:
             for index, window in enumerate(self.windows):
-                following.result()
+                next_read.result()
                 if index + 1 < len(self.windows):
-                    following = self._io.submit(self._read, index + 1)
+                    next_read = self._io.submit(self._read, index + 1)
                 event = self._update(window, self.buffers[index % 2])
-                written.append(self._io.submit(self._write, index, event))
-        finally:  # requests in flight use the buffers
-            failures = [each.exception() for each in (following, *written)]
+                writes.append(self._io.submit(self._write, index, event))
+        finally:  # waits for all requests, even after an error, because they use the buffers
+            failures = [request.exception() for request in (next_read, *writes)]
         for failure in failures:
             if failure is not None:
                 raise failure
 
     def _read(self, index: int) -> None:
+        """Reads a window into the buffer in which it is updated."""
         window = self.windows[index]
         self.file.read(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _write(self, index: int, event: Any) -> None:
+        """Writes a window from its buffer, after the update that ends with `event`, if any."""
         if event is not None:
             event.synchronize()
         window = self.windows[index]
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _update(self, window: StateWindow, buffer: Tensor) -> Any:
-        """Updates the window's state, which is in `buffer`, and its parameters.
+        """Updates the parameters of a window, and their state, which is in `buffer`.
 
-        Returns the CUDA event that ends the update; None: it has ended.
+        Returns a CUDA event after which the new state is in `buffer`; None if it is there already.
         """
         memory = buffer[: window.nbytes]
         if self._staging is not None:
@@ -541,15 +585,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         memory: Tensor,
         window: StateWindow,
     ) -> None:
-        """Steps the inner optimizer over `entries`, which are in one group.
+        """Updates the parameters of one group in a window by the inner optimizer.
+
+        Parameters without a gradient stay as they are.
 
         Args:
             group: The parameter group.
             index: The index of the group.
-            entries: The states to update.
+            entries: The states of the group's parameters in the window.
             memory: The bytes of the window.
-            window: The window that has the entries.
+            window: The window.
         """
+        # (weight that the inner optimizer updates: the master weight or the parameter; parameter)
         updated: list[tuple[Tensor, nn.Parameter]] = []
         inner = self._inner
         for entry in entries:
@@ -567,9 +614,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not updated:
             return
         settings = {"lr": group["lr"], "params": [weight for weight, _ in updated]}
-        inner.param_groups = [self._settings[index] | settings]
+        inner.param_groups = [self._inner_groups[index] | settings]
         inner.step()
         for weight, parameter in updated:
             local_part(parameter).copy_(weight)
-        inner.state.clear()  # which would keep the gradients
-        inner.param_groups = self._settings
+        inner.state.clear()  # its keys, the weights, would keep the gradients
+        inner.param_groups = self._inner_groups

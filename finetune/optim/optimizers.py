@@ -1,7 +1,6 @@
-"""The optimizers of a recipe: how each is made, their parameter groups, and update rules that torch
-lacks.
+"""Makes a recipe's optimizer and its parameter groups; has the update rules that torch lacks.
 
-Torch has no AdamW with bf16 moments. Its Adafactor and Muon do not support sharded tensors.
+torch has no AdamW with bf16 moments, and its Adafactor and Muon do not support sharded tensors.
 """
 
 import hashlib
@@ -25,12 +24,15 @@ from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.optim.offload import OffloadedOptimizer
 
-# The elements that an update without a compiler does at once: bounds each fp32 temporary to 64 MiB.
+# how many elements an update without a compiler does at once; limits each fp32 temporary to 64 MiB
 SLICE = 1 << 24
 
 
 def load_state_unconverted(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict into `optimizer` without casting its tensors, as torch would."""
+    """Loads a state dict into `optimizer`, and keeps the dtypes of its tensors.
+
+    torch's own `load_state_dict` would cast them to the dtype of the parameters.
+    """
     groups: list[dict[str, Any]] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append(saved | {"params": group["params"]})
@@ -45,7 +47,7 @@ class _ByParameter(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. All ranks of its shards call it."""
+        """Updates every parameter that has a gradient. All ranks that share a parameter call it."""
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -55,20 +57,22 @@ class _ByParameter(Optimizer):
     load_state_dict = load_state_unconverted
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Updates a parameter and its state in place; an empty `state` is filled first."""
         raise NotImplementedError
 
 
 class AdamWBf16Moments(_ByParameter):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
-    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded
-    like the parameter). The rounding draws from torch's default generator, which `seed_rounding`
-    seeds before each update. Where `found_inf` (a scalar on the device, as in torch's fused
-    optimizers) is not 0, parameters and moments do not change.
+    The state of a parameter is `step` (fp32 scalar), and `exp_avg` and `exp_avg_sq` (bf16, shaped
+    and sharded like the parameter). The rounding draws from torch's default generator, which
+    `seed_rounding` seeds before each update.
     """
 
+    # Set from outside, as for torch's fused optimizers: a scalar on the device. If it is above 0,
+    # parameters and moments do not change.
     found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
+    grad_scale: Tensor | None = None  # also of torch's fused optimizers; not read here
 
     def __init__(
         self,
@@ -95,38 +99,42 @@ class AdamWBf16Moments(_ByParameter):
 
 @cache
 def adamw_8bit_moments() -> type[Optimizer]:
-    """Imports torchao, and returns its AdamW with 8-bit moments (Dettmers et al. 2022).
+    """Imports torchao and returns the class of its AdamW with 8-bit moments (Dettmers et al. 2022).
 
-    The state has 2 bytes for each element, and a scale for each moment's block of 256.
+    The state has 2 bytes for each element, and for each moment a scale for each block of 256.
     """
     from torchao.optim import AdamW8bit
 
     class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         """torchao's AdamW8bit with numbers as learning rates, like the other optimizers.
 
-        State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded
-        like the parameter. A rank's shard is quantized if its number of elements is at least 4096
-        and a multiple of 256; else it is fp32.
+        The state of a parameter is `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, both shaped
+        and sharded like the parameter. A moment of a rank's shard is quantized if it has at least
+        4096 elements and a multiple of 256; else it is fp32.
         """
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
-            """Keeps the rate a number: checkpoints would have a tensor for each parameter."""
+            """Adds a group whose learning rate stays a number.
+
+            torchao makes it a tensor, which a checkpoint would then have for each parameter.
+            """
             rate = param_group.get("lr", self.defaults["lr"])
             super().add_param_group(param_group)
             self.param_groups[-1]["lr"] = rate
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> None:
-            """Updates every parameter with a gradient.
+            """Updates every parameter that has a gradient.
 
-            Meanwhile the rates are tensors: a number would recompile the update at every step.
+            During the update the learning rates are tensors, because torchao would compile its
+            update again for every new number.
             """
             rates = [group["lr"] for group in self.param_groups]
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = torch.tensor(rate, dtype=torch.float32)
-            # torchao compiles its update. On a CPU that takes minutes, without a compiler it fails.
-            compiles = self.param_groups[0]["params"][0].is_cuda and has_compiler()
-            with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
+            # torchao compiles its update. On a CPU this takes minutes; without a compiler it fails.
+            can_compile = self.param_groups[0]["params"][0].is_cuda and has_compiler()
+            with nullcontext() if can_compile else torch.compiler.set_stance("force_eager"):
                 super().step(closure)
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -134,8 +142,10 @@ def adamw_8bit_moments() -> type[Optimizer]:
         load_state_dict = load_state_unconverted
 
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            # fp32 where it is not quantized. torchao would take the parameter's dtype, and a second
-            # moment in bf16 stops changing.
+            """Makes a moment of `p`, which is fp32 if it is not quantized.
+
+            torchao would use the dtype of `p`, and a second moment in bf16 stops changing.
+            """
             moment: Tensor = super()._new_buffer(p.detach().float(), signed)
             return moment
 
@@ -151,30 +161,32 @@ def update_(
     settings: dict[str, Any],
     found_inf: Tensor | None,
 ) -> None:
-    """Updates a parameter and its moments in place; of a sharded one this rank's shard.
+    """Updates a parameter and its moments by AdamW, in place: this rank's shards of them.
 
     Args:
         parameter: The parameter.
-        grad: Its gradient.
+        grad: The parameter's gradient.
         first: The running mean of gradients, bf16.
         second: The running mean of squared gradients, bf16.
         step: The number of this update, from 1.
         settings: The parameter group, with `lr`, `betas`, `eps` and `weight_decay`.
-        found_inf: Where it is above 0, nothing changes.
+        found_inf: A scalar; if it is above 0, nothing changes. None: always update.
     """
     beta1, beta2 = settings["betas"]
     # Values that change with the step are tensors on the host: numbers would recompile the update.
     rate = torch.tensor(settings["lr"] / (1 - beta1**step))
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
-    flat = [local_part(each).view(-1) for each in (parameter, grad, first, second)]
-    update = _update_
-    length = SLICE
+    flat_shards = [local_part(tensor).view(-1) for tensor in (parameter, grad, first, second)]
+    elements = flat_shards[0].numel()
     if parameter.is_cuda and has_compiler():
         update = _compiled_update()
-        length = max(1, flat[0].numel())
-    for start in range(0, flat[0].numel(), length):
-        weights, gradient, mean, variance = (each[start : start + length] for each in flat)
+        length = max(1, elements)
+    else:
+        update = _update_
+        length = SLICE
+    for start in range(0, elements, length):
+        weights, gradient, mean, variance = (shard[start : start + length] for shard in flat_shards)
         update(
             weights,
             gradient,
@@ -192,9 +204,9 @@ def update_(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """Returns `_update_` as one kernel, which reads and writes every element once.
+    """Returns `_update_` compiled to one kernel, which reads and writes every element once.
 
-    On an 8B model the plain function takes ten times as long.
+    On an 8B model the function without compilation takes ten times as long.
     """
     return torch.compile(_update_, dynamic=True)
 
@@ -212,9 +224,10 @@ def _update_(
     beta2: float,
     eps: float,
 ) -> None:
-    """Computes AdamW's equations in fp32, on flat tensors.
+    """Computes AdamW's equations in fp32, on flat tensors; updates the first, third and fourth.
 
-    `rate` includes the bias correction of the first moment, `correction` is that of the second.
+    `rate` is the learning rate with the bias correction of the first moment. `decay` is the factor
+    of the weights. `correction` is the bias correction of the second moment's square root.
     """
     gradient = grad.float()
     mean = first.float().lerp(gradient, 1 - beta1)
@@ -227,25 +240,28 @@ def _update_(
 
 
 def round_stochastically(values: Tensor) -> Tensor:
-    """Rounds fp32 to bf16, up or down with the probability that makes the mean exact.
+    """Rounds fp32 to bf16, up or down at random, so that the expected value is exact.
 
-    bf16 is the upper half of an fp32. A random lower half is added, and its carry rounds up.
+    A bf16 number is the upper half of an fp32 number. So a random lower half is added, whose carry
+    rounds up, and then the lower half is set to 0.
     """
     noise = torch.randint_like(values, 0, 1 << 16, dtype=torch.int32)
-    return ((values.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    upper_half = (values.view(torch.int32) + noise) & -0x10000
+    return upper_half.view(torch.float32).to(torch.bfloat16)
 
 
+# of Adafactor
 SQUARE_EPSILON = 1e-30  # added to the square of the gradient
 CLIP_THRESHOLD = 1.0  # the largest root mean square of an update
-DECAY_RATE = -0.8
+DECAY_RATE = -0.8  # the newest gradient has the weight step ** DECAY_RATE in the running means
 
 
 class Adafactor(_ByParameter):
     """Adafactor (Shazeer and Stern 2018, algorithm 4) without relative step sizes.
 
-    State of a parameter: `step` (scalar). A matrix [rows, columns] has `exp_avg_sq_row` [rows],
-    sharded like the matrix, and `exp_avg_sq_col` [columns], replicated. Any other parameter has
-    `exp_avg_sq`, shaped and sharded like the parameter. All are fp32.
+    The state is fp32. Every parameter has `step` (scalar). A matrix [rows, columns] has
+    `exp_avg_sq_row` [rows], sharded like the matrix, and `exp_avg_sq_col` [columns], replicated.
+    Any other parameter has `exp_avg_sq`, shaped and sharded like the parameter.
     """
 
     def __init__(
@@ -264,20 +280,23 @@ class Adafactor(_ByParameter):
 
 
 def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
-    """Fills Adafactor's `state` of a parameter with zeros."""
+    """Puts zeros into `state`, Adafactor's state of a parameter."""
     state["step"] = torch.zeros((), dtype=torch.float32)
     zeros = torch.zeros_like(parameter, dtype=torch.float32)
     if parameter.dim() != 2:
         state["exp_avg_sq"] = zeros
         return
-    state["exp_avg_sq_row"] = zeros.sum(dim=1)
+    state["exp_avg_sq_row"] = zeros.sum(dim=1)  # zeros [rows], sharded like the matrix
     state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=local_part(parameter).device)
 
 
 def _update_factored(
     parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float
 ) -> None:
-    """Updates a parameter by Adafactor in place; of a sharded one this rank's shard."""
+    """Updates this rank's shard of a parameter by Adafactor, in place.
+
+    All ranks that share the parameter call it.
+    """
     weights = local_part(parameter)
     grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step in the running means
@@ -286,53 +305,59 @@ def _update_factored(
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
         update = variance.rsqrt() * grad
     else:
-        rows = local_part(state["exp_avg_sq_row"])
-        columns = state["exp_avg_sq_col"]
-        rows.lerp_(square.mean(dim=1), newest)
-        columns.lerp_(_sum_over_shards(square.sum(dim=0), parameter) / parameter.shape[0], newest)
-        mean_of_rows = _sum_over_shards(rows.sum(), parameter) / parameter.shape[0]
-        update = grad * (rows / mean_of_rows).rsqrt()[:, None] * columns.rsqrt()
+        # a matrix is sharded by rows: a column's mean needs the sum over all shards
+        row_count = parameter.shape[0]
+        row_means = local_part(state["exp_avg_sq_row"])
+        column_means = state["exp_avg_sq_col"]
+        row_means.lerp_(square.mean(dim=1), newest)
+        column_sums = _sum_over_shards(square.sum(dim=0), parameter)
+        column_means.lerp_(column_sums / row_count, newest)
+        mean_of_rows = _sum_over_shards(row_means.sum(), parameter) / row_count
+        update = grad * (row_means / mean_of_rows).rsqrt()[:, None] * column_means.rsqrt()
     mean_square = _sum_over_shards(update.square().sum(), parameter) / parameter.numel()
     root_mean_square = mean_square.sqrt()
     update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
-    moved = weights.float() * (1 - rate * weight_decay) - rate * update
-    weights.copy_(moved.to(weights.dtype))
+    new_weights = weights.float() * (1 - rate * weight_decay) - rate * update
+    weights.copy_(new_weights.to(weights.dtype))
 
 
-def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:
-    """Sums `part`, which each rank computed from its shard of `parameter`, over all shards.
+def _sum_over_shards(partial_sum: Tensor, parameter: Tensor) -> Tensor:
+    """Sums `partial_sum`, which each rank computed from its shard of `parameter`, over all shards.
 
-    The sum is in place, and the same on every rank of the parameter's mesh.
+    Works in place. The sum is the same on every rank of the parameter's mesh.
     """
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
             if isinstance(placement, Shard):
-                dist.all_reduce(part, group=parameter.device_mesh.get_group(dimension))
-    return part
+                dist.all_reduce(partial_sum, group=parameter.device_mesh.get_group(dimension))
+    return partial_sum
 
 
-MUON_SCALE = 0.2  # gives an update the root mean square of AdamW's
+# of Muon
+MUON_SCALE = 0.2  # gives an update about the root mean square of an AdamW update
 NEWTON_SCHULZ_STEPS = 5
-NORM_EPSILON = 1e-7
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NORM_EPSILON = 1e-7  # the least norm by which a matrix is divided
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial in a Newton-Schulz step
 
 
 class Muon(torch.optim.AdamW):
-    """Orthogonalizes the updates of groups with a `momentum` above 0; the others are AdamW's.
+    """Orthogonalizes the updates of groups whose `momentum` is above 0; the rest is AdamW.
 
-    State of a matrix: `momentum_buffer`, shaped and sharded like the matrix.
+    A group with momentum has matrices only. The state of a matrix is `momentum_buffer`, shaped and
+    sharded like the matrix.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        # Muon's update does not read `found_inf`: torch's GradScaler is to ask on the host.
+        # Muon's update does not read `found_inf`, so torch's GradScaler must check for it on the
+        # host, and skip the step.
         self._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient. All ranks of its shards call it."""
+        """Updates every parameter that has a gradient. All ranks that share a parameter call it."""
         assert closure is None, "closures are not supported"
         groups = self.param_groups
         for group in groups:
@@ -350,7 +375,7 @@ class Muon(torch.optim.AdamW):
     load_state_dict = load_state_unconverted
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Updates a matrix in place; of a sharded one this rank's shard."""
+        """Updates this rank's shard of a matrix, in place."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -358,7 +383,7 @@ class Muon(torch.optim.AdamW):
         buffer = local_part(state["momentum_buffer"])
         gradient = local_part(parameter.grad)  # type: ignore[arg-type]
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(buffer, group["momentum"]).bfloat16()  # Nesterov's
+        update = gradient.lerp(buffer, group["momentum"]).bfloat16()  # Nesterov momentum
         if isinstance(parameter, DTensor):
             update = _orthogonalize_shards(update, parameter)
         else:
@@ -370,43 +395,44 @@ class Muon(torch.optim.AdamW):
 def _orthogonalize_shards(shard: Tensor, like: DTensor) -> Tensor:
     """Gathers a matrix from the ranks' shards, orthogonalizes it, and returns this rank's shard.
 
-    like: A tensor that is sharded alike.
+    `like`: a tensor that is sharded like the matrix. All ranks of its mesh call this.
     """
     mesh = like.device_mesh
     sharded = DTensor.from_local(
         shard, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-    update = orthogonalize(sharded.full_tensor())
-    return distribute_tensor(update, mesh, like.placements, src_data_rank=None).to_local()
+    orthogonal = orthogonalize(sharded.full_tensor())
+    # every rank has computed the whole matrix: it takes its shard without communication
+    return distribute_tensor(orthogonal, mesh, like.placements, src_data_rank=None).to_local()
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Brings a matrix's singular values near 1 by a Newton-Schulz iteration.
 
-    Args:
-        matrix: [rows, columns], bf16.
-
-    Returns:
-        [rows, columns], bf16.
+    bf16[rows, columns] -> bf16[rows, columns].
     """
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    update = matrix.T if is_tall else matrix
-    update = update / update.norm().clamp(min=NORM_EPSILON)
+    rows, columns = matrix.shape
+    is_tall = rows > columns
+    wide = matrix.T if is_tall else matrix  # so that the Gram matrix is the smaller one
+    x: Tensor = wide / wide.norm().clamp(min=NORM_EPSILON)
     a, b, c = COEFFICIENTS
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = update @ update.T
-        update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
-    return (update.T if is_tall else update).contiguous()
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.addmm(x, polynomial, x, beta=a)  # a x + polynomial x
+    return (x.T if is_tall else x).contiguous()
 
 
 def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
-    """Seeds stochastic rounding for a step, so that a resumed run rounds alike.
+    """Seeds stochastic rounding for a step, so that a resumed run rounds in the same way.
 
     Args:
         seed: The run's seed.
         step: The optimizer step.
-        shard_rank: Equal on ranks with the same shard, whose replicas would differ otherwise.
-        parameter: The index of the only parameter that is updated; None: all are updated.
+        shard_rank: An index of this rank's shard. It is the same on all ranks that have this shard,
+            so that replicas stay equal.
+        parameter: The index of the parameter, if each parameter is updated by itself; None if all
+            are updated together.
     """
     text = f"{seed}/{step}/rounding/{shard_rank}"
     if parameter is not None:
@@ -426,17 +452,18 @@ Groups = list[dict[str, Any]]
 def build_optimizer(
     model: nn.Module, optimization: Optimization, world: World | None = None
 ) -> Optimizer:
-    """Makes the recipe's optimizer over every trainable parameter of the sharded `model`.
+    """Makes the recipe's optimizer over every trainable parameter of `model`.
 
-    Call it after sharding: an optimizer made before would update parameters on the meta device.
+    Call it after sharding: an optimizer made before would hold parameters on the meta device. All
+    ranks call it.
 
     Args:
-        model: The model.
+        model: The sharded model.
         optimization: The recipe's section.
-        world: This rank's place; needed where the state is in files.
+        world: The ranks; required with `optim_offload: nvme`, whose state is in a file of each.
 
     Raises:
-        UserError: On all ranks, where these files cannot be made.
+        UserError: On all ranks, if these files cannot be made.
     """
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -455,24 +482,28 @@ def build_optimizer(
     if optimization.optim_offload == "nvme":
         assert world is not None, "files are those of a rank"
         return OffloadedOptimizer(
-            model, groups, lambda part: make(part, optimization), optimization, world
+            model,
+            groups,
+            lambda inner_groups: make(inner_groups, optimization),
+            optimization,
+            world,
         )
     return make(groups, optimization)
 
 
 @torch.no_grad()
 def complete_state(optimizer: Optimizer) -> None:
-    """Makes the state of parameters without one, as it is before their first update.
+    """Gives each parameter that has no state the state it has before its first update.
 
-    torch makes the state of a parameter with its first gradient, but a checkpoint has a state for
-    every trained parameter. In any optimizer an update with gradient 0 and learning rate 0 makes
-    it. Then the state is set to 0. All ranks call it, between steps.
+    torch makes a parameter's state at its first gradient, but a checkpoint has a state for every
+    trained parameter. In any optimizer, an update with gradient 0 and learning rate 0 makes the
+    state, which is then set to 0. All ranks call it, between steps.
     """
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    missing = [each for each in parameters if each not in optimizer.state]
-    # under FSDP1 a training rank has no state for parameters of which it has no element
+    missing = [parameter for parameter in parameters if parameter not in optimizer.state]
+    # Under FSDP1 a rank may have no element of a parameter, and after an update no state for it.
     if optimizer.state:
-        missing = [each for each in missing if each.numel()]
+        missing = [parameter for parameter in missing if parameter.numel()]
     if not missing:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -486,17 +517,18 @@ def complete_state(optimizer: Optimizer) -> None:
     for parameter in missing:
         parameter.grad = None
         for tensor in optimizer.state.get(parameter, {}).values():
-            # torchao's 8-bit tensors are 0, and cannot be filled
+            # torchao's 8-bit tensors are 0 after such an update, and cannot be filled
             if isinstance(tensor, Tensor) and not hasattr(local_part(tensor), "codes"):
                 tensor.zero_()
 
 
 def _make_adamw(make: Callable[..., Optimizer], groups: Groups, keys: Optimization) -> Optimizer:
+    """Makes an optimizer with AdamW's arguments, by the class or function `make`."""
     betas = (keys.adam_beta1, keys.adam_beta2)
     return make(groups, lr=keys.learning_rate, betas=betas, eps=keys.adam_epsilon)
 
 
-# The name of an optimizer in config/optimization.py -> the function that makes it.
+# the name of an optimizer in config/optimization.py -> a function that makes the optimizer
 CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
@@ -504,8 +536,8 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], Optimizer]] = {
     "adamw_bf16_moments": partial(_make_adamw, AdamWBf16Moments),
     "adamw_8bit": lambda groups, keys: _make_adamw(adamw_8bit_moments(), groups, keys),
     "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),
-    # torch's default on CUDA, foreach, would allocate all gradients again to decay weights
     "muon": partial(_make_adamw, Muon),
+    # foreach, torch's default on CUDA, would allocate all gradients again for weight decay
     "sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate, foreach=False),
 }
 
@@ -515,44 +547,45 @@ def make_parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay, momentum and mesh.
 
-    Matrices decay, vectors (`NOT_DECAYED`) do not.
+    Weights of matrices decay. Vectors, and parameters whose names match NOT_DECAYED, do not.
 
     Args:
         model: The sharded model.
-        weight_decay: That of matrices.
-        momentum: Muon's, for the matrices of layers; None: no group has one.
+        weight_decay: The weight decay of matrices.
+        momentum: Muon's momentum, for the matrices of layers; None for other optimizers.
 
     Returns:
-        The groups, with `params`, `weight_decay` and, unless None, `momentum`.
+        The groups, with `params` and `weight_decay`. With Muon they also have `momentum`, which is
+        0 in AdamW's groups.
     """
     dims = _count_dims(model)
-    decaying: list[nn.Parameter] = []
-    muons: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    muon_matrices: list[nn.Parameter] = []
+    other_matrices: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if dims[parameter] <= 1 or NOT_DECAYED.search(name):
-            others.append(parameter)
+            not_decayed.append(parameter)
         elif momentum is not None and is_layers_matrix(name, parameter.shape):
-            muons.append(parameter)
+            muon_matrices.append(parameter)
         else:
-            decaying.append(parameter)
+            other_matrices.append(parameter)
     groups = []
-    for members, decay, muons_momentum in (
-        (decaying, weight_decay, 0.0),
-        (muons, weight_decay, momentum),
-        (others, 0.0, 0.0),
+    for members, group_decay, group_momentum in (
+        (other_matrices, weight_decay, 0.0),
+        (muon_matrices, weight_decay, momentum),
+        (not_decayed, 0.0, 0.0),
     ):
-        options: dict[str, Any] = {"weight_decay": decay}
+        options: dict[str, Any] = {"weight_decay": group_decay}
         if momentum is not None:
-            options["momentum"] = muons_momentum
+            options["momentum"] = group_momentum
         groups += [{"params": parameters, **options} for parameters in group_by_mesh(members)]
     return groups
 
 
 def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Counts the dimensions that every parameter had before sharding.
+    """Returns each parameter -> the number of its dimensions before sharding.
 
     FSDP1 flattens parameters, but records their shapes.
     """
@@ -560,8 +593,9 @@ def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
 
     dims = {parameter: parameter.dim() for parameter in model.parameters()}
     for module in model.modules():
-        flat: Any = module._flat_param if isinstance(module, Fsdp1) else None
-        if flat is not None:
-            for parameter, shape in zip(flat._params, flat._shapes, strict=True):
+        flat_parameter: Any = module._flat_param if isinstance(module, Fsdp1) else None
+        if flat_parameter is not None:
+            shapes = zip(flat_parameter._params, flat_parameter._shapes, strict=True)
+            for parameter, shape in shapes:
                 dims[parameter] = len(shape)
     return dims
