@@ -4,10 +4,11 @@ A subcommand's module, which may import torch, is imported only after its argume
 """
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from finetune import __version__
@@ -22,6 +23,7 @@ from finetune.errors import (
     UserError,
     clean_output,
     discard,
+    explain_long_name,
     name_page,
     silence_libraries,
 )
@@ -77,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discard(sys.stdout)
         return 0
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            print(explain_long_name(error), file=sys.stderr)
+            return EXIT_USER_ERROR
         if not getattr(sys.stdout, "has_failed", False):
             raise  # the error is about another file
         discard(sys.stdout)
@@ -119,7 +124,8 @@ def _take_file(rest: list[str]) -> str | None:
         is_value = i > 0 and rest[i - 1].startswith("--") and "=" not in rest[i - 1]
         if is_option or is_value:
             continue
-        is_override = "=" in word and not Path(word).exists()
+        # os.path: a long value raises in Path.exists, being no file name
+        is_override = "=" in word and not os.path.exists(word)  # noqa: PTH110
         if not is_override:
             return rest.pop(i)
     return None

@@ -235,6 +235,11 @@ def exit_code(main: Callable[[], object]) -> int:
                 "was saved"
             )
             return EXIT_USER_ERROR
+        if isinstance(fault, OSError) and fault.errno == errno.ENAMETOOLONG:
+            _say(
+                f"{str(fault.filename)[:60]}...: too long for a file's name; name a file or folder"
+            )
+            return EXIT_USER_ERROR
         _print_fault(fault, rank)
         return EXIT_FAULT
     except BaseException as fault:
@@ -246,6 +251,11 @@ def exit_code(main: Callable[[], object]) -> int:
         )
         return EXIT_USER_ERROR
     return 0
+
+
+def explain_long_name(fault: OSError) -> str:
+    """Says that a name is too long for a file: the error ENAMETOOLONG."""
+    return f"{str(fault.filename)[:60]}...: too long for a file's name; name another file"
 
 
 def end_process(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import COMMANDS
+from finetune.cli import COMMANDS, main
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from tests.ranks import ROOT, environment, run_command, run_python
 
@@ -303,3 +303,13 @@ def test_a_mistake_in_an_export_is_reported_at_once(
     assert code == EXIT_USER_ERROR
     assert "--dtype: invalid choice: 'float8'" in said
     assert sorted(tmp_path.iterdir()) == [file, model]
+
+
+@pytest.mark.parametrize("command", ["report", "convert", "chat", "checkpoints"])
+def test_a_name_too_long_for_a_file_is_one_sentence(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "x" * 300]) == 2
+    assert (
+        capsys.readouterr().err == f"{'x' * 60}...: too long for a file's name; name another file\n"
+    )
