@@ -148,7 +148,7 @@ def by_logits(session: finetune.Session, batch: finetune.StepBatch) -> Callable[
         chosen = logits.log_softmax(-1).gather(-1, ids.clamp(min=0)[:, None])[:, 0]
         return chosen.masked_fill(ids == IGNORE_INDEX, 0.0)
 
-    vars(user_loss)["head_log_probabilities"] = whole
+    vars(user_loss)["choose_label_head"] = lambda _targets: whole
     return by_function(session, batch)
 
 

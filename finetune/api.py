@@ -1,7 +1,7 @@
 """The commands as functions, for scripts and notebooks: `import finetune`. docs/api.md lists what
 is public.
 
-Imports no torch: each function imports what it needs when it is called.
+Importing this module imports no torch: each function imports what it needs when it is called.
 """
 
 import json
@@ -41,46 +41,50 @@ def load_recipe(
     model: "PreTrainedModel | None" = None,
     **keys: Unpack["RecipeKeys"],
 ) -> Recipe:
-    """Reads a recipe: a file or a name in recipes/, keys alone, or a file with keys laid over it.
+    """Reads a recipe from a file, from keys, or from a file whose keys are partly replaced.
 
     Args:
-        recipe: The file. Paths in it are relative to it; those in `keys` to the current folder.
-        model: In place of model_name_or_path, a model of transformers, which is written to a
-            folder. Without tokenizer_name_or_path, the tokenizer is that of what it was loaded
-            from.
-        keys: Keys of docs/recipes.md, as values of Python. Where a file of rows is named, a list
-            of rows, a `datasets.Dataset` or a data frame may stand; where a function, the function.
-            Without `datasets` only a `Session` can train on it.
+        recipe: A file, or a name in recipes/; None takes `keys` alone. Paths in the file are
+            relative to the file; paths in `keys` are relative to the current folder.
+        model: A model of transformers in place of model_name_or_path; it is written to a folder.
+            Unless tokenizer_name_or_path is given, the tokenizer is the one of the folder or hub
+            name from which the model was loaded.
+        keys: Keys of docs/recipes.md with Python values; they replace those in the file. In place
+            of the name of a file of rows, a list of rows, a `datasets.Dataset` or a data frame may
+            be given; in place of the name of a function, the function. Without `datasets`, only a
+            `Session` can train on the recipe.
 
     Raises:
-        UserError: With every mistake, one a line.
+        UserError: If there are mistakes; it lists all of them, one a line.
 
     >>> recipe = load_recipe("quickstart", learning_rate=1e-3, max_steps=5)
     >>> recipe.optimization.learning_rate, recipe.data.max_length
     (0.001, 128)
     """
-    given: Mapping[str, Any] = keys
+    with_model: Mapping[str, Any] = keys
     if model is not None:
         from finetune.models.given_model import name_model
 
-        given = name_model(model, keys)
-    named = name_given(given)
-    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in named.items()]
+        with_model = name_model(model, keys)
+    # now every value is one that a recipe's file could hold
+    plain_keys = name_given(with_model)
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in plain_keys.items()]
     name = None if recipe is None else str(recipe)
     return read_recipe(name, overrides, needs_data=False, place=LOAD_RECIPE)
 
 
 def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int = 1) -> "Plan":
-    """Calculates what a run will need: `str(plan)` is what `finetune plan` prints.
+    """Calculates the memory, time and disk space that a run will need, without training.
+
+    `str(plan)` is the text that `finetune plan` prints.
 
     Args:
-        recipe: Of `load_recipe`, or a file, or a name in recipes/.
+        recipe: A recipe of `load_recipe`, or a file, or a name in recipes/.
         config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
-        ranks: One for each GPU.
+        ranks: The number of ranks: one for each GPU.
 
     Raises:
-        UserError: For a combination that the rules refuse, and a model that transformers cannot
-            build.
+        UserError: If the rules refuse the combination, or transformers cannot build the model.
     """
     from finetune.plan import plan
 
@@ -89,10 +93,12 @@ def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int
 
 
 def prepare(recipe: Recipe | str | Path) -> "PreparedData":
-    """Reads, checks and tokenizes the recipe's data, as a run does; `.report` says what was found.
+    """Reads, checks and tokenizes the recipe's data, as a run does.
+
+    The result's `report` lists the findings.
 
     Raises:
-        UserError: For data that cannot be read, and for fatal findings.
+        UserError: If data cannot be read, or has fatal findings.
     """
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
@@ -112,28 +118,29 @@ class RunResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl but for seconds of phases: losses, norms, speed, held-out
-        results.
+        """The lines of metrics.jsonl with losses, norms, speed or held-out results; lines with the
+        seconds of a phase are left out.
         """
         lines = read_json_lines(self.folder / "metrics.jsonl")
         return [line for line in lines if line is not None and PHASE not in line]
 
     @property
     def export(self) -> Path | None:
-        """The exported model, a Hugging Face folder; None where there is none."""
-        return self._existing(EXPORT)
+        """The exported model, a Hugging Face folder; None if there is none."""
+        return self._find_folder(EXPORT)
 
     @property
     def adapter(self) -> Path | None:
-        """The exported adapter, a PEFT folder; None where there is none."""
-        return self._existing(ADAPTER)
+        """The exported adapter, a PEFT folder; None if there is none."""
+        return self._find_folder(ADAPTER)
 
     @property
     def adapters(self) -> dict[str, "RunResult"]:
-        """The run of each adapter, by its name, of a recipe that names `adapters`."""
+        """The adapter's name -> its run, if the recipe names several `adapters`; else empty."""
         return {each.name: RunResult(each) for each in list_runs(self.folder)}
 
-    def _existing(self, name: str) -> Path | None:
+    def _find_folder(self, name: str) -> Path | None:
+        """Returns the folder `name` in the run's folder; None if it does not exist."""
         if (self.folder / name).is_dir():
             return self.folder / name
         return None
@@ -142,54 +149,54 @@ class RunResult:
 def train(
     recipe: Recipe | str | Path, config: str | None = None, callbacks: Sequence["Callback"] = ()
 ) -> RunResult:
-    """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was
-    stopped.
+    """Trains, evaluates, saves and exports, as `finetune launch` does. A run that was stopped is
+    resumed.
 
-    In a notebook the report's plots grow below the cell. To interrupt the kernel is to stop and
-    save.
+    In a notebook the report's plots grow below the cell. Interrupting the kernel saves the run and
+    stops it.
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.
-    Rank 0 exports; the others return before.
+    Rank 0 exports; the other ranks return before that.
 
     Args:
-        recipe: Of `load_recipe`, or a file, or a name in recipes/.
+        recipe: A recipe of `load_recipe`, or a file, or a name in recipes/.
         config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
-        callbacks: What is called at the run's events, after those that the recipe names.
+        callbacks: Callbacks that are called after those that the recipe names.
 
     Raises:
-        UserError: For what a person can correct.
-        Preempted: Where a signal (Ctrl-C, SIGTERM) has stopped the run after it was saved.
+        UserError: If there is a mistake that the user can fix.
+        Preempted: If a signal (Ctrl-C, SIGTERM) has stopped the run, after a save.
     """
     from finetune.run import fine_tune
 
     recipe = expect_recipe(recipe, may_have_adapters=True)
     if not isinstance(callbacks, list | tuple):
         raise UserError("train: callbacks: a list is expected, such as [Notify()]")
-    called: list[Any] = list(callbacks)
-    if is_notebook() and "WORLD_SIZE" not in os.environ:  # ranks of its own cannot show anything
+    all_callbacks: list[Any] = list(callbacks)
+    # Ranks that a notebook has launched have no cell to show plots in.
+    if is_notebook() and "WORLD_SIZE" not in os.environ:
         from finetune.report.page import Plots
 
-        called.append(Plots())
-    fine_tune(
-        recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called
-    )
+        all_callbacks.append(Plots())
+    sharding = read_sharding(config, recipe.run.accelerate_config, os.environ)
+    fine_tune(recipe, sharding, callbacks=all_callbacks)
     return RunResult(recipe.folder)
 
 
 def export_run(
     run: RunResult | str | Path, output: str | Path | None = None, **options: Any
 ) -> Path:
-    """Writes a run or a checkpoint as a Hugging Face folder, verified, and returns it.
+    """Exports a run or a checkpoint as a Hugging Face folder, verifies it, and returns the folder.
 
     Args:
-        run: Of `train`, or the folder of a run or a checkpoint.
-        output: The folder to make; by default export/ in the run's.
-        options: Of `finetune.export.export.export`: `dtype`, `max_shard_size`, `verify`,
-            `overwrite`, `adapter_only`...
+        run: The result of `train`, or the folder of a run or a checkpoint.
+        output: The folder to make; by default export/ in the run's folder.
+        options: Options of `finetune.export.export.export`, such as `dtype`, `max_shard_size`,
+            `verify`, `overwrite` and `adapter_only`.
 
     Raises:
-        UserError: Where the run or the result is wrong, or the folder exists.
+        UserError: If the run or the result is wrong, or the folder exists.
     """
     from finetune.export.export import export
 
@@ -198,15 +205,15 @@ def export_run(
 
 
 def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = ()) -> "Chat":
-    """Loads a model to talk with: a run, a checkpoint, an adapter, a Hugging Face folder or a hub
-    name.
+    """Loads a model to talk with, and returns the conversation.
 
     Args:
-        model: Of `train`, or its folder or name.
-        messages: What has been said before, such as a system message.
+        model: The result of `train`; the folder of a run, a checkpoint, an adapter or a Hugging
+            Face model; or a hub name.
+        messages: The messages with which the conversation begins, such as a system message.
 
     Raises:
-        UserError: Where it cannot be loaded.
+        UserError: If the model cannot be loaded.
     """
     from finetune.inference.conversation import Chat
     from finetune.inference.inference_model import LoadOptions, load_inference_model

@@ -1,4 +1,4 @@
-"""The numbers, rules and types that data, loss, checkpoint and plan share. Imports no torch."""
+"""Numbers, names of files and small rules that several packages share. Imports no torch."""
 
 import math
 import os
@@ -13,38 +13,38 @@ Shape = tuple[int, ...]
 
 # the label of a position that is not trained on; torch's cross_entropy skips it
 IGNORE_INDEX = -100
-# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A
-# new length costs: a CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's
-# allocator finds no block that fits.
+# Packed rows, and the positions that the loss reads, are padded to a multiple of this, because each
+# new length costs something: on a CPU, oneDNN compiles bf16 products for every shape and keeps
+# them; on a GPU, the allocator has no block of that size.
 ROUND_TOKENS = 64
-CONTRASTED_QUERIES = 1024  # whose cosines with all documents of a step are computed at once
-PROMPTS_AT_ONCE = 16  # read together before their completions are sampled
+CONTRASTED_QUERIES = 1024  # the cosines of this many queries with all documents are held at once
+PROMPTS_AT_ONCE = 16  # this many prompts are read together, before completions are sampled
 
-# Of the probability ratios of sampled tokens: the borders of a histogram, and the metrics that hold
-# its shares.
+# The borders of the histogram of sampled tokens' probability ratios, and for each of its bins the
+# metric that holds the bin's share.
 RATIO_BORDERS = (0.5, 0.8, 0.9, 0.99, 0.999, 1.001, 1.01, 1.1, 1.25, 2.0)
 RATIO_SHARES = tuple(
     f"ratio/share/{low}-{high}"
     for low, high in zip((0, *RATIO_BORDERS), (*RATIO_BORDERS, "inf"), strict=True)
 )
 
-# The widest head that flash attention takes; tokens of a block of the masks that flex_attention
-# reads.
-LARGEST_FLASH_HEAD = 256
-BLOCK_TOKENS = 128
+LARGEST_FLASH_HEAD = 256  # the largest head size of flash attention
+BLOCK_TOKENS = 128  # tokens in a block of flex_attention's masks
 
-# The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device
-# type, ...
+# The loss works on chunks of tokens. These are the largest bytes of a chunk's fp32 logits, by
+# device type ...
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
-# ... or this many where the head is frozen, so that no chunk adds to its weight's gradient, ...
+# ... and this if that is less and the head is frozen: no chunk adds to its weight's gradient then.
 FROZEN_CHUNK_BYTES = 256 << 20
-# ... but not fewer: adding up the weight's gradient would cost more than the products
+# A chunk has at least this many tokens: with fewer, adding up the gradient of the head's weight
+# would cost more than the products.
 LOSS_CHUNK_MIN_TOKENS = 256
 
-# State in files (optim_offload: nvme): a multiple for offsets and lengths that suits direct
-# requests to any disk.
+# Offsets and lengths in the files of offloaded state (optim_offload: nvme) are multiples of this
+# many bytes, which suits direct requests to any disk.
 OFFLOAD_ALIGNMENT = 4096
 
+# the packages whose versions a run records
 PACKAGES = (
     "torch",
     "transformers",
@@ -55,12 +55,12 @@ PACKAGES = (
     "tokenizers",
     "numpy",
 )
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps what it compiles
-OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # the environment variable of torch.compile's cache
+OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # recorded too, if they are installed
 
-EXPORT = "export"
+EXPORT = "export"  # in a run's folder: the exported model
 ALL_LINEAR = "all-linear"  # lora_target_modules: every linear layer but the output head
-# what transformers calls output heads
+# the names of output heads in transformers' models
 HEADS = frozenset(
     {
         "lm_head",
@@ -73,9 +73,11 @@ HEADS = frozenset(
         "summary",
     }
 )
-ROTATION = ".oft_R."  # in the names of parameters by which OFT rotates a layer's inputs
-ADAPTER = "adapter"  # in a run's folder
-PROCESSOR_FILES = (  # of a vision-language model's folder
+ROTATION = (
+    ".oft_R."  # a part of the names of the parameters with which OFT rotates a layer's inputs
+)
+ADAPTER = "adapter"  # in a run's folder: the exported adapter
+PROCESSOR_FILES = (  # in the folder of a vision-language model
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -83,8 +85,8 @@ PROCESSOR_FILES = (  # of a vision-language model's folder
 )
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # in a Hugging Face folder
-# What makes a saved tokenizer cut or pad every text: settings of its last use, which say nothing of
-# the model.
+# File -> the keys that make a saved tokenizer cut or pad every text. They are settings of its last
+# use, not facts about the model.
 CUTTING_KEYS = {
     TOKENIZER_FILE: ("truncation", "padding"),
     TOKENIZER_CONFIG: (
@@ -96,29 +98,34 @@ CUTTING_KEYS = {
         "pad_to_multiple_of",
     ),
 }
-SCORES = "score"  # the head of transformers' classes for sequence classification
-VALUE_WEIGHT = "value_weight"  # of the output head: a critic's vector, in checkpoints alone
+SCORES = "score"  # the head's name in transformers' classes for sequence classification
+# a parameter of the output head: a critic's vector, which only checkpoints have
+VALUE_WEIGHT = "value_weight"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"  # in a Hugging Face folder
+# the keys of config.json that may hold the number of positions
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
-# of an adapter's rank in grouped products: on a GPU they want rows of 16 bytes
+# The rank of an experts' adapter is padded to a multiple of this: grouped products on a GPU need
+# rows of a multiple of 16 bytes.
 EXPERT_RANK_MULTIPLE = 8
-ADAPTER_NAME = "default"  # of peft, the only one here
-# What an export takes beside its weights (tokenizer, index, card), so that the disk is not filled
-# to the brim.
+ADAPTER_NAME = "default"  # peft's name for the adapter; there is never another
+# Free bytes that an export leaves for what it writes besides weights (tokenizer, index, card).
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
-FP32 = 4  # bytes
-# bytes, in memory and in a file
+FP32 = 4  # the bytes of a number in fp32
+# dtype -> the bytes of a number, in memory and in a file
 ITEMSIZE: Mapping[str, int] = {"float32": FP32, "bfloat16": 2, "float16": 2}
-# of a mixed_precision
+# mixed_precision -> the compute dtype
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @cache
 def read_versions() -> Mapping[str, str]:
-    """The installed version of each of PACKAGES and OPTIONAL_PACKAGES. Reading one takes 10 ms."""
+    """Reads the installed version of each of PACKAGES, and of OPTIONAL_PACKAGES if installed.
+
+    The result is cached, because reading one version takes 10 ms.
+    """
     versions = {name: metadata.version(name) for name in PACKAGES}
     for name in OPTIONAL_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -127,8 +134,8 @@ def read_versions() -> Mapping[str, str]:
 
 
 def count_cores() -> int:
-    """The CPU cores that this process may use: of its affinity mask where the system has one, else
-    the machine's.
+    """Counts the CPU cores that this process may use: those in its affinity mask, or all of the
+    machine's if the system has no such masks.
     """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -136,7 +143,9 @@ def count_cores() -> int:
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str, *, trains_head: bool = True) -> int:
-    """Tokens in a chunk of the loss, at most.
+    """Returns the largest number of tokens in a chunk of the loss.
+
+    `trains_head`: whether the output head is trained.
 
     >>> (
     ...     loss_chunk_tokens(32_000, "cpu"),
@@ -153,7 +162,7 @@ def loss_chunk_tokens(vocabulary: int, device_type: str, *, trains_head: bool = 
 
 
 def ceil_div(number: int, divisor: int) -> int:
-    """The quotient, rounded up.
+    """Divides `number` by `divisor`, rounded up.
 
     >>> ceil_div(7, 3), ceil_div(6, 3), ceil_div(0, 3)
     (3, 2, 0)
@@ -162,7 +171,7 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `number`.
+    """Returns the smallest multiple of `multiple` that is at least `number`.
 
     >>> round_up(7, 3), round_up(6, 3)
     (9, 6)
@@ -171,8 +180,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
-    """Tokens in a chunk of the divergence from a teacher, at most: half as many, since two models'
-    logits meet in it.
+    """Returns the largest number of tokens in a chunk of the divergence from a teacher.
+
+    It is half of `loss_chunk_tokens`, because a chunk holds the logits of two models.
 
     >>> divergence_chunk_tokens(32_000, "cpu"), divergence_chunk_tokens(128_256, "cuda")
     (262, 1046)
@@ -181,10 +191,10 @@ def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
 
 
 def count_steps(interval: float | None, steps: int) -> int | None:
-    """Steps between two events of a run of `steps` steps; an interval below 1 is a share of them,
-    rounded up.
+    """Returns the number of steps between two events, such as saves; None without an interval.
 
-    The rounding is that of transformers' `TrainerState.compute_steps`.
+    An `interval` below 1 is a share of the run's `steps`, rounded up as transformers'
+    `TrainerState.compute_steps` does.
 
     >>> count_steps(5, 1000), count_steps(0.05, 1010), count_steps(None, 1000)
     (5, 51, None)
@@ -197,8 +207,9 @@ def count_steps(interval: float | None, steps: int) -> int | None:
 
 
 def grow_rows(rows: int, tokens: int, multiple: int) -> int:
-    """Rows of an embedding of `rows` that must hold `tokens`: `rows` if they suffice, else a
-    multiple of `multiple`.
+    """Returns how many rows an embedding of `rows` rows must have to hold `tokens` tokens.
+
+    It keeps its rows if they suffice. Else the number is rounded up to a multiple of `multiple`.
 
     >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
     (128256, 128320)
@@ -209,12 +220,12 @@ def grow_rows(rows: int, tokens: int, multiple: int) -> int:
 
 
 def find_positions(config: Mapping[str, Any]) -> int | None:
-    """Returns the number of positions that a model was made for; None where its config says none.
+    """Returns the number of positions that a model was made for; None if its config has none.
 
-    config: Keys as in config.json.
+    `config`: keys and values as in config.json.
 
     >>> find_positions({"n_positions": 1024}), find_positions({"model_type": "mamba"})
     (1024, None)
     """
-    named = (config.get(key) for key in POSITION_KEYS)
-    return next((value for value in named if isinstance(value, int)), None)
+    values = (config.get(key) for key in POSITION_KEYS)
+    return next((value for value in values if isinstance(value, int)), None)

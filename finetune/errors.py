@@ -1,10 +1,9 @@
-"""What a process says to its user: errors, exit codes, and output that nothing from outside may act
-on.
+"""What a process says to its user: errors, exit codes, and output that cannot steer the terminal.
 
-No text from outside (column, file, tensor names) steers the terminal: output is cleaned in one
-place, where it leaves the process, errors, tracebacks and the warnings of libraries included. What
-goes to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is
-dropped and the work continues.
+Text from outside, such as names of columns, files and tensors, may contain control characters. All
+output is cleaned in one place, where it leaves the process; that includes errors, tracebacks and
+the warnings of libraries. If nobody can read stderr any more (a closed pipe, a lost terminal), its
+text is dropped and the work continues.
 """
 
 import atexit
@@ -22,39 +21,39 @@ from typing import Any, Literal, NoReturn, TextIO
 
 EXIT_FAULT = 1  # an error that is no UserError: printed with its traceback
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
-# EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to resume
+EXIT_INTERRUPTED = 130  # Ctrl-C when there was nothing to save
+# EX_TEMPFAIL of sysexits.h: a signal stopped the run after a save; the same command resumes it
 EXIT_PREEMPTED = 75
-SECONDS_FOR_RANK_0 = 5.0
-# a rank that only lost another waits before it reports, so that the cause is printed first
+SECONDS_FOR_RANK_0 = 5.0  # another rank waits this long before it prints a user's error
+# A rank that only lost another rank waits this long, so that the cause is printed first.
 SECONDS_FOR_CAUSE = 2.0
-# In the messages of gloo and NCCL where the process at the other end has ended.
+# Parts of the messages of gloo and NCCL that mean that the process at the other end has ended.
 CONNECTION_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-# Escape becomes its picture, as do the other control characters; C1 controls, overrides of the
-# direction of writing and lone surrogates become the sign for what cannot be shown.
+# Character -> what is printed in its place. Each control character becomes its picture (U+2400 on).
+# DEL and C1 controls, controls of the direction of writing, and lone surrogates become U+FFFD.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)),
     0xFFFD,
 )
-# Libraries whose warnings at import no user can act on: torchao, which transformers imports
-# wherever it is installed, names kernels for other GPUs that it does not find, and its own enums
-# then run into a deprecation.
+# Libraries whose warnings at import no user can act on. Transformers imports torchao if it is
+# installed; torchao then warns of missing kernels for other GPUs, and its enums cause a deprecation
+# warning.
 NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
-STYLES = {"bold": "\033[1m", "dim": "\033[2m"}
-# all that tqdm writes to move from one of its bars to another
+STYLES = {"bold": "\033[1m", "dim": "\033[2m"}  # as terminals' escape sequences
+# what tqdm writes to move the cursor from one of its bars to another
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")
 
-# a full disk, and one that became read-only
+# the disk is full, the quota is used up, or the file system became read-only
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class UserError(Exception):
     """A mistake that the user can fix.
 
-    Its text says what is wrong, where, and what to do. A command shows nothing else; in a script it
-    comes last, below Python's traceback, unless it is caught.
+    The text says what is wrong, where, and what to do. A command prints only this text; a script
+    that does not catch the error prints Python's traceback above it.
 
-    Several mistakes found at once are one error, a line for each.
+    Several mistakes that are found at once are one error, with a line for each.
 
     >>> str(UserError("a.yaml:7: learning_rat: no such key; did you mean learning_rate?"))
     'a.yaml:7: learning_rat: no such key; did you mean learning_rate?'
@@ -62,16 +61,17 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, problems: Iterable[str]) -> "UserError":
-        """One error with all `problems`, in the order given."""
+        """Makes one error of all `problems`, a line for each, in their order."""
         return cls("\n".join(problems))
 
 
 class AgreedError(UserError):
-    """A mistake that all ranks have met at the same place: none waits for another."""
+    """A mistake that all ranks raise at the same place, so that none of them waits for another."""
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an optional part of this package. It is on no package index.
+    """Returns the command that installs an optional part of this package, which is on no package
+    index.
 
     >>> install_command("images")
     'pip install -e ".[images]" in a clone of the repository'
@@ -80,7 +80,7 @@ def install_command(extra: str) -> str:
 
 
 def name_page(page: str) -> str:
-    """Where a page of documentation is found. An installed wheel has none.
+    """Returns where to find a page of the documentation; an installed wheel does not contain it.
 
     >>> name_page("recipes")
     'docs/recipes.md in a clone of the repository'
@@ -89,7 +89,8 @@ def name_page(page: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error; the error's class where it says nothing.
+    """Returns the first line of a library's error that is not empty; the error's class if there is
+    none.
 
     >>> first_line(OSError("\\nno space left\\nnor patience")), first_line(KeyError())
     ('no space left', 'KeyError')
@@ -100,19 +101,19 @@ def first_line(error: Exception) -> str:
 
 
 def on_one_line(error: Exception) -> str:
-    """All that a library's error says, on one line; the error's class where it says nothing."""
+    """Returns a library's whole error message on one line; the error's class if it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop, and its checkpoint is on disk.
+    """A signal has stopped the run, and what was to be saved is on disk.
 
-    Its text says how to resume.
+    The text says how to resume.
     """
 
 
 def printable(text: str) -> str:
-    r"""`text` without anything that steers a terminal; lines and tabs stay.
+    r"""Returns `text` without characters that steer a terminal. Line breaks and tabs stay.
 
     >>> printable("red: \x1b[31m\n")
     'red: ␛[31m\n'
@@ -121,22 +122,23 @@ def printable(text: str) -> str:
 
 
 class CleanStream:
-    """A text stream that writes only what is `printable`; progress bars may return to the beginning
-    of a line.
+    """A text stream that makes all text `printable` before it writes it.
 
-    `is_optional`: an `OSError` of the stream (a closed pipe, a full disk) drops the text and is not
-    raised.
+    Only tqdm's progress bars may move the cursor.
+
+    `is_optional`: whether an `OSError` of the stream (a closed pipe, a full disk) drops the text
+    instead of being raised.
     """
 
     def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:
         self.unfiltered = stream
         self._is_optional = is_optional
-        self.has_failed = False  # a write, or what it left in the buffer
+        self.has_failed = False  # whether a write or a flush has raised an `OSError`
 
     def write(self, text: str) -> int:
-        moves = _is_of_bar(sys._getframe(1))
-        if not (moves and BETWEEN_BARS.fullmatch(text)):
-            start = "\r" if moves and text.startswith("\r") else ""
+        may_move_cursor = _is_bar(sys._getframe(1))  # the frame that called this method
+        if not (may_move_cursor and BETWEEN_BARS.fullmatch(text)):
+            start = "\r" if may_move_cursor and text.startswith("\r") else ""
             text = start + printable(text.removeprefix(start))
         with self._noting_failure():
             self.unfiltered.write(text)
@@ -148,6 +150,7 @@ class CleanStream:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
+        """Records an `OSError` of the block; raises it unless the stream is optional."""
         try:
             yield
         except OSError:
@@ -163,34 +166,36 @@ class CleanStream:
         return getattr(self.unfiltered, name)
 
 
-def _is_of_bar(caller: FrameType) -> bool:
-    """Whether tqdm writes: it alone may move the cursor, whatever the text says that others
-    print.
-    """
+def _is_bar(caller: FrameType) -> bool:
+    """Whether the code of the frame `caller` is tqdm's, which draws progress bars."""
     return str(caller.f_globals.get("__name__", "")).startswith("tqdm.")
 
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """In this block, stdout and stderr write only what is `printable`."""
-    before: tuple[Any, Any] = sys.stdout, sys.stderr
-    clean: tuple[Any, Any] = CleanStream(sys.stdout), CleanStream(sys.stderr, is_optional=True)
-    sys.stdout, sys.stderr = clean
+    """Makes stdout and stderr write only `printable` text in this block."""
+    stdout: Any = sys.stdout
+    stderr: Any = sys.stderr
+    clean_stdout: Any = CleanStream(stdout)
+    clean_stderr: Any = CleanStream(stderr, is_optional=True)
+    sys.stdout, sys.stderr = clean_stdout, clean_stderr
     try:
         yield
     finally:
-        if sys.stdout is clean[0]:
-            sys.stdout = before[0]
-        if sys.stderr is clean[1]:
-            sys.stderr = before[1]
+        # The block may have put other streams in their place; those stay.
+        if sys.stdout is clean_stdout:
+            sys.stdout = stdout
+        if sys.stderr is clean_stderr:
+            sys.stderr = stderr
         try:
-            before[1].flush()
-        except OSError:  # the interpreter's last flush would fail the process
-            discard(before[1])
+            stderr.flush()
+        except OSError:
+            # Else the interpreter's last flush would fail, and with it the process.
+            discard(stderr)
 
 
 def discard(stream: TextIO) -> None:
-    """Points a stream at the null device: nobody reads it any more."""
+    """Points a stream that nobody reads any more at the null device."""
     null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -198,19 +203,18 @@ def discard(stream: TextIO) -> None:
 
 @clean_output()
 def exit_code(main: Callable[[], object]) -> int:
-    """Runs `main` and returns the exit code; a mistake that the user can fix is one message on
-    stderr.
+    """Runs `main`, prints an error that it raises on stderr, and returns the exit code.
 
-    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints
-    its own once rank 0 has had the time to fail too, since the launcher ends all ranks with the
-    first.
+    A mistake that the user can fix is printed without a traceback. Under a launcher every rank
+    makes the same mistake. Rank 0 prints it at once, and the launcher then ends the other ranks.
+    They wait SECONDS_FOR_RANK_0 for that, and then print their own, in case rank 0 made none.
     """
     rank = os.environ.get("RANK", "0")
-    # read at the first panic: sixty lines would stand in front of our sentence
+    # Rust code reads it at its first panic. A backtrace of sixty lines would hide our sentence.
     os.environ["RUST_BACKTRACE"] = "0"
     try:
         main()
-    except Preempted as stop:  # every rank has agreed on it and saved
+    except Preempted as stop:  # all ranks have agreed on it and saved: one message is enough
         if rank == "0":
             _say(stop)
         return EXIT_PREEMPTED
@@ -234,7 +238,7 @@ def exit_code(main: Callable[[], object]) -> int:
         _print_fault(fault, rank)
         return EXIT_FAULT
     except BaseException as fault:
-        if type(fault).__name__ != "PanicException":  # which Rust code raises
+        if type(fault).__name__ != "PanicException":  # the exception of Rust code that panics
             raise
         _say(
             f"a library's own code failed: {fault}; if it is a tokenizer's, a pattern in its "
@@ -247,20 +251,21 @@ def exit_code(main: Callable[[], object]) -> int:
 def end_process(code: int) -> NoReturn:
     """Ends this process with `code`, without the interpreter's own shutdown.
 
-    A rank that failed waits for nothing there: its threads and its peers may never answer. One that
-    is done has been aborted there now and then (SIGABRT, no Python frame), while threads of gloo
-    were still freeing their tensors.
+    In that shutdown, a rank that failed could wait forever for its threads or for other ranks. A
+    rank that succeeded was sometimes aborted there (SIGABRT, no Python frame), while gloo's threads
+    were still freeing tensors.
     """
     if code == 0:
-        atexit._run_exitfuncs()  # what libraries have left to do, a tracker's upload say
+        atexit._run_exitfuncs()  # what libraries still have to do, such as a tracker's upload
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def is_loss_of_peer(fault: BaseException) -> bool:
-    """Whether a collective failed because another rank ended or did not answer: then that rank's
-    error is the cause.
+    """Whether a collective failed because another rank ended or did not answer.
+
+    The error of that other rank is then the cause.
     """
     return "gloo" in str(fault) or type(fault).__name__ in (
         "DistBackendError",
@@ -270,20 +275,25 @@ def is_loss_of_peer(fault: BaseException) -> bool:
 
 
 def _say(text: object) -> None:
+    """Prints a line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _print_fault(fault: Exception, rank: str) -> None:
+    """Prints an error that is no mistake of the user: with its traceback, or as the loss of another
+    rank.
+    """
     if not is_loss_of_peer(fault):
         _say(f"rank {rank}: {''.join(traceback.format_exception(fault))}")
         return
     time.sleep(SECONDS_FOR_CAUSE)
     reason = str(fault).splitlines()[0]
     cause = "that rank's own error is the cause"
-    # then where this one was says nothing
     if any(mark in str(fault) for mark in CONNECTION_CLOSED):
+        # The other rank has ended, so that this rank's stack says nothing about the cause.
         _say(f"rank {rank}: another rank ended; {cause} ({reason})")
         return
+    # The other rank may hang: where this one waited for it is a hint. The last calls are enough.
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     _say(
         f"rank {rank}: another rank ended, or did not answer within timeout_seconds; {cause} "
@@ -293,8 +303,9 @@ def _print_fault(fault: Exception, rank: str) -> None:
 
 @contextmanager
 def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes and time left on stderr, as a function that advances it; none if that is no
-    terminal.
+    """Shows a bar with bytes and time left in this block, if stderr is a terminal.
+
+    Yields a function that advances the bar by a number of bytes.
     """
     from tqdm import tqdm
 
@@ -305,14 +316,16 @@ def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], objec
 
 
 def unfiltered(stream: TextIO) -> TextIO:
-    """The stream for a text that is `printable` but for colors of our own."""
+    """Returns the stream below a `CleanStream`, for text that is `printable` except for our own
+    colors; any other stream as it is.
+    """
     if isinstance(stream, CleanStream):
         return stream.unfiltered
     return stream
 
 
 def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
-    """Prints a line, in `style` where stdout is a terminal and NO_COLOR is not set."""
+    """Prints a line, in `style` if stdout is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         print(text)
         return
@@ -320,15 +333,16 @@ def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
 
 
 def set_library_environment(*, deterministic: bool = False) -> None:
-    """Sets what libraries read from the environment of a process that trains, where the user has
-    set nothing.
+    """Sets the environment variables that libraries of a training process read, except those that
+    the user has set.
 
-    To be called before torch is imported.
+    Call it before torch is imported.
     """
     silence_libraries()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
-        # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that
-        # fit none.
+    # PYTORCH_CUDA_ALLOC_CONF is the older name: a user's value there must not be overruled.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Rows differ in length. Without segments that can grow, the GPU's memory is soon split into
+        # pieces that are too small for any of them.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -336,9 +350,9 @@ def set_library_environment(*, deterministic: bool = False) -> None:
 
 
 def silence_libraries() -> None:
-    """Hides the warnings of NOISY libraries; their errors are shown.
+    """Hides the warnings of the libraries in NOISY, but not their errors.
 
-    To be called before they are imported.
+    Call it before they are imported.
     """
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,19 +1,20 @@
-"""Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no
-torch.
+"""The floating-point operations (FLOP) of training, and the peaks of devices, for the plan and for
+MFU. Imports no torch.
 
-FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H
-Q T under LoRA. N counts no untied input embedding, which multiplies nothing, and of routed experts
-those that a token chooses; L layers, H heads, Q head size (the mean of a key's and a value's), T
-tokens in a row. Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM),
-appendix B.
+Training on one token takes 6N + 12 L H Q T FLOP, less 2 for each weight without a gradient: under
+LoRA 4N + 12 L H Q T.
+N: parameters in matrix products. An untied input embedding is not counted, since it multiplies
+nothing; of routed experts, only those that a token chooses are counted.
+L: layers. H: heads. Q: head size, the mean of a key's and a value's. T: tokens in a row.
+Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 import re
 from typing import Any
 
-# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer
-# one. From the vendors' data sheets, whose figures "with sparsity" are halved. AMD's MI250X counts
-# as two devices, of which this is one.
+# Words in a device's name -> its peak in FLOP per second, for dense bf16 products with fp32 sums.
+# If several entries match a name, the longest one holds. The numbers are from the vendors' data
+# sheets; figures "with sparsity" are halved. An MI250X appears as two devices: this is one of them.
 PEAK_FLOPS = {
     "GB300": 2500e12,
     "GB200": 2500e12,
@@ -47,19 +48,23 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
     "MI250X": 191e12,
 }
-FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
-FORMULA = "6N + 12LHQT, 4N for LoRA"
+FP8_SPEEDUP = 2  # the FP8 peak over the bf16 peak, on every device above that multiplies in FP8
+FORMULA = "6N + 12LHQT, 4N for LoRA"  # for the plan's table
 
 
 def flop_per_token(
     *, parameters: int, layers: int, heads: float, head_size: float, length: float, frozen: int = 0
 ) -> float:
-    """FLOP to train on one token.
+    """Counts the FLOP to train on one token.
 
     Args:
-        parameters: N, of which `frozen` get no gradient.
-        length: T. The field takes the row's; of packed documents it is the sum of their squared
-            lengths over the sum of their lengths.
+        parameters: N, including `frozen` parameters.
+        layers: L.
+        heads: H.
+        head_size: Q.
+        length: T. Usually it is the row's length. For packed documents it is the sum of their
+            squared lengths divided by the sum of their lengths.
+        frozen: How many of `parameters` get no gradient.
 
     >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0) == 6e9
     True
@@ -70,18 +75,30 @@ def flop_per_token(
 def fp8_share_of(
     flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True
 ) -> float:
-    """The share of a token's FLOP that is in FP8: of `trained` and `frozen` weights, forward and
-    backward.
+    """Computes the share of the FLOP to train on a token that is in FP8.
+
+    Args:
+        flop_per_token: All FLOP to train on a token.
+        trained: Weights with a gradient whose products are in FP8.
+        frozen: Weights without a gradient whose products are in FP8.
+        weight_gradients: Whether the products that give the weights' gradients are in FP8 too.
 
     >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
     (0.5, 0.3333333333333333)
     """
-    return ((6 if weight_gradients else 4) * trained + 4 * frozen) / flop_per_token
+    # Each product takes 2 FLOP a weight: one in the forward, one for the inputs' gradients, and one
+    # for the weight's own gradient.
+    per_trained = 6 if weight_gradients else 4
+    per_frozen = 4
+    return (per_trained * trained + per_frozen * frozen) / flop_per_token
 
 
 def mix_peaks(peak: float, fp8_share: float) -> float:
-    """FLOP per second at the peaks of bf16 (`peak`) and FP8 together, of FLOP of which `fp8_share`
-    are in FP8.
+    """Computes the peak in FLOP per second of work that is partly in FP8 and else in bf16.
+
+    Args:
+        peak: The device's bf16 peak.
+        fp8_share: The share of the FLOP that is in FP8.
 
     >>> mix_peaks(989e12, 0.0) / 1e12, mix_peaks(989e12, 1.0) / 1e12
     (989.0, 1978.0)
@@ -90,10 +107,13 @@ def mix_peaks(peak: float, fp8_share: float) -> float:
 
 
 def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: int = 0) -> float:
-    """The same, with L, H and Q from a transformers config: means where layers differ."""
+    """As `flop_per_token`, with L, H and Q from a transformers config.
+
+    If layers differ, H and the product H Q are means over the layers.
+    """
     layers = list_layer_configs(config)
     heads = [count_heads(layer) for layer in layers]
-    widths = [count_heads(layer) * read_head_size(layer) for layer in layers]
+    widths = [count_heads(layer) * read_head_size(layer) for layer in layers]  # H Q of each
     return flop_per_token(
         parameters=parameters,
         layers=count_attention_layers(config),
@@ -105,8 +125,10 @@ def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: in
 
 
 def list_layer_configs(config: Any) -> list[Any]:
-    """Lists the config of each layer where they differ (Gemma 4), and the values of `config` itself
-    may not be read; else `config` alone.
+    """Lists the configs from which to read sizes of layers.
+
+    If layers differ (Gemma 4), these are the configs of all layers, because the values of `config`
+    itself may not be read. Else it is `config` alone.
     """
     if getattr(config, "is_heterogeneous", False):  # since transformers 5.23
         return list(config.per_layer_config)
@@ -114,8 +136,10 @@ def list_layer_configs(config: Any) -> list[Any]:
 
 
 def count_attention_layers(config: Any) -> int:
-    """Counts the layers that compare tokens with each other. States and convolutions do not; their
-    products are small.
+    """Counts the layers with attention, L of the formula.
+
+    Layers with a recurrent state or a convolution compare no tokens with each other; their products
+    are small.
     """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -124,21 +148,22 @@ def count_attention_layers(config: Any) -> int:
 
 
 def count_heads(config: Any) -> int:
-    """H by the config of a model, or of a layer."""
+    """Returns H, the attention heads, by the config of a model or a layer; 0 if it has none."""
     return getattr(config, "num_attention_heads", None) or 0
 
 
 def read_head_size(config: Any) -> float:
-    """Q by the config of a model, or of a layer.
+    """Returns Q, the head size, by the config of a model or a layer; 0 without attention heads.
 
-    Under MLA (DeepSeek), `head_dim` is only the rotated part of a key.
+    Under MLA (DeepSeek), `head_dim` is only the rotated part of a key, and is not read.
     """
-    latent: list[Any] = [
+    # MLA: a key has two parts, qk_nope and qk_rope
+    key_and_value_sizes: list[Any] = [
         getattr(config, name, None)
         for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     ]
-    if all(isinstance(size, int) and size for size in latent):
-        return float(sum(latent)) / 2
+    if all(isinstance(size, int) and size for size in key_and_value_sizes):
+        return float(sum(key_and_value_sizes)) / 2  # the mean of a key's and a value's size
     heads = count_heads(config)
     return getattr(config, "head_dim", None) or (
         float(config.hidden_size // heads) if heads else 0.0
@@ -146,21 +171,22 @@ def read_head_size(config: Any) -> float:
 
 
 def forward_flop_per_token_of(config: Any, *, parameters: int, length: float) -> float:
-    """The same of a forward alone, which is a third: a teacher's."""
+    """Counts the FLOP of only a forward of one token, such as a teacher's: a third of training."""
     return flop_per_token_of(config, parameters=parameters, length=length) / 3
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """The dense bf16 peak of a GPU in FLOP per second, by its name; None where it is not known.
+    """Returns the dense bf16 peak in FLOP per second of the GPU with this name; None if it is not
+    known.
 
-    Not known either: a part of a GPU (MIG), and laptops' versions, which run at other clocks under
-    the same name.
+    It is not known of a part of a GPU (MIG), and of laptop and D versions, which are slower than
+    the GPU of the same name.
 
     >>> peak_flops_of("NVIDIA H200"), peak_flops_of("NVIDIA H100 PCIe"), peak_flops_of("a laptop")
     (989000000000000.0, 756000000000000.0, None)
     """
     words = set(re.split(r"[\s-]+", device_name))
-    fitting = [model for model in PEAK_FLOPS if words.issuperset(model.split())]
-    if fitting and not words & {"MIG", "Laptop", "D"}:
-        return PEAK_FLOPS[max(fitting, key=len)]
+    matching = [model for model in PEAK_FLOPS if words.issuperset(model.split())]
+    if matching and not words & {"MIG", "Laptop", "D"}:
+        return PEAK_FLOPS[max(matching, key=len)]
     return None

@@ -1,8 +1,8 @@
 """A run, from `finetune launch` to its export: the launcher, and the script that it starts on every
 rank.
 
-`accelerate launch finetune/run.py --config C --recipe R key=value` is the same run under a launcher
-of your own.
+This file is both. With a launcher of your own, the same run is
+`accelerate launch finetune/run.py --config C --recipe R key=value`.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 RUN = Path(__file__).resolve()
-# A script's own folder comes first on sys.path, where our `data` would hijack another's: the
-# project's root must.
+# Python puts a script's own folder first on sys.path, where our `data` would hide another package
+# of that name. The project's root takes its place.
 if __name__ == "__main__":
     sys.path[0] = str(RUN.parents[1])
 
@@ -50,15 +50,18 @@ if TYPE_CHECKING:  # imports torch
     from finetune.session import Session
     from finetune.training.training_run import TrainingRun
 
-# of which the rank has written why
+# A rank that ends with one of these exit codes has printed why.
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)
-# the run's own handlers save, then stop or continue
+# The launcher forwards these signals to the ranks, which save and then stop or continue.
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 add_hints(hints)
 
 
 def main() -> None:
-    """Reads what the user asked for, which needs no torch, and does it."""
+    """Runs this file as the script of one rank: reads its arguments, and trains.
+
+    Mistakes in the recipe are found before torch is imported.
+    """
     parser = argparse.ArgumentParser(
         prog="finetune/run.py", description="Trains a recipe on this rank.", allow_abbrev=False
     )
@@ -79,38 +82,50 @@ def main() -> None:
 def fine_tune(
     recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbacks: Sequence[Any] = ()
 ) -> None:
-    """A run from its recipe to its export. `callbacks`: beside the recipe's."""
+    """Trains a recipe on this rank, from reading its data to the export.
+
+    A recipe with several `adapters` trains them in turn, and exports them after the last.
+
+    Args:
+        recipe: The recipe.
+        sharding: How the model is sharded over the ranks.
+        dry_run: Checks what could stop the run, and prints its plan, instead of training.
+        callbacks: Callbacks in addition to the recipe's.
+    """
     # before torch is imported
-    recipes, sharding = _check(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
+    recipes, sharding = _check_recipes(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
     set_library_environment(deterministic=recipe.run.deterministic)
     started = time.perf_counter()
     from finetune.session import Session
     from finetune.training.callbacks import load_hooks
     from finetune.training.lifecycle import finish
 
-    imported = time.perf_counter() - started
+    import_seconds = time.perf_counter() - started
 
-    hooks = [load_hooks(own, callbacks) for own in recipes]
+    hooks = [load_hooks(own_recipe, callbacks) for own_recipe in recipes]
     trained: list[tuple[Any, Any]] = []
-    with ExitStack() as opened:
+    with ExitStack() as open_sessions:
         session = None
-        for own, own_hooks in zip(recipes, hooks, strict=True):
-            session = Session(own, sharding, saves=not dry_run, after=session)
-            opened.enter_context(session)
-            if own is recipes[0]:
-                session.phases.add("imports", imported, None)
+        for own_recipe, own_hooks in zip(recipes, hooks, strict=True):
+            session = Session(own_recipe, sharding, saves=not dry_run, after=session)
+            open_sessions.enter_context(session)
+            if own_recipe is recipes[0]:
+                session.phases.add("imports", import_seconds, None)
             if len(recipes) > 1 and session.world.is_main:
-                print(f"adapter {own.folder.name}: in {own.folder}", flush=True)
+                print(f"adapter {own_recipe.folder.name}: in {own_recipe.folder}", flush=True)
             if dry_run:
-                _try(session)
+                _try_run(session)
             else:
-                trained += _train(session, own_hooks, is_last=own is recipes[-1])
+                trained += _train(session, own_hooks, is_last=own_recipe is recipes[-1])
     for run, progress in trained:
         finish(run, progress)
 
 
-def _try(session: "Session") -> None:
-    """Looks for what would stop a run, and prints its plan."""
+def _try_run(session: "Session") -> None:
+    """Checks what would stop the run of a session, without training; prints its plan.
+
+    Raises `UserError` for what would stop it.
+    """
     from finetune.training.lifecycle import try_folder
     from finetune.training.objectives.online import try_rewards
     from finetune.training.screens import print_plan
@@ -127,8 +142,12 @@ def _try(session: "Session") -> None:
 def _train(
     session: "Session", hooks: Any, *, is_last: bool
 ) -> list[tuple["TrainingRun", "Progress"]]:
-    """Trains what a session has opened, and leaves the ranks after the last; returns what is to be
-    exported then: nothing where the run was done before.
+    """Trains a session's run to its end, with the evaluations before and after.
+
+    `is_last`: whether no other adapter follows; then the ranks leave each other.
+
+    Returns:
+        The run and its progress, which are still to be exported; empty if the run was done before.
     """
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.lifecycle import is_finished, leave_ranks
@@ -150,78 +169,90 @@ def _train(
     return [(run.without_model(), progress)]
 
 
-def _check(recipe: Recipe, sharding: Sharding, ranks: int) -> tuple[tuple[Recipe, ...], Sharding]:
-    """Returns the recipes to train in turn, one for each of `adapters`, and how they are sharded;
-    each with the keys that it takes from elsewhere.
+def _check_recipes(
+    recipe: Recipe, sharding: Sharding, ranks: int
+) -> tuple[tuple[Recipe, ...], Sharding]:
+    """Splits a recipe into one for each of its `adapters`, and applies the rules to them.
 
-    Raises `UserError` for what the rules refuse.
+    Raises `UserError` if a rule refuses one of them. Imports no torch.
+
+    Returns:
+        The recipes to train in turn, each with the keys of the LoRA adapter that it names; the
+        recipe alone if it has no `adapters`. And the sharding with the recipe's own keys.
     """
-    recipes = tuple(complete_lora(each) for each in split_adapters(recipe))
+    recipes = tuple(complete_lora(own_recipe) for own_recipe in split_adapters(recipe))
     sharding = with_recipe_keys(sharding, recipe)
     facts = find_local_facts(recipe.model)
     refuse_problems(
-        problem for each in recipes for problem in find_problems(each, sharding, facts, ranks)
+        problem
+        for own_recipe in recipes
+        for problem in find_problems(own_recipe, sharding, facts, ranks)
     )
-    return tuple(each.alone for each in recipes), sharding
+    return tuple(own_recipe.alone for own_recipe in recipes), sharding
 
 
 def launch_command(options: argparse.Namespace) -> int:
-    """Starts run.py on the ranks and returns its exit code.
+    """Runs `finetune launch`: starts run.py on the ranks, and returns its exit code.
 
-    Raises `UserError` before torch loads.
+    Raises `UserError` for mistakes in the recipe, before the ranks start.
     """
     recipe = read_recipe(options.recipe, options.overrides)
     return launch_script(options, recipe, RUN, ["--dry-run"] if options.dry_run else [])
 
 
 def launch_script(
-    options: argparse.Namespace, recipe: Recipe, path: Path, more: Sequence[str]
+    options: argparse.Namespace, recipe: Recipe, path: Path, more_arguments: Sequence[str]
 ) -> int:
-    """Starts the script at `path` on the ranks, with recipe, Accelerate file and the arguments
-    `more`; returns its exit code.
+    """Starts the script at `path` on the ranks of this machine, and returns its exit code.
 
-    Raises `UserError` before torch loads.
+    The script gets the recipe, the Accelerate file, `more_arguments` and the recipe's overrides.
+
+    Raises `UserError` for mistakes in the recipe, before the script starts.
     """
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
-    ranks = options.num_processes or _default_ranks()
+    ranks = options.num_processes or _count_default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
     file = None
     if config:
         file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config")
     if file is not None and options.num_processes is None:
-        _say_ranks(file, ranks)
-    _, sharding = _check(recipe, sharding, ranks)
-    script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
-    script += more
-    # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.
+        _report_unread_ranks(file, ranks)
+    _, sharding = _check_recipes(recipe, sharding, ranks)
+    arguments = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
+    arguments += more_arguments
+    # The precision is passed as an option too: with `mixed_precision: no` in the file, which YAML
+    # reads as false, Accelerate ends in a traceback.
     if sharding.fp8 is not None:
         precision = "fp8"
     else:
         precision = sharding.mixed_precision
-    return _launch(ranks, file, precision, [str(path), *script, *options.overrides])
+    return _launch(ranks, file, precision, [str(path), *arguments, *options.overrides])
 
 
-def _say_ranks(file: Path, ranks: int) -> None:
-    """Says on stderr that num_processes of the Accelerate file is not read, where it is another
-    number.
+def _report_unread_ranks(file: Path, ranks: int) -> None:
+    """Prints on stderr that num_processes of the Accelerate file is not read, if it differs from
+    `ranks`.
     """
-    asked = find_yaml(file).get("num_processes")
-    if isinstance(asked, int) and asked != ranks:
+    num_processes = find_yaml(file).get("num_processes")
+    if isinstance(num_processes, int) and num_processes != ranks:
         print(
-            f"{file}: num_processes: {asked} is not read; {counted(ranks, 'rank')} "
-            f"{'starts' if ranks == 1 else 'start'}, one for each GPU; --num-processes {asked} "
-            "starts as many",
+            f"{file}: num_processes: {num_processes} is not read; {counted(ranks, 'rank')} "
+            f"{'starts' if ranks == 1 else 'start'}, one for each GPU; --num-processes "
+            f"{num_processes} starts as many",
             file=sys.stderr,
         )
 
 
-def _default_ranks() -> int:
-    """One for each GPU; one on a machine without GPUs, which needs no import of torch to see."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(
-        Path(f"/dev/{name}").exists() for name in ("kfd", "dxg")
-    ):
+def _count_default_ranks() -> int:
+    """Counts the ranks of a run that does not say: one for each GPU, or one without GPUs.
+
+    Imports torch only if the machine seems to have GPUs.
+    """
+    has_nvidia = any(Path("/dev").glob("nvidia[0-9]*"))
+    # /dev/kfd: AMD; /dev/dxg: a GPU under WSL
+    if not has_nvidia and not any(Path(f"/dev/{name}").exists() for name in ("kfd", "dxg")):
         return 1
     import torch
 
@@ -229,10 +260,11 @@ def _default_ranks() -> int:
 
 
 def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) -> int:
-    """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process
-    launcher.
+    """Runs `script`, a path and its arguments, on `ranks` processes of this machine; returns the
+    exit code.
 
-    For one rank too: the simple launcher would leave its child behind on a signal.
+    One rank too is started by Accelerate's multi-process launcher: the simple launcher would leave
+    its child behind on a signal.
     """
     from accelerate.commands.launch import (
         _validate_launch_command,
@@ -246,7 +278,7 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
-    given = [
+    launcher_options = [
         "--num_processes",
         str(ranks),
         "--num_cpu_threads_per_process",
@@ -254,14 +286,14 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
         "--main_process_port",
         "0",
     ]
-    given += ["--mixed_precision", precision]
-    # DeepSpeed's own is not its
-    given += ["--config_file", str(config)] if config and config.suffix != ".json" else []
+    launcher_options += ["--mixed_precision", precision]
+    if config and config.suffix != ".json":  # .json is DeepSpeed's own file, not Accelerate's
+        launcher_options += ["--config_file", str(config)]
     try:
         arguments, _, _ = _validate_launch_command(
-            launch_command_parser().parse_args([*given, *script])
+            launch_command_parser().parse_args([*launcher_options, *script])
         )
-        # torchrun ends the ranks on these; ours are in FORWARDED
+        # torchrun ends the ranks on these signals; those in FORWARDED are left to this launcher
         arguments.signals_to_handle = "SIGHUP,SIGQUIT"
         with _forward_to_children():
             multi_gpu_launcher(arguments)
@@ -276,16 +308,17 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
                 file=sys.stderr,
                 flush=True,
             )
-        return code if code > 0 else 128 - code
+        return code if code > 0 else 128 - code  # a signal's code is negative: 128 + its number
     return 0
 
 
 def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
-    """Returns (rank, exit code) of the rank that ended the run: one that was preempted or found a
-    user's error, else the first.
+    """Returns (rank, exit code) of the rank that ended the run.
 
-    `codes`: of the ranks that failed, in the order in which they ended. The launcher ends the
-    others by SIGTERM.
+    That is a rank that was preempted, else one that found a user's error, else the first to end.
+
+    `codes`: rank -> exit code of the ranks that failed, in the order in which they ended. The
+    launcher ends the other ranks by SIGTERM.
 
     >>> _find_cause({0: 1, 1: 2}), _find_cause({1: -9, 0: -15}), _find_cause({0: 1, 1: -9})
     ((1, 2), (1, -9), (0, 1))
@@ -298,7 +331,9 @@ def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
 
 
 def _describe_end(code: int) -> str:
-    """Says how a process ended that printed no message of its own.
+    """Describes how a process ended, for one that printed no message of its own.
+
+    `code`: its exit code; a signal's number is negative.
 
     >>> _describe_end(3), _describe_end(-15)
     ('with exit code 3', 'by SIGTERM')
@@ -313,8 +348,9 @@ def _describe_end(code: int) -> str:
 
 @contextmanager
 def _forward_to_children() -> Iterator[None]:
-    """Forwards FORWARDED signals to the ranks and keeps waiting, so that they can save and report
-    how they ended.
+    """Forwards the signals in FORWARDED to the ranks in this block, instead of ending this process.
+
+    The launcher then waits for the ranks, which save and report how they ended.
     """
     import psutil
 

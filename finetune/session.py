@@ -1,8 +1,8 @@
-"""A model in training, step by step: what `finetune launch` does, for scripts and notebooks.
-docs/api.md shows its use.
+"""`Session`: a model in training, step by step, for scripts and notebooks. docs/api.md shows its
+use.
 
-The command is built on it: `run.py` opens a session, and trains by the same functions on the same
-model.
+`finetune launch` is built on it: `run.py` opens a session for the recipe, or for each of its
+adapters.
 """
 
 import os
@@ -50,7 +50,7 @@ from finetune.plan.architecture import find_local_facts
 from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
-from finetune.training.lifecycle import make_objectives, prompt_ids, start_run
+from finetune.training.lifecycle import encode_prompt, make_objectives, start_run
 from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
@@ -72,8 +72,10 @@ from finetune.training.watch import SignalListener, uninterrupted
 
 
 class Loss:
-    """The loss and metrics of `Session.forward_backward`, over all ranks. The sums are of all ranks
-    already: reading only waits for the device, on the rank that reads.
+    """The loss and metrics of `Session.forward_backward`, over all ranks.
+
+    The ranks have added up their sums before. Reading waits only for this rank's device: no other
+    rank needs to read too.
     """
 
     def __init__(self, totals: Totals, count: int, objective: Objective) -> None:
@@ -83,12 +85,13 @@ class Loss:
 
     @cached_property
     def _averages(self) -> tuple[float, dict[str, float]]:
+        """The loss, and the metrics by name."""
         loss, means = self._totals.average(self._count)
         return loss, self._objective.complete(means)
 
     @property
     def loss(self) -> float:
-        """The mean over the trained tokens, or over the pairs of a method that compares."""
+        """The mean loss: over the trained tokens, or over the pairs of a method that compares."""
         return self._averages[0]
 
     @property
@@ -108,54 +111,55 @@ class Update(NamedTuple):
 
     step: int  # steps done, this one included
     learning_rate: float
-    grad_norm: float  # the 2-norm of all ranks' gradients before clipping
-    # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
+    grad_norm: float  # the 2-norm of the gradients over all ranks, before clipping
+    # Nothing was updated: the loss or gradient was not finite, and on_nonfinite is skip.
     is_skipped: bool
 
 
 class Gradients(NamedTuple):
-    """The gradients of `Session.take_gradients`, on this rank."""
+    """The gradients that `Session.take_gradients` took, on this rank."""
 
-    tensors: list[Tensor | None]  # in the order of the optimizer's parameters
-    backward: list[tuple[StepBatch, Measured]]  # what they are of
+    tensors: list[Tensor | None]  # one for each parameter of the optimizer, in its order
+    # the batches that went backward for these gradients, each with what was measured
+    backward: list[tuple[StepBatch, Measured]]
 
 
 class SampledAnswer(NamedTuple):
     """An answer of `Session.sample`.
 
-    `log_probabilities` are those of the distribution that was drawn from, after `temperature`.
-    `row` is the prompt and the answer as a row for `Session.batch`.
+    `log_probabilities` are those of the distribution from which the tokens were drawn, after
+    `temperature`. `row` is the prompt and the answer as a row for `Session.batch`.
     """
 
     text: str
-    token_ids: tuple[int, ...]  # with the token that ends it
-    # of each token, at the temperature that it was drawn with; at 1 where greedy
+    token_ids: tuple[int, ...]  # the answer's, with the token that ends it
+    # of each of `token_ids`, at the temperature of the draw; of a greedy answer, at 1
     log_probabilities: tuple[float, ...]
     prompt_ids: tuple[int, ...]
-    # Of the prompt's tokens after the first, at 1; empty where `sample` was not asked for them.
+    # of the prompt's tokens after the first, at temperature 1; empty unless `sample` was asked
     prompt_log_probabilities: tuple[float, ...] = ()
 
     @property
     def row(self) -> dict[str, list[int]]:
-        """A row for `Session.batch` that trains on the answer: the very tokens, not its text."""
+        """A row for `Session.batch` that trains on exactly these answer tokens."""
         prompt = list(self.prompt_ids)
         answer = list(self.token_ids)
         return {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
 
 
 class Loaded(NamedTuple):
-    """The trained model and its objective."""
+    """What a session loads when it first computes: the model, its optimizer and the objectives."""
 
     model: nn.Module
     size: ModelSize
     optimizer: torch.optim.Optimizer
-    objectives: Objectives | None  # of the weights before training; None without data
+    objectives: Objectives | None  # made with the weights before training; None without data
 
 
 class Session:
     """A recipe's model in training, on one rank of a process group. All ranks make the same calls.
 
-    The recipe's data are read at once; the model is loaded when it is first needed.
+    Opening a session reads the recipe's data. The model is loaded when it is first needed.
 
         with Session(load_recipe("my_recipe.yaml")) as session:
             for batch in session.batches():
@@ -172,49 +176,52 @@ class Session:
         saves: bool = True,
         after: "Session | None" = None,
     ) -> None:
-        """Joins the ranks that a launcher has started (a process without one is alone), and locks
-        the run's folder.
+        """Joins the ranks that a launcher has started, locks the run's folder and reads the data.
+
+        A process that no launcher has started is the only rank.
 
         Args:
-            recipe: Of `finetune.load_recipe`, or a file, or a name in recipes/.
+            recipe: A recipe of `finetune.load_recipe`, or a file, or a name in recipes/.
             config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
-            saves: False where nothing will be saved: no folder is made.
-            after: The session of another adapter on the same base. This one takes over its ranks
-                and the base that it has in memory; only its `close` may be called from then on.
+            saves: False if nothing will be saved: then no folder is made.
+            after: A session that trained another adapter on the same base. The new session takes
+                over its ranks and the base in memory. Of `after`, only `close` may be called then.
 
         Raises:
-            UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal
-                findings in the data, or a folder that cannot be written or is in use.
+            UserError: If the rules refuse the recipe, if data or a tokenizer cannot be read, if the
+                data has fatal findings, or if the folder cannot be written or is in use.
         """
-        given = expect_recipe(recipe)
-        sharding = _read_sharding(given, config)
-        set_library_environment(deterministic=given.run.deterministic)
+        given_recipe = expect_recipe(recipe)
+        sharding = _read_sharding(given_recipe, config)
+        set_library_environment(deterministic=given_recipe.run.deterministic)
         if after is None and AcceleratorState._shared_state:
             raise UserError("a session, or an Accelerator, is open in this process; close it first")
-        own_recipe = complete_lora(given)
-        machine = describe_machine(sharding, with_liger=own_recipe.model.use_liger_kernel)
+        complete_recipe = complete_lora(given_recipe)
+        machine = describe_machine(sharding, with_liger=complete_recipe.model.use_liger_kernel)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        local_facts = find_local_facts(own_recipe.model)
-        refuse_problems(find_problems(own_recipe, sharding, local_facts, ranks, machine=machine))
+        facts = find_local_facts(complete_recipe.model)
+        refuse_problems(find_problems(complete_recipe, sharding, facts, ranks, machine=machine))
         if after is None:
-            self.world = join(sharding, own_recipe.run.timeout_seconds)
+            self.world = join(sharding, complete_recipe.run.timeout_seconds)
         else:
             self.world = after.world
         self.phases = Phases()
         self.progress = Progress()
-        self.signals = SignalListener()  # which the command enters; a script's signals are its own
-        self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
-        self._is_resumed = False
-        self._kept_step = 0  # of the newest checkpoint that is of this training
+        # Only the command enters it: a script handles its own signals.
+        self.signals = SignalListener()
+        # the batches that went backward since the last update
+        self._backward: list[tuple[StepBatch, Measured]] = []
+        self._is_resumed = False  # whether `load` was called
+        self._kept_step = 0  # the step of the newest checkpoint that was saved or loaded
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
-        # This rank's part of the frozen parameters of a session before, by their names in the base.
+        # this rank's part of the base that `after` has loaded, by a parameter's name in the base
         self._frozen: dict[str, Tensor] = {} if after is None else after._hand_over_frozen()
         try:
-            self._opened = open_run(own_recipe, self.world, machine, self.phases, saves=saves)
-        except BaseException:  # Ctrl-C in a notebook too, which then could open no other session
-            if self.world.size == 1:  # as in __exit__
+            self._opened = open_run(complete_recipe, self.world, machine, self.phases, saves=saves)
+        except BaseException:  # Ctrl-C too: else a notebook could not open another session
+            if self.world.size == 1:  # for the same reason as in __exit__
                 self.close()
             raise
         self.recipe = self._opened.recipe
@@ -229,7 +236,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # else another rank may not have failed, and leaving would wait for it
+        # After an error on this rank, `close` would wait for ranks that may not have failed.
         if kind is None or self.world.size == 1:
             self.close()
 
@@ -239,6 +246,7 @@ class Session:
         self._is_closed = True
 
     def _refuse_closed(self, what: str) -> None:
+        """Raises `UserError` if the session is closed. `what`: what the user tried to use."""
         if self._is_closed:
             raise UserError(
                 f"{what}: the session is closed; open another, whose load() continues from what "
@@ -247,8 +255,10 @@ class Session:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The block in which the model computes: under `deterministic`, and with a sentence where
-        memory runs out.
+        """A block in which the model computes.
+
+        The recipe's `deterministic` holds in it, and torch's out-of-memory error becomes a
+        `UserError` that explains it. Raises `UserError` if the session is closed.
         """
         self._refuse_closed("the model")
         with (
@@ -274,12 +284,15 @@ class Session:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """A hash of each thing that the recipe names, which checkpoints keep."""
+        """The hashes of what the recipe names (models, data, tokenizer, code), by name.
+
+        Checkpoints keep them, so that a resumed run notices changes.
+        """
         return fingerprint_inputs(self.recipe, self.tokenizer, self._opened.data, self.world)
 
     @cached_property
     def _loaded(self) -> Loaded:
-        """What a session computes with, loaded when it is first needed."""
+        """The model, the optimizer and the objectives; the first access loads them."""
         recipe = self.recipe
         data = self._opened.data
         with self.phases.timed("weights"), self.computing():
@@ -306,9 +319,12 @@ class Session:
         return Loaded(model, size, optimizer, objectives)
 
     def _hand_over_frozen(self) -> dict[str, Tensor]:
-        """Drops the model, and returns `_frozen` for the session that comes after this one: this
-        rank's part of the frozen parameters, or none where no model was loaded.
+        """Drops the model, and returns its frozen parameters for the session that comes next.
+
+        Returns this rank's part of each, by its name in the base. If this session has loaded no
+        model, they are those that it was handed itself.
         """
+        # The cached properties are removed, since each of them keeps the model in memory.
         loaded: Loaded | None = vars(self).pop("_loaded", None)
         for name in ("_saver", "_guard"):
             vars(self).pop(name, None)
@@ -318,11 +334,11 @@ class Session:
         return self._frozen
 
     def check_model(self) -> None:
-        """Finds problems of the model's and the teacher's files and keys, from the headers of the
-        weights alone.
+        """Raises `UserError` for problems with the files or keys of the model, the teacher or the
+        reward models.
 
-        Nothing is downloaded for it: what is not on this machine is not looked at. Raises
-        `UserError`.
+        It reads only the headers of weights. Nothing is downloaded: a model that is not on this
+        machine is not checked.
         """
         recipe = self.recipe
         if is_here(recipe.model):
@@ -351,6 +367,7 @@ class Session:
 
     @cached_property
     def _saver(self) -> Saver:
+        """What saves checkpoints into the run's folder; made at the first save."""
         loaded = self._loaded
         options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
         if loaded.objectives is not None:
@@ -368,12 +385,12 @@ class Session:
 
     @cached_property
     def _guard(self) -> HostGuard | DeviceGuard:
-        """It keeps a loss or gradient that is not finite from the parameters."""
+        """What keeps a loss or gradient that is not finite from changing the parameters."""
         return make_guard(self._loaded.optimizer, self.recipe.optimization, self.world)
 
     def batches(self) -> Iterator[StepBatch]:
-        """The batches of the recipe's data that are still to be trained on, in the command's
-        order.
+        """Returns this rank's batches of the recipe's data, from the step after the progress so far
+        to the last step, in the order of `finetune launch`.
         """
         training = None
         if self._loaded.objectives:
@@ -383,18 +400,19 @@ class Session:
         return self.data.train.batches(self.progress.step)
 
     def batch(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> StepBatch:
-        """This rank's share of one step over `rows`, which are read as those of a data file.
+        """Makes this rank's share of a step over `rows`, which are read as rows of a data file.
 
-        All ranks give the same.
+        All ranks give the same rows.
 
         Args:
-            rows: Of any format that files have.
-            columns: Those of them that a loss function reads, such as advantages: each has a number
-                for the row, or a list with one for each trained token. `micro_batch.columns[name]`
-                is fp32[positions], as the log-probabilities are.
+            rows: Rows in any format that a data file may have.
+            columns: The names of the rows' columns that a loss function reads, such as advantages.
+                A row has a number in such a column, or a list with a number for each trained token.
+                The loss function finds them in `micro_batch.columns[name]`, fp32[positions], as the
+                log-probabilities are.
 
         Raises:
-            UserError: For a row that cannot be used.
+            UserError: If a row cannot be used, or if the recipe's method samples its rows.
         """
         if isinstance(columns, str):
             raise UserError(f"batch: columns: a list of names is expected, such as [{columns!r}]")
@@ -412,22 +430,22 @@ class Session:
         batch: StepBatch | Sequence[Mapping[str, Any]],
         loss: LossFunction | Literal["cross_entropy"] | None = None,
     ) -> Loss:
-        """Adds the gradients of a batch.
+        """Computes the loss of a batch, and adds its gradients to those of earlier calls.
 
-        Several calls before one `optim_step` add up, each divided by its own count; one that fails
-        drops them all.
+        Before an `optim_step`, several calls may add up their gradients. The loss of each is
+        divided by the count of its own batch. A call that fails drops all gradients.
 
         Args:
-            batch: Of `batches` or `batch`; or rows.
-            loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's
-                method. The log-probabilities, fp32[positions], are those of the labels at
-                `micro_batch.trained_positions`, 0 where there is no label.
-                `micro_batch.trained_documents` says which document each position belongs to, and 0
-                where there is no label: sum over a document, as a mean would count those positions
-                in document 0. `micro_batch.columns`
-                has what `batch` was asked for. The function returns a sum (0-dim), which is
-                divided by the trained tokens of the batch over all ranks, or by its pairs where
-                the method compares.
+            batch: A batch of `batches` or `batch`, or rows.
+            loss: A function `(log_probabilities, micro_batch) -> Tensor`; by default the loss of
+                the recipe's method. "cross_entropy" is that of supervised fine-tuning. The
+                log-probabilities, fp32[positions], are those of the labels at
+                `micro_batch.trained_positions`; 0 at a position without a label.
+                `micro_batch.trained_documents` has the document of each position; 0 at a position
+                without a label. So sum over a document: a mean would count those positions in
+                document 0. `micro_batch.columns` has the columns that `batch` was asked for. The
+                function returns a sum (0-dim). It is divided by the trained tokens of the batch
+                over all ranks, or by the pairs if the method compares.
 
         Returns:
             The averages over all ranks. Reading them waits for the device.
@@ -441,8 +459,8 @@ class Session:
             step_batch = batch
         else:
             step_batch = self.batch(batch)
-        objective = self._objective(loss, has_own_rows=step_batch.has_own_rows)
-        with self.computing(), self._or_no_gradients():
+        objective = self._choose_objective(loss, has_own_rows=step_batch.has_own_rows)
+        with self.computing(), self._dropping_gradients_on_error():
             self.model.train()
             measured = forward_backward(self.model, step_batch, objective, self.recipe, self.world)
             if isinstance(objective, FunctionObjective):
@@ -452,57 +470,65 @@ class Session:
         return Loss(totals, objective.count(step_batch), objective)
 
     @contextmanager
-    def _or_no_gradients(self) -> Iterator[None]:
-        """Drops all gradients where the block raises: those of some micro-batches would spoil the
-        next update.
+    def _dropping_gradients_on_error(self) -> Iterator[None]:
+        """Drops all gradients if the block raises: the gradients of only some micro-batches would
+        spoil the next update.
         """
         try:
             yield
         except BaseException:
             self._loaded.optimizer.zero_grad(set_to_none=True)
             self._backward.clear()
-            vars(self).pop("_guard", None)  # it remembers what it has found
+            vars(self).pop("_guard", None)  # a guard remembers the bad steps that it has found
             raise
 
     def take_gradients(self) -> Gradients:
-        """Takes the gradients since the last update out of the model, for a script that trains
-        several adapters in turn.
+        """Takes the gradients since the last update out of the model.
+
+        A script that trains several adapters in turn can give them back later.
         """
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        taken = Gradients([parameter.grad for parameter in trained], [*self._backward])
+        gradients = Gradients([parameter.grad for parameter in trained], [*self._backward])
         self.optimizer.zero_grad(set_to_none=True)
         self._backward.clear()
-        return taken
+        return gradients
 
     def give_gradients(self, gradients: Gradients) -> None:
-        """Puts back what `take_gradients` took, in place of any gradients that there are."""
+        """Puts back the gradients that `take_gradients` took; they replace those in the model."""
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         for parameter, gradient in zip(trained, gradients.tensors, strict=True):
             parameter.grad = gradient
         self._backward[:] = gradients.backward
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
-        """Returns the log-probability of every label, one fp32 tensor for each micro-batch of this
-        rank. A micro-batch with `targets` (several token ids at each position) has one of each.
+        """Computes the log-probability of every label, without dropout or gradients.
 
-        Runs without dropout or gradients. All ranks call it.
+        All ranks call it.
+
+        Returns:
+            For each micro-batch of this rank, fp32[positions], as `forward_backward` gives a loss
+            function. A micro-batch with `targets` (several token ids at a position) has
+            fp32[positions, targets].
         """
         self._refuse_masked_diffusion("log_probabilities")
         with evaluating(self.model), self.computing():
-            each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
+            on_device = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
-                self.model(**one.inputs, head_function=choose_label_head(one.targets))
-                for one in each
+                self.model(
+                    **micro_batch.inputs, head_function=choose_label_head(micro_batch.targets)
+                )
+                for micro_batch in on_device
             ]
 
     def optim_step(self, learning_rate: float | None = None) -> Update:
-        """Clips the gradients, updates the parameters, and sets the gradients to zero.
+        """Clips the gradients, updates the parameters, and drops the gradients.
 
         Args:
-            learning_rate: By default that of the recipe's schedule.
+            learning_rate: The learning rate; by default that of the recipe's schedule.
 
         Raises:
-            UserError: Where the loss or gradient is not finite, and `on_nonfinite` is stop.
+            UserError: If there are no gradients; if the loss or gradient is not finite and
+                `on_nonfinite` is stop, or too many steps were skipped.
         """
         self._refuse_closed("optim_step")
         if not self._backward:
@@ -514,20 +540,21 @@ class Session:
             )
         keys = self.recipe.optimization
         world = self.world
-        batch, measured = _together(self._backward, self.progress.step)
+        batch, measured = _join_backward(self._backward, self.progress.step)
         if learning_rate is None:
-            learning_rate = self._scheduled_rate()
+            learning_rate = self._compute_scheduled_rate()
         optimizer = self._loaded.optimizer
         guard = self._guard
         set_learning_rate(optimizer, learning_rate)
         saver: Saver | None = vars(self).get("_saver")  # there is none before the first save
         before_update = saver.before_update if saver is not None else lambda: None
-        with uninterrupted():  # what is updated is counted
-            with self._or_no_gradients():
+        # Ctrl-C must not come between the update and the progress that counts it.
+        with uninterrupted():
+            with self._dropping_gradients_on_error():
                 result = clip_and_update(
                     self.model, optimizer, batch, measured, self.recipe, world, guard, before_update
                 )
-                guard.raise_if_bad(keys)  # a guard that marks a step on the device alone
+                guard.raise_if_bad(keys)  # a `DeviceGuard` has only marked a bad step
                 if result.failed_check is not None:
                     handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
             is_skipped = result.failed_check is not None
@@ -535,8 +562,11 @@ class Session:
             self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
         return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
 
-    def _scheduled_rate(self) -> float:
-        """The learning rate of the next step, by the recipe's schedule."""
+    def _compute_scheduled_rate(self) -> float:
+        """Computes the learning rate of the next step, by the recipe's schedule.
+
+        Raises `UserError` if the recipe does not say how many steps the schedule has.
+        """
         keys = self.recipe.optimization
         if self._opened.data is None and keys.max_steps is None:
             raise UserError(
@@ -548,10 +578,12 @@ class Session:
         return compute_learning_rate(self.progress.step, keys.schedule(steps))
 
     def _count_steps(self) -> int | None:
-        """The steps of the recipe; None where it has neither max_steps nor data."""
+        """Counts the steps of the recipe; None if it has neither max_steps nor data."""
         data = self._opened.data
-        given = self.recipe.optimization.max_steps
-        return data.train.steps if given is None and data is not None else given
+        max_steps = self.recipe.optimization.max_steps
+        if max_steps is None and data is not None:
+            return data.train.steps
+        return max_steps
 
     def sample(
         self,
@@ -564,17 +596,20 @@ class Session:
         seed: int | None = None,
         prompt_log_probabilities: bool = False,
     ) -> list[SampledAnswer]:
-        """Answers each prompt (a user's turn, or messages) by the model as it is.
+        """Answers each prompt with the model in its present state.
 
         Args:
-            prompts: The same on all ranks.
-            max_new_tokens: Of an answer, at most.
-            temperature: 0: greedily. Above it, tokens are drawn.
-            num_samples: Answers of each prompt, which stand one after another in the list.
-            stop: Texts at which an answer ends, beside the tokens that end a turn.
-            seed: Of the draws, together with the steps done; by default the recipe's. Two calls
-                between updates draw the same answers, unless they have other seeds.
+            prompts: Prompts, each a user's turn as text, or messages; the same on all ranks.
+            max_new_tokens: The largest number of tokens in an answer.
+            temperature: 0 takes the likeliest token each time; above 0, tokens are drawn.
+            num_samples: The number of answers to each prompt. They follow one another in the list.
+            stop: Texts at which an answer ends, besides the tokens that end a turn.
+            seed: The seed of the draws, together with the number of steps done; by default the
+                recipe's. Two calls between updates draw the same answers unless their seeds differ.
             prompt_log_probabilities: Whether the prompts' own tokens are scored too.
+
+        Returns:
+            The answers, in the order of the prompts, on every rank.
         """
         self._refuse_masked_diffusion("sample")
         if isinstance(prompts, str):
@@ -584,8 +619,8 @@ class Session:
         _check_temperature(temperature)
         _check_count("num_samples", num_samples)
         _check_count("max_new_tokens", max_new_tokens)
-        asked = [
-            Prompt(prompt_ids(prompt, self.tokenizer), "")
+        repeated_prompts = [
+            Prompt(encode_prompt(prompt, self.tokenizer), "")
             for prompt in prompts
             for _ in range(num_samples)
         ]
@@ -597,39 +632,47 @@ class Session:
         )
         device = self.world.device
         with self.computing(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            # The ranks of a tensor-parallel group draw the same; the groups have other prompts.
+            # The ranks of a tensor-parallel group must draw the same tokens. Each group answers
+            # other prompts, and draws from another seed.
             draws = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
             torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, draws))
             samples = answer(
                 self.model,
-                asked,
+                repeated_prompts,
                 self.tokenizer,
                 self.world,
                 self.recipe.model.eot_tokens,
                 generation,
             )
-        asked_ids = [tuple(prompt.prompt_ids) for prompt in asked]
-        scores = self._score_prompts({*asked_ids}) if prompt_log_probabilities else {}
+        ids_of_prompts = [tuple(prompt.prompt_ids) for prompt in repeated_prompts]
+        scores = self._score_prompts({*ids_of_prompts}) if prompt_log_probabilities else {}
         return [
             SampledAnswer(
-                each.answer,
-                tuple(each.token_ids),
-                tuple(each.log_probabilities),
-                ids,
-                scores.get(ids, ()),
+                text=sample.answer,
+                token_ids=tuple(sample.token_ids),
+                log_probabilities=tuple(sample.log_probabilities),
+                prompt_ids=prompt_ids,
+                prompt_log_probabilities=scores.get(prompt_ids, ()),
             )
-            for each, ids in zip(samples, asked_ids, strict=True)
+            for sample, prompt_ids in zip(samples, ids_of_prompts, strict=True)
         ]
 
     def _score_prompts(
         self, prompts: Collection[tuple[int, ...]]
     ) -> dict[tuple[int, ...], tuple[float, ...]]:
-        """The log-probabilities of each prompt's tokens after the first, on every rank. A prompt of
-        one token has none, and is left out.
+        """Computes the log-probabilities of each prompt's tokens after the first, at temperature 1.
+
+        All ranks call it with the same prompts.
+
+        Returns:
+            A prompt's token ids -> one number for each id after the first, on every rank. A prompt
+            of one token is left out.
         """
+        # sorted, so that all ranks make the same batch of the prompts
         ordered = sorted(prompt for prompt in prompts if len(prompt) > 1)
         if not ordered:
             return {}
+        # Supervised fine-tuning labels every token of such a row, and no prompt must be cut.
         recipe = replace(
             self.recipe,
             method=replace(self.recipe.method, method=DEFAULT_METHOD),
@@ -637,19 +680,20 @@ class Session:
         )
         rows = [{"input_ids": list(prompt)} for prompt in ordered]
         batch = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
-        # of this rank: (prompt's index in `ordered`, position of a label in it, log-probability)
+        # this rank's part: (the prompt's index in `ordered`, a label's position in the prompt, the
+        # label's log-probability)
         own: list[tuple[int, int, float]] = []
         for micro_batch, values in zip(
             batch.micro_batches, self.log_probabilities(batch), strict=True
         ):
             has_label, documents, positions = micro_batch.find_labeled()
             # an example's id is its index among `rows`
-            ids = [micro_batch.example_ids[index] for index in documents[has_label].tolist()]
+            indexes = [micro_batch.example_ids[number] for number in documents[has_label].tolist()]
             labeled = positions[has_label].tolist()
-            own += zip(ids, labeled, values.cpu()[has_label].tolist(), strict=True)
-        scores: dict[int, dict[int, float]] = {}
-        for of_rank in self.world.gather(own):
-            for index, position, value in of_rank:
+            own += zip(indexes, labeled, values.cpu()[has_label].tolist(), strict=True)
+        scores: dict[int, dict[int, float]] = {}  # index -> position -> log-probability
+        for from_rank in self.world.gather(own):
+            for index, position, value in from_rank:
                 scores.setdefault(index, {})[position] = value
         return {
             prompt: tuple(scores[index][position] for position in range(len(prompt) - 1))
@@ -657,9 +701,12 @@ class Session:
         }
 
     def save(self) -> Path:
-        """Publishes a checkpoint of the steps done; returns its folder.
+        """Saves a checkpoint of the steps done, and returns its folder when it is on disk.
 
-        `finetune launch` and `load` resume from it. All ranks call it.
+        `finetune launch` and `load` can resume from it. All ranks call it.
+
+        Raises `UserError` if there are gradients since the last update, or if the folder has later
+        checkpoints of another training.
         """
         self._refuse_closed("save")
         if self._backward:
@@ -674,8 +721,10 @@ class Session:
         return step_folder(self.folder, self.progress.step)
 
     def load(self) -> Progress:
-        """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns
-        the progress.
+        """Resumes from the checkpoint that the recipe's `resume_from_checkpoint` names, if there is
+        one; returns the progress.
+
+        All ranks call it.
         """
         self._refuse_closed("load")
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
@@ -690,11 +739,13 @@ class Session:
         return self.progress
 
     def export(self) -> Path:
-        """Closes the session, and writes the newest checkpoint as a Hugging Face folder: `export/`,
-        and `adapter/`.
+        """Closes the session, and exports the newest checkpoint: to `export/`, a Hugging Face
+        folder, and under LoRA also to `adapter/`, a PEFT folder.
 
-        Rank 0 writes; the other ranks return at once. Raises `UserError` where steps are not saved,
-        and the session stays open, and where the export does not verify.
+        Returns the folder `export/`. Rank 0 writes it; the other ranks return at once.
+
+        Raises `UserError` if steps are not saved yet (the session stays open then), or if the
+        export does not verify.
         """
         if self.progress.step != self._kept_step:
             raise UserError(
@@ -707,8 +758,8 @@ class Session:
         return self.folder / EXPORT
 
     def start(self, hooks: Hooks) -> TrainingRun:
-        """The run that the command trains, from the progress so far: its log, and its first
-        screen.
+        """Starts the run that `finetune launch` trains, from the progress so far: opens its log,
+        and prints its first screen.
         """
         model, size, optimizer, objectives = self._loaded
         assert objectives is not None, "without data nothing is prepared to train on"
@@ -729,8 +780,9 @@ class Session:
         )
 
     def _refuse_masked_diffusion(self, what: str) -> None:
-        """Raises `UserError` where the method predicts masked tokens from both sides: `what` needs
-        tokens that are predicted from those before them.
+        """Raises `UserError` if the method predicts masked tokens from both sides.
+
+        `what`: what the user tried to use, which needs tokens predicted from those before them.
         """
         if self.recipe.method_facts.masks:
             raise UserError(
@@ -738,17 +790,21 @@ class Session:
                 "predicts masked ones from both sides; set method: sft for it"
             )
 
-    def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
-        """Chooses what `forward_backward` minimizes: as `loss` says, or by default as the recipe's
-        method does.
+    def _choose_objective(
+        self, loss: LossFunction | str | None, *, has_own_rows: bool
+    ) -> Objective:
+        """Chooses the objective that `forward_backward` minimizes.
 
-        has_own_rows: Whether the batch is of rows that the script gave, not of the recipe's data.
+        Args:
+            loss: As in `forward_backward`; None: the loss of the recipe's method.
+            has_own_rows: Whether the script gave the batch's rows; they are not the recipe's data.
 
-        Raises `UserError` where `loss` does not suit the method, or the method is prepared with the
-        recipe's data.
+        Raises:
+            UserError: If `loss` does not suit the method, or if the method can only train on the
+                recipe's data.
         """
         facts = self.recipe.method_facts
-        compares = facts.documents > 1  # a row is a pair of documents, say
+        compares = facts.documents > 1  # a row has several documents, such as a pair
         if loss == "cross_entropy" and facts.rows == "answers":
             return SFT
         if isinstance(loss, str):
@@ -766,8 +822,8 @@ class Session:
             return FunctionObjective(loss, counts_pairs=compares)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return make_answer_objective(self.recipe, self.tokenizer, self._count_steps())
-        # Log-probabilities of a reference, or a teacher's top tokens, are stored for the recipe's
-        # data alone. A teacher in memory answers for any row.
+        # A reference's log-probabilities and a teacher's top tokens are stored only for the
+        # recipe's data. A teacher in memory can score any row.
         reads_stored = facts.needs_reference or self.recipe.method.distill_top_k
         if self._loaded.objectives is None or (has_own_rows and reads_stored):
             raise UserError(
@@ -778,12 +834,13 @@ class Session:
 
 
 def _is_rate(value: object) -> bool:
+    """Whether a value is a finite number of at least 0."""
     return isinstance(value, int | float) and 0 <= value < float("inf")
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
-    """Reads how `config`, or else the recipe's Accelerate file, shards the model; the recipe's own
-    keys are added.
+    """Reads the sharding of `config` (None: of the recipe's Accelerate file), and adds the recipe's
+    own keys to it.
     """
     if isinstance(config, Sharding):
         sharding = config
@@ -792,8 +849,12 @@ def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
     return with_recipe_keys(sharding, recipe)
 
 
-def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[StepBatch, Measured]:
-    """All that has gone backward since the last update, as one batch of `step`."""
+def _join_backward(
+    parts: Sequence[tuple[StepBatch, Measured]], step: int
+) -> tuple[StepBatch, Measured]:
+    """Joins the batches that have gone backward since the last update to one batch of `step`, and
+    adds up their losses.
+    """
     batches = [batch for batch, _ in parts]
     batch = replace(
         batches[-1],
@@ -808,7 +869,7 @@ def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[S
 
 
 def _check_temperature(temperature: Any) -> None:
-    """Raises `UserError` for what is no temperature to sample with."""
+    """Raises `UserError` if `temperature` is not a finite number of at least 0."""
     if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise UserError(
             f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
@@ -816,6 +877,6 @@ def _check_temperature(temperature: Any) -> None:
 
 
 def _check_count(name: str, count: Any) -> None:
-    """Raises `UserError` for an argument `name` of `sample` that is no number of things."""
+    """Raises `UserError` if `count`, the argument `name` of `sample`, is not a positive integer."""
     if not isinstance(count, int) or count < 1:
         raise UserError(f"sample: {name}: a whole number of at least 1 is expected, not {count!r}")

@@ -1,6 +1,4 @@
-"""Amounts and places as people write and read them: bytes, parameters, things counted, rows of
-files.
-"""
+"""Reads and writes amounts and places as people do: bytes, seconds, counts, rows of files."""
 
 import re
 from datetime import timedelta
@@ -11,9 +9,9 @@ from finetune.errors import UserError
 
 GIB = 1 << 30
 MIB = 1 << 20
-LARGEST_SIZE = 1 << 60
-FP32_MAX = (2 - 2**-23) * 2.0**127
-UNITS = {
+LARGEST_SIZE = 1 << 60  # 1 EiB
+FP32_MAX = (2 - 2**-23) * 2.0**127  # the largest finite fp32 number
+UNITS = {  # in lower case -> bytes
     "": 1,
     "m": 1 << 20,
     "g": 1 << 30,
@@ -30,16 +28,18 @@ UNITS = {
 
 
 def read_size(text: str) -> int:
-    """Bytes from text such as 80GiB, 5 GB or a bare number: 5GB is 5·10⁹, 5GiB and 5G are 5·2³⁰.
+    """Reads a number of bytes from text such as 80GiB, 5 GB or a bare number.
 
-    Raises `UserError` for what is no size, none at all, or more than 1 EiB.
+    5GB is 5·10⁹ bytes; 5GiB and 5G are 5·2³⁰.
+
+    Raises `UserError` if the text is no size, or if the size is below 1 byte or above 1 EiB.
 
     >>> read_size("80GiB") == 80 * 2**30, read_size("1.5gb")
     (True, 1500000000)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = UNITS.get(match[2].lower()) if match else None
-    size = float(match[1]) * unit if match and unit else 0.0
+    size = float(match[1]) * unit if match and unit else 0.0  # 0: not a size, as below
     if size > LARGEST_SIZE:
         raise UserError(
             f"{text}: more than 1 EiB; write a number and a unit, for example 80GiB or 500MB"
@@ -52,7 +52,7 @@ def read_size(text: str) -> int:
 
 
 def is_fp32_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value is a number that fp32 holds as a finite one.
+    """Whether a value is a number that is finite in fp32.
 
     >>> is_fp32_number(3), is_fp32_number(1e39), is_fp32_number(10**400), is_fp32_number("3")
     (True, False, False, False)
@@ -61,7 +61,7 @@ def is_fp32_number(value: object) -> TypeGuard[float]:
 
 
 def read_gpu_memory(text: str) -> str:
-    """The memory of a GPU with its unit: a bare number below 10,000 is GiB.
+    """Adds the unit GiB to a GPU's memory if it is a bare number below 10,000; removes spaces.
 
     >>> read_gpu_memory("80"), read_gpu_memory("79.6 GiB")
     ('80GiB', '79.6GiB')
@@ -72,7 +72,7 @@ def read_gpu_memory(text: str) -> str:
 
 
 def disk_size(size_bytes: int) -> str:
-    """Bytes of files, in the decimal units of disks, to three digits.
+    """Writes a size in the decimal units of disks, rounded to about three digits.
 
     >>> (
     ...     disk_size(734),
@@ -93,7 +93,7 @@ def disk_size(size_bytes: int) -> str:
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes of memory as a number of GiB, with a sensible number of digits.
+    """Writes a size of memory as a number of GiB, with as many decimals as it needs.
 
     >>> gib(3 << 30), gib(150 << 30), gib(1 << 20)
     ('3.00', '150', '0.001')
@@ -107,7 +107,8 @@ def gib(size_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Writes a time in seconds, or from 100 s on as hours, minutes and seconds.
+
     >>> duration(0.034), duration(41.25), duration(3725)
     ('0.03 s', '41.2 s', '1:02:05')
     """
@@ -117,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int) -> str:
-    """A large number of parameters or tokens.
+    """Writes a large number, such as of parameters or tokens, in millions or billions.
 
     >>> count(8030261248), count(736000), count(41943040)
     ('8.03 B', '736,000', '41.9 M')
@@ -130,7 +131,7 @@ def count(number: int) -> str:
 
 
 def format_compact(value: float) -> str:
-    """A number for an axis or a tooltip.
+    """Writes a number in a short form, for an axis or a tooltip of a chart.
 
     >>> [format_compact(value) for value in (0.0, 2e-05, 1234567, 0.3333, 5202.4)]
     ['0', '2e-5', '1.23M', '0.333', '5,202']
@@ -141,14 +142,15 @@ def format_compact(value: float) -> str:
     if size < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (limit if letter != 'k' else 1e3):.3g}{letter}"
+    if size >= 1e4:  # thousands below that are written out
+        for divisor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if size >= divisor:
+                return f"{value / divisor:.3g}{letter}"
     return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
 def counted(number: int, thing: str) -> str:
-    """Writes a number of things, in the plural unless it is 1.
+    """Writes a number and the name of a thing, in the plural unless the number is 1.
 
     >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch")
     ('1 rank', '1,024 ranks', '2 micro-batches')
@@ -158,9 +160,10 @@ def counted(number: int, thing: str) -> str:
 
 
 def name_place(path: str, number: int) -> str:
-    """A row's place, for messages: the line where a row begins with one, else the row's number.
+    """Writes the place of a row in a file or data set, for messages.
 
-    Both count from 1.
+    `number`: the number of the line if a row of the file begins with a line, else the number of the
+    row; both count from 1.
 
     >>> (
     ...     name_place("data/math.jsonl.gz", 3),
@@ -175,7 +178,7 @@ def name_place(path: str, number: int) -> str:
 
 
 def has_lines(path: str) -> bool:
-    """Whether a row of the file begins with a line."""
+    """Whether each row of the file begins at a line, by the file's ending."""
     return Path(path.removesuffix(".gz")).suffix.lower() in (
         ".jsonl",
         ".ndjson",

@@ -20,7 +20,7 @@ import finetune
 from benchmarks.api_page import KEY_TYPES, PAGE, make_key_types, make_page
 from finetune.config.layout import Sharding
 from finetune.constants import loss_chunk_tokens
-from finetune.training.lifecycle import prompt_ids
+from finetune.training.lifecycle import encode_prompt
 from finetune.training.objectives.objective import Measured
 from finetune.training.watch import uninterrupted
 from tests.conftest import make_model
@@ -394,7 +394,7 @@ def test_log_probabilities_of_answers_are_those_of_a_plain_forward(
     ) as session:
         answers = session.sample(prompts, max_new_tokens=10, temperature=temperature, num_samples=2)
         for place, each in enumerate(answers):
-            prompt = prompt_ids(prompts[place // 2], session.tokenizer)
+            prompt = encode_prompt(prompts[place // 2], session.tokenizer)
             ids = torch.tensor([[*prompt, *each.token_ids]])
             with torch.no_grad():
                 logits = session.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()

@@ -32,8 +32,8 @@ from finetune.constants import Names
 from finetune.errors import UserError
 from finetune.files.json_files import parse_json, read_bounded
 
-# Sections of other libraries. Accelerate writes them empty too; only a section with content asks
-# for something.
+# Sections for other libraries -> why they are refused. Accelerate writes them even when empty, so
+# only a section with content is refused.
 OTHER_SECTIONS = {
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
     "dynamo_config": "set torch_compile: true in the recipe, and remove this section",
@@ -45,7 +45,7 @@ OTHER_SECTIONS = {
 }
 OTHER_TYPES = {"MEGATRON_LM": OTHER_SECTIONS["megatron_lm_config"]}
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
-# Keys of fsdp_config without their fsdp_ prefix -> the variable that the launcher makes of them.
+# Keys of fsdp_config without the prefix fsdp_ -> the launcher's environment variable for the key.
 FSDP_KEYS = {
     "version": "FSDP_VERSION",
     "sharding_strategy": "FSDP_SHARDING_STRATEGY",
@@ -58,7 +58,7 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
-# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them.
+# Keys of fp8_config without the prefix fp8_ -> the launcher's environment variable for the key.
 # `recipe_name` is torchao's: Accelerate itself knows the first recipe only, but its launcher
 # exports the key like the others.
 FP8_KEYS = {
@@ -67,7 +67,8 @@ FP8_KEYS = {
     "enable_fsdp_float8_all_gather": "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
     "pad_inner_dim": "ACCELERATE_FP8_PAD_INNER_DIM",
 }
-# Keys for the other backends. The launcher exports some of them whatever the backend.
+# Keys of fp8_config for backends other than torchao, accepted without effect. The launcher exports
+# some of them whatever the backend.
 OTHER_BACKEND_KEYS = frozenset(
     """
     use_autocast_during_eval margin interval format amax_history_len amax_history_length
@@ -76,21 +77,23 @@ OTHER_BACKEND_KEYS = frozenset(
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
 OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
-# Without effect: weights are read in slices, checkpoints sharded, and backward prefetch is torch's
-# default.
+# Keys of fsdp_config that are accepted without effect: each rank reads only its slices of the
+# weights, checkpoints are always sharded, and backward prefetch is torch's default.
 SUPERSEDED = frozenset(
     {"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"}
 )
+# Keys of fsdp_config that are refused if set -> what to do.
 UNSUPPORTED = {
     "ignored_modules": "every module is sharded here; remove the key",
     "activation_checkpointing_offload": "not supported here; remove the key",
 }
+# Keys of parallelism_config without the prefix -> the launcher's environment variable for the key.
 MESH_KEYS = {
     key: f"PARALLELISM_CONFIG_{key.upper()}"
     for key in ("dp_replicate_size", "dp_shard_size", *GROUP_KEYS)
 }
-# Accepted without effect, with Accelerate's defaults: sequences are divided by one method here,
-# whatever a file names.
+# Keys of parallelism_config that are accepted without effect -> Accelerate's default. Whatever a
+# file names, this package shards sequences by one method.
 OTHER_MESH_KEYS = {
     "cp_backend": "torch",
     "cp_comm_strategy": "allgather",
@@ -103,12 +106,12 @@ OTHER_MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a file or the environment, before they are interpreted.
+    """The raw settings of an Accelerate file or of the environment, not yet checked.
 
     Keys of `fsdp`, `mesh`, `fp8` and `places` have no prefix.
     """
 
-    source: str
+    source: str  # the file's path, or a name for the environment; messages begin with it
     distributed_type: str
     mixed_precision: str
     use_cpu: bool
@@ -116,28 +119,28 @@ class Settings:
     mesh: dict[str, Any]
     num_machines: int = 1
     fp8: dict[str, Any] = field(default_factory=dict)
-    # a line for each setting of another engine, with what it became, and for each without effect
+    # lines for the log: what each DeepSpeed setting was translated into, and what has no effect
     translated: tuple[str, ...] = ()
-    # (a recipe's key, the number that the file gives for it)
+    # (a recipe's key, the number that a DeepSpeed file gives for it)
     asked: tuple[tuple[str, float], ...] = ()
-    # key -> the file and its line
+    # key -> FILE:LINE
     places: Mapping[str, str] = field(default_factory=dict)
 
     def place_of(self, key: str) -> str:
-        """Returns where `key` is stated, as a message begins: the file and its line, else the
-        source.
-        """
+        """Returns FILE:LINE of `key` for a message, or the source if the line is not known."""
         return self.places.get(key, self.source)
 
     @property
     def has_sizes_alone(self) -> bool:
-        """Whether these are sizes of a mesh without a layout, as variables that a person has set
-        state them.
+        """Whether mesh sizes are set without a layout.
+
+        This happens if a person sets only PARALLELISM_CONFIG_* variables. DeepSpeed's stage 0 is
+        MULTI_GPU too, but then `translated` is not empty.
         """
         return self.distributed_type == "MULTI_GPU" and bool(self.mesh) and not self.translated
 
 
-SECTION_KEYS = (  # (section, what its keys begin with, its keys)
+SECTION_KEYS = (  # (section, the prefix of its keys, its keys without the prefix)
     ("fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}),
     ("parallelism_config", "parallelism_config_", {*MESH_KEYS, *OTHER_MESH_KEYS}),
     ("fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}),
@@ -145,15 +148,20 @@ SECTION_KEYS = (  # (section, what its keys begin with, its keys)
 
 
 def read_file(path: Path) -> Settings:
-    """Reads the settings of a file; raises one `UserError` for all mistakes in its keys."""
+    """Reads the settings of an Accelerate file or of DeepSpeed's own JSON file.
+
+    Raises:
+        UserError: The file cannot be read, is a recipe or is for SageMaker; otherwise one error
+            that lists the mistakes in all keys.
+    """
     if path.suffix == ".json":
         _refuse_broken_json(path)
     entries, problems = read_entries(path)
     values = {entry.key: entry.value for entry in entries}
-    where = _list_places(entries)
+    where = _find_places(entries)
     _refuse_recipe(path, values)
-    # DeepSpeed's own file
-    if "zero_optimization" in values or (values and not values.keys() - JSON_KEYS):
+    has_only_deepspeed_keys = bool(values) and values.keys() <= JSON_KEYS
+    if "zero_optimization" in values or has_only_deepspeed_keys:
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(
@@ -163,7 +171,9 @@ def read_file(path: Path) -> Settings:
     unknown = values.keys() - ACCELERATE_KEYS - OTHER_SECTIONS.keys()
     problems += [f"{where[key]}: {key}: {_explain_unknown_key(key)}" for key in unknown]
     problems += [
-        f"{where[key]}: {key}: {text}" for key, text in OTHER_SECTIONS.items() if values.get(key)
+        f"{where[key]}: {key}: {reason}"
+        for key, reason in OTHER_SECTIONS.items()
+        if values.get(key)
     ]
     fsdp, mesh, fp8 = (
         _read_section(values, section, prefix, keys, where, problems)
@@ -177,16 +187,18 @@ def read_file(path: Path) -> Settings:
     # YAML 1.1 reads a bare NO as false
     distributed_type = str(values.get("distributed_type") or "NO").upper()
     if distributed_type not in DISTRIBUTED_TYPES:
-        known = f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
-        reason = OTHER_TYPES.get(distributed_type, known)
+        default_reason = f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
+        reason = OTHER_TYPES.get(distributed_type, default_reason)
         problems.append(
             f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}"
         )
     precision = values.get("mixed_precision")
     if precision is False:  # YAML 1.1 reads a bare no as false
         precision = "no"
-    section = values.get("deepspeed_config") or {}
-    translation = _translate_section(section, distributed_type, precision, path, where, problems)
+    deepspeed_config = values.get("deepspeed_config") or {}
+    translation = _translate_section(
+        deepspeed_config, distributed_type, precision, path, where, problems
+    )
     machines = values.get("num_machines") or 1
     if isinstance(machines, bool) or not str(machines).isdecimal():
         problems.append(
@@ -205,15 +217,15 @@ def read_file(path: Path) -> Settings:
         num_machines=int(machines),
         fp8=fp8,
         translated=tuple(_list_ignored(mesh, fp8)),
-        places=_plain_places(where),
+        places=_strip_prefixes(where),
     )
     if translation is None:
         return settings
-    return _with_translation(settings, translation)
+    return _add_translation(settings, translation)
 
 
-def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
-    """Lists where each key stands; one of a section as `section.key`."""
+def _find_places(entries: Iterable[Entry]) -> dict[str, str]:
+    """Returns FILE:LINE for each key; a key inside a section is named `section.key`."""
     where = {entry.key: entry.where for entry in entries}
     for entry in entries:
         where |= {f"{entry.key}.{key}": place for key, place in entry.places.items()}
@@ -221,7 +233,7 @@ def _list_places(entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises `UserError` where the file has the keys of a recipe."""
+    """Raises `UserError` if the file is a recipe, not an Accelerate file."""
     has_recipe_keys = values.keys() & {"model_name_or_path", "model_config", "datasets"}
     if has_recipe_keys and "distributed_type" not in values:
         raise UserError(
@@ -237,8 +249,10 @@ def _translate_section(
     where: Mapping[str, str],
     problems: list[str],
 ) -> Translation | None:
-    """Translates deepspeed_config; None where there is none, or where `problems` says what is wrong
-    with it.
+    """Translates an Accelerate file's deepspeed_config section into FSDP's settings.
+
+    Returns None if distributed_type is not DEEPSPEED, or if the section has mistakes. Adds the
+    mistakes to `problems`; a section without distributed_type: DEEPSPEED is one too.
     """
     if distributed_type == "DEEPSPEED" and isinstance(section, dict):
         try:
@@ -247,17 +261,17 @@ def _translate_section(
             problems.append(str(error))
     elif section:
         if distributed_type == "DEEPSPEED":
-            stated = "a mapping is expected"
+            reason = "a mapping is expected"
         else:
-            stated = "it needs distributed_type: DEEPSPEED"
-        problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
+            reason = "it needs distributed_type: DEEPSPEED"
+        problems.append(f"{where['deepspeed_config']}: deepspeed_config: {reason}")
     return None
 
 
-def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
-    """Returns the places of keys by their names without section and prefix.
+def _strip_prefixes(where: Mapping[str, str]) -> dict[str, str]:
+    """Returns the places with each key stripped of its section and of its prefix.
 
-    >>> _plain_places(
+    >>> _strip_prefixes(
     ...     {
     ...         "parallelism_config.parallelism_config_tp_size": "a.yaml:3",
     ...         "fsdp_config.fsdp_version": "a.yaml:1",
@@ -265,19 +279,19 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
     ... )
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
     """
-    plain = {}
+    places = {}
     for name, place in where.items():
-        section, _, key = name.rpartition(".")
+        section, _, key = name.rpartition(".")  # outside sections `section` is ""
         if section == "parallelism_config":
             prefix = "parallelism_config_"
         else:
-            prefix = section.removesuffix("config")
-        plain[key.removeprefix(prefix)] = place
-    return plain
+            prefix = section.removesuffix("config")  # fsdp_config has fsdp_, fp8_config fp8_
+        places[key.removeprefix(prefix)] = place
+    return places
 
 
 def _refuse_broken_json(path: Path) -> None:
-    """Raises `UserError` where a file is no JSON, or an empty object."""
+    """Raises `UserError` if a .json file does not hold JSON, or holds an empty object."""
     try:
         if parse_json(read_bounded(path).decode("utf-8-sig")) == {}:
             raise UserError(
@@ -285,24 +299,27 @@ def _refuse_broken_json(path: Path) -> None:
             )
     except JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (OSError, ValueError):  # reported where the file is read
+    except (OSError, ValueError):  # `read_entries` reports these
         return
 
 
 def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each thing that a file asks for and that has no effect."""
-    sequences = []
+    """Yields a line for each group of settings in a file that have no effect.
+
+    `mesh` and `fp8` are the sections parallelism_config and fp8_config, by keys without prefix.
+    """
+    mesh_settings = []
     for key, default in OTHER_MESH_KEYS.items():
         if mesh.get(key) is not None and str(mesh[key]).lower() != str(default).lower():
-            sequences.append(f"{key}: {mesh[key]}")
-    if sequences:
-        yield f"without effect here: {', '.join(sequences)}, as ranks trade tokens for heads"
-    others = sorted(key for key in fp8.keys() & OTHER_BACKEND_KEYS if fp8[key] is not None)
-    if others:
-        yield f"without effect here: {', '.join(others)} of fp8_config: not torchao's"
+            mesh_settings.append(f"{key}: {mesh[key]}")
+    if mesh_settings:
+        yield f"without effect here: {', '.join(mesh_settings)}, as ranks trade tokens for heads"
+    backend_keys = sorted(key for key in fp8.keys() & OTHER_BACKEND_KEYS if fp8[key] is not None)
+    if backend_keys:
+        yield f"without effect here: {', '.join(backend_keys)} of fp8_config: not torchao's"
     recipe_name = fp8.get("recipe_name")
-    gathers = fp8.get("enable_fsdp_float8_all_gather")
-    if recipe_name not in (None, "tensorwise") and str(gathers).lower() == "true":
+    gathers_fp8 = str(fp8.get("enable_fsdp_float8_all_gather")).lower() == "true"
+    if recipe_name not in (None, "tensorwise") and gathers_fp8:
         yield (
             "without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under "
             f"recipe_name: {recipe_name}"
@@ -310,19 +327,31 @@ def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[s
 
 
 def _read_deepspeed_file(path: Path) -> Settings:
-    """Returns the settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
-    translation = translate_deepspeed({"deepspeed_config_file": str(path)}, str(path), None)
+    """Reads DeepSpeed's own JSON file, which was given in place of an Accelerate file."""
+    translation = translate_deepspeed(
+        {"deepspeed_config_file": str(path)}, source=str(path), mixed_precision=None
+    )
     if translation.mixed_precision is None:
-        left = (
+        line = (
             "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it "
             "for bf16"
         )
-        translation = replace(translation, lines=(*translation.lines, left))
-    return _with_translation(Settings(str(path), "DEEPSPEED", "no", False, {}, {}), translation)
+        translation = replace(translation, lines=(*translation.lines, line))
+    settings = Settings(
+        source=str(path),
+        distributed_type="DEEPSPEED",
+        mixed_precision="no",
+        use_cpu=False,
+        fsdp={},
+        mesh={},
+    )
+    return _add_translation(settings, translation)
 
 
-def _with_translation(settings: Settings, translation: Translation) -> Settings:
-    """Returns settings with what a DeepSpeed section or file was translated into."""
+def _add_translation(settings: Settings, translation: Translation) -> Settings:
+    """Returns `settings` with the layout and precision that DeepSpeed's settings were translated
+    into.
+    """
     return replace(
         settings,
         distributed_type=translation.distributed_type,
@@ -344,39 +373,40 @@ def _read_section(
     """Reads a section of an Accelerate file.
 
     Args:
-        values: Of the file.
+        values: The file's top-level keys and values.
         name: The section, such as fsdp_config.
-        prefix: What its keys may begin with.
-        known: The keys that are read, without the prefix.
-        where: Key, or `section.key` -> its place.
-        problems: Gets a sentence for each mistake.
+        prefix: The prefix that the section's keys may have.
+        known: The section's known keys, without the prefix.
+        where: Key or `section.key` -> FILE:LINE.
+        problems: A sentence is added to it for each mistake.
 
     Returns:
-        The section's values by their keys without the prefix.
+        The section's values, by keys without the prefix. Empty if the section is missing or is not
+        a mapping.
     """
     section = values.get(name) or {}
     if not isinstance(section, dict):
         problems.append(f"{where[name]}: {name}: a mapping is expected")
         return {}
-    plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
+    settings = {str(key).removeprefix(prefix): value for key, value in section.items()}
     places = {str(key).removeprefix(prefix): where[f"{name}.{key}"] for key in section}
-    for key in plain.keys() - known:
+    for key in settings.keys() - known:
         close = difflib.get_close_matches(key, known, n=1)
         if key in IN_RECIPE:
             hint = f"it is {IN_RECIPE[key]} of the recipe; move it there"
         elif close:
             hint = f"did you mean {prefix}{close[0]}?"
         else:
-            hint = f"known: {', '.join(sorted(prefix + name for name in known))}"
+            hint = f"known: {', '.join(sorted(prefix + known_key for known_key in known))}"
         problems.append(f"{places[key]}: {name}.{prefix}{key}: no such key; {hint}")
-    for key in plain.keys() & UNSUPPORTED.keys():
-        if plain[key]:
+    for key in settings.keys() & UNSUPPORTED.keys():
+        if settings[key]:
             problems.append(f"{places[key]}: {name}.{prefix}{key}: {UNSUPPORTED[key]}")
-    return plain
+    return settings
 
 
 def _explain_unknown_key(key: str) -> str:
-    """Says what to do about a key that an Accelerate file does not have."""
+    """Says what to do about a top-level key that Accelerate does not have."""
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
     close = difflib.get_close_matches(key, ACCELERATE_KEYS, n=1)
@@ -386,63 +416,66 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """Reads the layout's settings that the launcher exported; None where it exported none.
+    """Reads the settings that the launcher exported as environment variables.
 
-    They come from its --config_file, its options, or variables that were set before.
+    The launcher takes them from its --config_file, its options, or variables that were set before.
 
-    Raises `UserError` where it asks for what is not supported, which would else be ignored.
+    Returns:
+        The settings; None if they ask for no FSDP, no DeepSpeed and no mesh.
+
+    Raises:
+        UserError: The variables ask for something that is not supported.
     """
     source = "the launcher's settings"
 
-    def asks_for(name: str) -> bool:
-        return environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+    def uses(feature: str) -> bool:
+        return environ.get(f"ACCELERATE_USE_{feature}", "false").lower() == "true"
 
-    problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if asks_for(name)]
+    problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if uses(name)]
     if problems:
         raise UserError.of(problems)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    use_cpu = asks_for("CPU")
+    use_cpu = uses("CPU")
     mesh = {}
-    if asks_for("PARALLELISM_CONFIG"):
-        mesh = {key: environ[name] for key, name in MESH_KEYS.items() if name in environ}
-    if asks_for("DEEPSPEED"):
-        section = {
-            key: environ[variable] for key, variable in VARIABLES.items() if variable in environ
-        }
-        settings = Settings(
-            source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=_read_fp8_environment(environ)
-        )
-        return _with_translation(settings, translate_deepspeed(section, source, precision))
-    if not asks_for("FSDP"):
-        divided = [key for key in GROUP_KEYS if str(mesh.get(key, "1")) != "1"]
-        if divided:
+    if uses("PARALLELISM_CONFIG"):
+        mesh = _read_variables(MESH_KEYS, environ)
+    if uses("DEEPSPEED"):
+        section = _read_variables(VARIABLES, environ)
+        fp8 = _read_fp8_environment(environ)
+        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=fp8)
+        return _add_translation(settings, translate_deepspeed(section, source, precision))
+    if not uses("FSDP"):
+        has_groups = any(str(mesh.get(key, "1")) != "1" for key in GROUP_KEYS)
+        if has_groups:  # see `Settings.has_sizes_alone`
             return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh)
         return None
-    fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
-    version = str(fsdp.get("version", "1"))
-    # The launcher exports all of these whatever the version.
-    if version == "2":
-        of_other_version = ["sharding_strategy", "forward_prefetch", "use_orig_params"]
+    fsdp = _read_variables(FSDP_KEYS, environ)
+    # The launcher exports the keys of both versions; a key of the other version is dropped.
+    if str(fsdp.get("version", "1")) == "2":
+        keys_of_other_version = ["sharding_strategy", "forward_prefetch", "use_orig_params"]
     else:
-        of_other_version = ["reshard_after_forward"]
-    for key in of_other_version:
+        keys_of_other_version = ["reshard_after_forward"]
+    for key in keys_of_other_version:
         fsdp.pop(key, None)
-    return Settings(
-        source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=_read_fp8_environment(environ)
-    )
+    fp8 = _read_fp8_environment(environ)
+    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=fp8)
+
+
+def _read_variables(names: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns {key: value} for each key of `names` whose variable is set in `environ`."""
+    return {key: environ[variable] for key, variable in names.items() if variable in environ}
 
 
 def _read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Rebuilds the fp8_config section from the launcher's variables.
-
-    The launcher writes 1 and 0 for true and false.
-    """
-    section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
-    return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
+    """Rebuilds the fp8_config section from the launcher's environment variables."""
+    booleans = {"1": "true", "0": "false"}  # as the launcher writes them
+    section = _read_variables(FP8_KEYS, environ)
+    return {key: booleans.get(value, value) for key, value in section.items()}
 
 
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
 
+# distributed_type -> the layout. `_find_layout` changes FSDP's version 1 to fsdp1.
 LAYOUTS: dict[str, Layout] = {
     "NO": "single",
     "MULTI_GPU": "ddp",
@@ -450,8 +483,8 @@ LAYOUTS: dict[str, Layout] = {
     "FSDP": "fsdp2",
 }
 
-# What a file and the launcher's settings must agree on: by `Sharding`, and by the keys that state
-# it.
+# The fields of `Sharding` in which --config and the launcher's settings must agree -> the field's
+# name in a message.
 COMPARED = {
     "layout": "the layout",
     "strategy": "the sharding strategy",
@@ -468,40 +501,41 @@ COMPARED = {
 def read_sharding(
     config: str | None, accelerate_config: str | None, environ: Mapping[str, str]
 ) -> Sharding:
-    """Reads the layout of this run from the first of its sources.
+    """Reads the layout of this run from the first source that gives one.
 
-    These are `config`, the launcher's settings in `environ`, `accelerate_config`, and what the
-    launch implies: several processes are DDP, one is single. Whether the layout is possible on the
-    launched ranks, `config.compatibility.refuse_problems` says.
+    The sources in order: `config`, the launcher's settings in `environ`, `accelerate_config`, and
+    the number of processes (several are DDP, one is single). Whether the layout works on the
+    launched ranks is checked later, by the rules of `config.compatibility`.
 
     Args:
-        config: The --config of the command.
-        accelerate_config: The recipe's key.
-        environ: The environment of the process.
+        config: --config of the command: a path or a shipped file's name.
+        accelerate_config: The recipe's accelerate_config: a path or a shipped file's name.
+        environ: The environment variables of the process.
 
     Raises:
-        UserError: A file is wrong, or `config` and the launcher's settings disagree.
+        UserError: A file has mistakes, or `config` and the launcher's settings disagree.
     """
     launched = read_environment(environ)
     if config is not None:
-        stated = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
-        sharding = _interpret(stated)
+        settings = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
+        sharding = _interpret(settings)
         if launched is not None:
             if launched.has_sizes_alone:
-                launched = replace(stated, mesh=launched.mesh, source=launched.source, places={})
+                # The variables give no layout, so the file's stands in: only the mesh can differ.
+                launched = replace(settings, mesh=launched.mesh, source=launched.source, places={})
             _refuse_disagreement(sharding, _interpret(launched))
         return sharding
     if launched is not None:
-        stated = launched
+        settings = launched
     elif accelerate_config is not None:
-        stated = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
+        settings = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
-        stated = _read_plain_launch(environ)
-    return _interpret(stated)
+        settings = _read_plain_launch(environ)
+    return _interpret(settings)
 
 
 def _read_plain_launch(environ: Mapping[str, str]) -> Settings:
-    """Returns the settings that a launch without an Accelerate file implies."""
+    """Returns the settings of a launch without an Accelerate file: DDP for several processes."""
     processes = int(environ.get("WORLD_SIZE", "1"))
     return Settings(
         source=PLAIN_LAUNCH,
@@ -515,34 +549,36 @@ def _read_plain_launch(environ: Mapping[str, str]) -> Settings:
 
 
 def _interpret(settings: Settings) -> Sharding:
-    """Returns the settings as a `Sharding`; raises `UserError` for values that do not fit."""
-    read = _SettingsReader(settings)
-    layout = _find_layout(read)
+    """Converts raw settings to a `Sharding`; raises one `UserError` for all wrong values."""
+    reader = _SettingsReader(settings)
+    layout = _find_layout(reader)
     is_fp8 = settings.mixed_precision == "fp8"
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
-        read.refuse(
+        reader.add_problem(
             "mixed_precision",
             f"mixed_precision: {precision} is not supported; no, bf16, fp16 or fp8",
         )
-    sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
-    _refuse_impossible_mesh(read, layout, sizes)
-    policy = read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
+    sizes = {key: reader.read_integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
+    _check_mesh(reader, layout, sizes)
+    wrapping = reader.read_choice("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
-        fp8=read.fp8() if is_fp8 else None,
-        strategy=_find_strategy(layout, sizes["dp_replicate_size"], read),
+        fp8=reader.read_fp8() if is_fp8 else None,
+        strategy=_find_strategy(layout, sizes["dp_replicate_size"], reader),
         replicate_size=sizes["dp_replicate_size"],
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
         tensor_parallel_size=sizes["tp_size"] or 1,
-        wrapping=cast(Wrapping, policy),
-        wrap_classes=_list_wrapped(settings),
-        min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
-        activation_checkpointing=read.boolean("activation_checkpointing"),
-        cpu_offload=read.boolean("offload_params"),
-        forward_prefetch=read.boolean("forward_prefetch"),
+        wrapping=cast(Wrapping, wrapping),
+        wrap_classes=reader.read_names("transformer_layer_cls_to_wrap"),
+        min_num_params=(
+            reader.read_integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS
+        ),
+        activation_checkpointing=reader.read_boolean("activation_checkpointing"),
+        cpu_offload=reader.read_boolean("offload_params"),
+        forward_prefetch=reader.read_boolean("forward_prefetch"),
         use_cpu=settings.use_cpu,
         num_machines=settings.num_machines,
         source=settings.source,
@@ -552,79 +588,74 @@ def _interpret(settings: Settings) -> Sharding:
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         text = "fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
-        read.refuse("forward_prefetch", text)
-    has_orig_params = "use_orig_params" in settings.fsdp
-    if layout == "fsdp1" and has_orig_params and not read.boolean("use_orig_params"):
-        read.refuse("use_orig_params", "fsdp_use_orig_params: always true here; remove the key")
-    if read.problems:
-        raise UserError.of(read.problems)
+        reader.add_problem("forward_prefetch", text)
+    is_given = "use_orig_params" in settings.fsdp
+    if layout == "fsdp1" and is_given and not reader.read_boolean("use_orig_params"):
+        text = "fsdp_use_orig_params: always true here; remove the key"
+        reader.add_problem("use_orig_params", text)
+    if reader.problems:
+        raise UserError.of(reader.problems)
     return sharding
 
 
-def _find_layout(read: "_SettingsReader") -> Layout:
-    """Returns the layout, of FSDP by its version."""
-    layout = LAYOUTS[read.settings.distributed_type]
+def _find_layout(reader: "_SettingsReader") -> Layout:
+    """Returns the layout by distributed_type and, under FSDP, by fsdp_version (default 1)."""
+    settings = reader.settings
+    layout = LAYOUTS[settings.distributed_type]
     if layout != "fsdp2":
         return layout
-    version = str(read.settings.fsdp.get("version", 1))
+    version = str(settings.fsdp.get("version", 1))
     if version not in ("1", "2"):
-        read.refuse("version", f"fsdp_version: {version} is not a version; 1 or 2")
+        reader.add_problem("version", f"fsdp_version: {version} is not a version; 1 or 2")
     return "fsdp1" if version == "1" else "fsdp2"
 
 
-def _list_wrapped(settings: Settings) -> Names:
-    """Lists the classes of layers that are units, from a list or a text with commas."""
-    classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
-    listed = classes.split(",") if isinstance(classes, str) else classes
-    names = (str(name).strip() for name in listed)
-    return tuple(filter(None, names))
+def _check_mesh(reader: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]) -> None:
+    """Adds a problem for each size above 1 that needs FSDP2, and for cp_size with sp_size.
 
-
-def _refuse_impossible_mesh(
-    read: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]
-) -> None:
-    """Adds to the problems of `read` what no layout, or not this one, can do.
-
-    `sizes`: of the mesh, by its keys; None: not set.
+    `sizes`: the sizes of MESH_KEYS; None: not set.
     """
-    divided = {}
+    group_sizes = {}
     for key in GROUP_KEYS:
         size = sizes[key] or 1
         if size > 1:
-            divided[key] = size
+            group_sizes[key] = size
     if layout != "fsdp2":
         advice = "set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
-        for key, size in divided.items():
-            read.refuse(key, f"{key}: {size} needs FSDP2; {advice}")
-    elif {"cp_size", "sp_size"} <= divided.keys():
+        for key, size in group_sizes.items():
+            reader.add_problem(key, f"{key}: {size} needs FSDP2; {advice}")
+    elif {"cp_size", "sp_size"} <= group_sizes.keys():
         both = f"cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']}"
-        read.refuse("sp_size", f"{both} both divide the tokens of a row; set one of them to 1")
+        text = f"{both} both divide the tokens of a row; set one of them to 1"
+        reader.add_problem("sp_size", text)
 
 
-def _find_strategy(layout: Layout, replicas: int | None, read: "_SettingsReader") -> Strategy:
-    """Returns the sharding strategy by the keys that the layout's version of FSDP reads.
+def _find_strategy(layout: Layout, replicas: int | None, reader: "_SettingsReader") -> Strategy:
+    """Returns the sharding strategy, and adds a problem for a key that the FSDP version lacks.
 
-    `replicas`: the mesh's dp_replicate_size.
+    DDP and a single process get FULL_SHARD, the default of `Sharding`. `replicas`:
+    dp_replicate_size of the mesh; None: not set.
     """
-    fsdp = read.settings.fsdp
+    fsdp = reader.settings.fsdp
     if layout == "fsdp1":
-        # Accelerate's version 1 takes a strategy's name or number under either key, true or false
-        # under neither.
+        # Under version 1 Accelerate takes a strategy's name or number from either key, and a
+        # boolean from neither.
         if isinstance(fsdp.get("reshard_after_forward"), bool):
             text = (
                 "fsdp_reshard_after_forward: version 1 takes no true or false; use "
                 "fsdp_sharding_strategy"
             )
-            read.refuse("reshard_after_forward", text)
+            reader.add_problem("reshard_after_forward", text)
             return "FULL_SHARD"
         if "sharding_strategy" in fsdp:
             key = "sharding_strategy"
         else:
             key = "reshard_after_forward"
-        return cast(Strategy, read.one_of(key, get_args(Strategy), "FULL_SHARD", numbered=True))
+        strategy = reader.read_choice(key, get_args(Strategy), "FULL_SHARD", is_numbered=True)
+        return cast(Strategy, strategy)
     if layout == "fsdp2":
         if "sharding_strategy" in fsdp:
-            read.refuse(
+            reader.add_problem(
                 "sharding_strategy",
                 "fsdp_sharding_strategy: version 1's key; version 2 takes "
                 "fsdp_reshard_after_forward (true: FULL_SHARD, false: SHARD_GRAD_OP) and "
@@ -632,7 +663,7 @@ def _find_strategy(layout: Layout, replicas: int | None, read: "_SettingsReader"
             )
         if (replicas or 1) > 1:
             return "HYBRID_SHARD"
-        if read.boolean("reshard_after_forward", default=True):
+        if reader.read_boolean("reshard_after_forward", default=True):
             return "FULL_SHARD"
         return "SHARD_GRAD_OP"
     return "FULL_SHARD"
@@ -640,51 +671,74 @@ def _find_strategy(layout: Layout, replicas: int | None, read: "_SettingsReader"
 
 @dataclass(frozen=True, slots=True)
 class _SettingsReader:
-    """Values of a YAML, or of an environment (all strings), as the types that they mean."""
+    """Reads typed values from raw settings, and collects a problem for each wrong value.
+
+    A YAML file's values have types already; those of an environment are all strings. After a
+    problem a method still returns a value, so that all problems are found in one pass.
+    """
 
     settings: Settings
     problems: list[str] = field(default_factory=list)
 
-    def refuse(self, key: str, text: str) -> None:
+    def add_problem(self, key: str, text: str) -> None:
         self.problems.append(f"{self.settings.place_of(key)}: {text}")
 
-    def boolean(self, key: str, default: bool = False, is_fp8: bool = False) -> bool:
+    def read_boolean(self, key: str, default: bool = False, is_fp8: bool = False) -> bool:
+        """Reads a key of fsdp_config, or of fp8_config if `is_fp8`; False if the value is wrong."""
         section = self.settings.fp8 if is_fp8 else self.settings.fsdp
         value = section.get(key, default)
         if str(value).lower() not in ("true", "false"):
             prefix = "fp8_config." if is_fp8 else "fsdp_"
-            self.refuse(key, f"{prefix}{key}: {value} does not fit; true or false")
+            self.add_problem(key, f"{prefix}{key}: {value} does not fit; true or false")
         return str(value).lower() == "true"
 
-    def integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
+    def read_integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
+        """Reads a whole number; None if it is not set or is wrong."""
         value = section.get(key)
         if value is None:
             return None
         if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= at_least:
             return int(value)
-        self.refuse(
+        self.add_problem(
             key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected"
         )
         return None
 
-    def one_of(
-        self, key: str, known: Sequence[str], default: str, *, numbered: bool = False
+    def read_choice(
+        self, key: str, known: Sequence[str], default: str, *, is_numbered: bool = False
     ) -> str:
+        """Reads a name of `known` from fsdp_config, in upper case; a wrong name is returned as is.
+
+        `is_numbered`: whether the value may also be the name's number in `known`, from 1.
+        """
         value = str(self.settings.fsdp.get(key, default)).upper()
-        if numbered:  # from 1 on
-            value = {str(number): name for number, name in enumerate(known, 1)}.get(value, value)
+        if is_numbered:
+            names = {str(number): name for number, name in enumerate(known, 1)}
+            value = names.get(value, value)
         if value not in known:
-            self.refuse(key, f"fsdp_{key}: {value} is not known; use one of {', '.join(known)}")
+            text = f"fsdp_{key}: {value} is not known; use one of {', '.join(known)}"
+            self.add_problem(key, text)
         return value
 
-    def fp8(self) -> Fp8:
-        """Returns the fp8_config section."""
+    def read_names(self, key: str) -> Names:
+        """Reads a list of names, or names separated by commas; empty if it is not set or wrong."""
+        value = self.settings.fsdp.get(key) or ""
+        if isinstance(value, str):
+            value = value.split(",")
+        if not isinstance(value, list):
+            self.add_problem(key, f"fsdp_{key}: {value} does not fit; names are expected")
+            return ()
+        names = (str(name).strip() for name in value)
+        return tuple(filter(None, names))
+
+    def read_fp8(self) -> Fp8:
+        """Reads fp8_config; the default `Fp8` if the backend is not torchao."""
         section = self.settings.fp8
         backend = str(section.get("backend") or "AO").upper()
         name = str(section.get("recipe_name") or "tensorwise").lower()
         if backend not in ("AO", "NO"):
             other = OTHER_BACKENDS.get(backend, backend)
-            self.refuse(
+            self.add_problem(
                 "backend",
                 f"fp8_config.backend: {other} is not supported; set it to AO, which is torchao",
             )
@@ -692,14 +746,14 @@ class _SettingsReader:
         if name not in get_args(Fp8Recipe):
             known = ", ".join(get_args(Fp8Recipe))
             text = f"fp8_config.recipe_name: {name} is not one of torchao's; use one of {known}"
-            self.refuse("recipe_name", text)
-        gathers_fp8 = self.boolean("enable_fsdp_float8_all_gather", default=True, is_fp8=True)
-        pads_inner_dim = self.boolean("pad_inner_dim", default=True, is_fp8=True)
+            self.add_problem("recipe_name", text)
+        gathers_fp8 = self.read_boolean("enable_fsdp_float8_all_gather", default=True, is_fp8=True)
+        pads_inner_dim = self.read_boolean("pad_inner_dim", default=True, is_fp8=True)
         return Fp8(cast(Fp8Recipe, name), gathers_fp8, pads_inner_dim)
 
 
-def _show(value: Any) -> str:
-    """Returns a value of `Sharding` as a sentence names it."""
+def _describe_value(value: Any) -> str:
+    """Writes the value of a `Sharding` field for a message."""
     if isinstance(value, Mapping):
         return describe_sizes(value)
     if isinstance(value, tuple):
@@ -708,16 +762,16 @@ def _show(value: Any) -> str:
 
 
 def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
-    """Raises `UserError` naming both values where the config and the launcher's settings differ."""
+    """Raises `UserError` if --config and the launcher's settings differ; it names both values."""
     problems = []
-    for name, shown in COMPARED.items():
-        in_config = getattr(config, name)
-        in_launch = getattr(launched, name)
+    for field_name, title in COMPARED.items():
+        in_config = getattr(config, field_name)
+        in_launch = getattr(launched, field_name)
         if in_config != in_launch:
             problems.append(
-                f"{config.source}: {shown} is {_show(in_config)}, but {launched.source} say "
-                f"{_show(in_launch)}; remove --config, give both the same file, or unset the "
-                "variables that say so"
+                f"{config.source}: {title} is {_describe_value(in_config)}, but {launched.source} "
+                f"say {_describe_value(in_launch)}; remove --config, give both the same file, or "
+                "unset the variables that say so"
             )
     if problems:
         raise UserError.of(problems)

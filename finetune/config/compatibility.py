@@ -1,4 +1,4 @@
-"""The rulebook: what works together, and the only function that refuses a combination.
+"""The rulebook: the rules about what works together, and the one function that refuses a run.
 
 Imports no torch.
 """
@@ -29,26 +29,27 @@ from finetune.config.rule import (
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
 
-TRACKERS: Mapping[str, str] = {
+TRACKERS: Mapping[str, str] = {  # a value of report_to -> its package's import name
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "trackio": "trackio",
 }
-# The least compute capability: Ada's (L40S, RTX 4090) and MI300's.
+# The lowest compute capability with FP8: Ada's (L40S, RTX 4090), and under ROCm MI300's.
 CUDA_FP8 = (8, 9)
 HIP_FP8 = (9, 4)
-FLASH_GPUS: Mapping[str, tuple[int, ...]] = {  # major versions of the compute capability
+# attn_implementation -> the major versions of the compute capability that it runs on.
+FLASH_GPUS: Mapping[str, tuple[int, ...]] = {
     "flash_attention_2": (8, 9, 10, 11, 12),
     "flash_attention_3": (9,),
     "flash_attention_4": (9, 10),
 }
-# A recipe's name -> the module of its package, torch's name for it.
+# attn_implementation -> (the module of its package, torch's name for the implementation).
 FLASH_PACKAGES: Mapping[str, tuple[str, str]] = {
     "flash_attention_3": ("flash_attn_interface", "FA3"),
     "flash_attention_4": ("flash_attn.cute", "FA4"),
 }
-FLASH_ON_INDEX = "flash-attn-4"  # FlashAttention 3 has no wheel there
+FLASH_ON_INDEX = "flash-attn-4"  # on PyPI, where FlashAttention 3 has no wheel
 
 
 def find_problems(
@@ -62,18 +63,21 @@ def find_problems(
     steps: int | None = None,
     images: str | None = None,
 ) -> list[Problem]:
-    """Lists what does not work together, the most important first, and then the notes.
+    """Lists the problems of a run, the most important first, and after them the notes.
+
+    `layout`, `facts` and `machine` are None if they are not known yet; the rules that need them are
+    then skipped.
 
     Args:
-        recipe: As it was read.
-        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known,
-            so that no rule about it applies.
-        facts: The model's.
+        recipe: The recipe of the run.
+        layout: The layout, with the recipe's keys added by `with_recipe_keys`.
+        facts: The facts of the model.
         ranks: Number of ranks of the run.
-        teacher: The facts of the recipe's teacher.
-        machine: The machine that trains.
-        steps: Steps of the run, once they are known.
-        images: The model_type of the whole model, once rows with images have been read.
+        teacher: The facts of the teacher; None: no teacher, or it is not known yet.
+        machine: The facts of the machine that trains.
+        steps: Optimizer steps of the run; None: not known yet.
+        images: The model_type of the whole vision-language model; None: no row with images has
+            been read.
     """
     unknown: Any = None
     case = Case(
@@ -87,27 +91,28 @@ def find_problems(
     )
     problems = _judge(case, RULES)
     if teacher is not None and layout is not None:
-        of_teacher = replace(case, model=teacher, is_teacher=True)
-        problems += _judge(of_teacher, (rule for rule in RULES if rule.of_teacher))
+        teacher_case = replace(case, model=teacher, is_teacher=True)
+        problems += _judge(teacher_case, (rule for rule in RULES if rule.of_teacher))
     return sorted(problems, key=lambda problem: problem.is_note)
 
 
 def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Problem]:
-    """Lists the problems of a recipe just read, without notes.
+    """Lists the problems, without notes, that a recipe has by itself: no layout or model is known.
 
-    Skips rules that read an `unusable` key.
+    `unusable`: keys whose values are wrong already; rules that read one of them are skipped.
     """
     unknown: Any = None
     case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
-    rules = (*recipe_rules.REQUIRED, *RULES)
-    return _judge(
-        case,
-        (rule for rule in rules if not rule.is_note and not {*unusable}.intersection(rule.keys)),
+    rules = (
+        rule
+        for rule in (*recipe_rules.REQUIRED, *RULES)
+        if not rule.is_note and not {*unusable}.intersection(rule.keys)
     )
+    return _judge(case, rules)
 
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
-    """Applies the rules that need no more than is known of the case."""
+    """Applies those of `rules` whose needs (layout, model, machine) are all known in `case`."""
     known = {need for need in get_args(Need) if getattr(case, need) is not None}
     problems: list[Problem] = []
     for rule in rules:
@@ -117,61 +122,80 @@ def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
 
 
 def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the notes among `problems`.
+    """Raises `UserError` if a problem is more than a note; otherwise returns `problems`, all notes.
 
-    Raises:
-        UserError: With every problem that is no note, a line each.
+    The error has one line for each such problem; equal lines are joined.
     """
     problems = list(problems)
-    wrong = dict.fromkeys(str(problem) for problem in problems if not problem.is_note)
-    if wrong:
-        raise UserError.of(wrong)
+    lines = dict.fromkeys(str(problem) for problem in problems if not problem.is_note)
+    if lines:
+        raise UserError.of(lines)
     return problems
 
 
 def _machine_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """Makes a rule that reads the layout and the machine."""
     return Rule(name=name, keys=keys, needs=("layout", "machine"), **others)
 
 
-def _package(
+def _require_package(
     name: str,
     keys: tuple[str, ...],
     when: Condition,
     package: str,
-    what: Callable[[Case], str] | str,
-    else_: str,
+    feature: Callable[[Case], str] | str,
+    otherwise: str,
     *,
     install: str = "",
     of_teacher: bool = False,
 ) -> Rule:
-    shown = what if callable(what) else lambda _: what
+    """Makes a rule: a run that uses a feature needs a Python package.
+
+    Args:
+        name: The rule's name.
+        keys: The keys of the recipe or the Accelerate file that ask for the feature.
+        when: Whether a case uses the feature.
+        package: The package's import name.
+        feature: The feature as the message names it, or a function that names it for a case.
+        otherwise: The advice for a run without the package.
+        install: The package's name for pip; empty: the import name.
+        of_teacher: Whether the rule is applied to the teacher too.
+    """
+    describe = feature if callable(feature) else lambda _: feature
     return _machine_rule(
         name,
         *keys,
         when=lambda c: when(c) and not c.machine.has_package(package),
-        message=lambda c: f"{shown(c)} needs {package}",
-        advice=f"pip install {install or package}, or {else_}",
+        message=lambda c: f"{describe(c)} needs {package}",
+        advice=f"pip install {install or package}, or {otherwise}",
         of_teacher=of_teacher,
     )
 
 
-def _rewards_by(name: str, case: Case) -> bool:
+def _has_reward(name: str, case: Case) -> bool:
     return name in case["rewards"]
 
 
-def _has_old_gpu(case: Case) -> bool:
+def _lacks_tracker(name: str, package: str, case: Case) -> bool:
+    """Whether report_to names the tracker `name` and its package is not installed."""
+    report_to = case["report_to"]
+    trackers = (report_to,) if isinstance(report_to, str) else report_to
+    return name in trackers and not case.machine.has_package(package)
+
+
+def _find_fp8_capability(case: Case) -> tuple[int, int]:
+    return HIP_FP8 if case.machine.is_hip else CUDA_FP8
+
+
+def _lacks_fp8_gpu(case: Case) -> bool:
+    """Whether FP8 is asked for on a GPU that is too old for it; False on a CPU."""
     capability = case.machine.capability
-    return (
-        has_fp8(case)
-        and capability is not None
-        and capability < (HIP_FP8 if case.machine.is_hip else CUDA_FP8)
-    )
+    return has_fp8(case) and capability is not None and capability < _find_fp8_capability(case)
 
 
-def _describe_old_gpu(case: Case) -> str:
-    needed = HIP_FP8 if case.machine.is_hip else CUDA_FP8
+def _describe_fp8_gpu(case: Case) -> str:
     has = ".".join(map(str, case.machine.capability or (0, 0)))
-    needs = ".".join(map(str, needed))
+    needs = ".".join(map(str, _find_fp8_capability(case)))
     return (
         f"mixed_precision: fp8: {case.machine.gpu} has compute capability {has}, and FP8 needs "
         f"{needs}"
@@ -179,9 +203,12 @@ def _describe_old_gpu(case: Case) -> str:
 
 
 def _lacks_flash_gpu(case: Case) -> bool:
-    needed = FLASH_GPUS.get(case["attn_implementation"])
+    """Whether attn_implementation names a FlashAttention that does not run on this machine."""
+    major_versions = FLASH_GPUS.get(case["attn_implementation"])
+    if major_versions is None:
+        return False
     capability = case.machine.capability
-    return needed is not None and (capability is None or capability[0] not in needed)
+    return capability is None or capability[0] not in major_versions
 
 
 def _describe_flash_gpu(case: Case) -> str:
@@ -200,9 +227,7 @@ MACHINE: tuple[Rule, ...] = (
         _machine_rule(
             f"report_to: {name}",
             "report_to",
-            when=lambda c, name=name, package=package: (
-                name in (c["report_to"], *c["report_to"]) and not c.machine.has_package(package)
-            ),
+            when=partial(_lacks_tracker, name, package),
             message=f"report_to: {name}: its package is not installed",
             advice=(
                 f"{install_command(name)}, or set report_to: none (metrics.jsonl is always written)"
@@ -212,10 +237,10 @@ MACHINE: tuple[Rule, ...] = (
         for name, package in TRACKERS.items()
     ),
     *(
-        _package(
+        _require_package(
             f"the package of {name}",
             ("rewards",),
-            partial(_rewards_by, name),
+            partial(_has_reward, name),
             package,
             f"rewards: {name}",
             "use number",
@@ -223,7 +248,7 @@ MACHINE: tuple[Rule, ...] = (
         )
         for name, package in REWARD_PACKAGES.items()
     ),
-    _package(
+    _require_package(
         "bitsandbytes",
         LOAD_KEYS,
         is_quantized,
@@ -232,7 +257,7 @@ MACHINE: tuple[Rule, ...] = (
         "remove it and name an unquantized model",
         of_teacher=True,
     ),
-    _package(
+    _require_package(
         "torchao for FP8",
         ("mixed_precision",),
         has_fp8,
@@ -240,7 +265,7 @@ MACHINE: tuple[Rule, ...] = (
         "mixed_precision: fp8",
         "set mixed_precision: bf16",
     ),
-    _package(
+    _require_package(
         "torchao for QAT",
         (recipe_rules.QAT,),
         recipe_rules.has_qat,
@@ -249,7 +274,7 @@ MACHINE: tuple[Rule, ...] = (
         "remove the key",
     ),
     *(
-        _package(
+        _require_package(
             f"{row.package} for an export",
             ("export_formats",),
             recipe_rules.exports(name),
@@ -262,18 +287,18 @@ MACHINE: tuple[Rule, ...] = (
         if row.package is not None
     ),
     *(
-        _package(
-            f"{facts.package} for {name}",
+        _require_package(
+            f"{row.package} for {name}",
             ("optim",),
             is_set("optim", name),
-            facts.package,
+            row.package,
             f"optim: {name}",
             f"set optim: {SMALLEST_WITHOUT_PACKAGE}",
         )
-        for name, facts in OPTIMIZERS.items()
-        if facts.package is not None
+        for name, row in OPTIMIZERS.items()
+        if row.package is not None
     ),
-    _package(
+    _require_package(
         "liger-kernel",
         ("use_liger_kernel",),
         lambda c: c["use_liger_kernel"] and c.machine.device == "cuda",
@@ -345,8 +370,8 @@ MACHINE: tuple[Rule, ...] = (
     _machine_rule(
         "FP8 on an older GPU",
         "mixed_precision",
-        when=_has_old_gpu,
-        message=_describe_old_gpu,
+        when=_lacks_fp8_gpu,
+        message=_describe_fp8_gpu,
         fix=BF16,
     ),
     _machine_rule(
@@ -373,7 +398,7 @@ MACHINE: tuple[Rule, ...] = (
     ),
 )
 
-# The most important first: problems are reported in this order.
+# The most important rules first: problems are reported in this order.
 RULES: tuple[Rule, ...] = (
     *layout_rules.POSSIBLE,
     *method_rules.RULES,

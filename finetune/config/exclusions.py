@@ -1,4 +1,4 @@
-"""What a run cannot do together: features by rows, with the reason as text. Imports no torch."""
+"""The table of features that cannot be combined in one run, with the reasons. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,38 +32,41 @@ from finetune.constants import Names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Something that a run may do.
+    """Something that a run may do, as one side of an exclusion."""
 
-    `name` is what a sentence calls it, in which `{key}` is the value of a Case. `keys` are those of
-    the recipe or the Accelerate file that ask for it, `off` the values that do not. `otherwise` is
-    the advice: what to do without it.
-    """
-
-    name: str
-    keys: Names
-    is_on: Condition
-    otherwise: str = ""
-    off: Mapping[str, Any] | None = None
-    needs: tuple[Need, ...] = ()
-    of_teacher: bool = False  # whether a teacher may do it too
+    name: str  # in messages; `{key}` in it is replaced by the value of a Case
+    keys: Names  # the keys of the recipe or the Accelerate file that ask for it
+    is_on: Condition  # whether a case does it
+    otherwise: str = ""  # advice: how to do without it
+    off: Mapping[str, Any] | None = None  # keys with the values that turn it off; None: unknown
+    needs: tuple[Need, ...] = ()  # the parts of a case that `is_on` reads
+    of_teacher: bool = False  # whether the teacher may do it too
 
 
-def _layout(
+def _layout_feature(
     name: str,
     is_on: Condition,
     otherwise: str = "",
     off: Mapping[str, Any] | None = None,
     needs: tuple[Need, ...] = ("layout",),
 ) -> Feature:
-    """A feature of the layout, under the name of its key."""
-    key = name.partition(":")[0]
+    """Makes a feature of the layout. `name`: `key` or `key: value` of the Accelerate file."""
+    key, _, _ = name.partition(":")
     return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, off=off, needs=needs)
 
 
-def _value(
+def _recipe_feature(
     key: str, is_on: Condition, otherwise: str = "", off: Any = ..., name: str = ""
 ) -> Feature:
-    """A feature of the recipe that some values of a key ask for."""
+    """Makes a feature that some values of one recipe key ask for.
+
+    Args:
+        key: The key of the recipe.
+        is_on: Whether the key's value in a case asks for the feature.
+        otherwise: Advice; empty: to remove the key.
+        off: The value of the key that turns the feature off; `...`: none is known.
+        name: The feature in messages; empty: the key and its value.
+    """
     return Feature(
         name=name or f"{key}: {{{key}}}",
         keys=(key,),
@@ -73,11 +76,13 @@ def _value(
     )
 
 
-def _method(is_on: Condition, otherwise: str = "") -> Feature:
+def _method_feature(is_on: Condition, otherwise: str = "") -> Feature:
+    """Makes a feature that some values of `method` have."""
     return Feature(name="method: {method}", keys=("method",), is_on=is_on, otherwise=otherwise)
 
 
-def _model(name: str, is_on: Condition, otherwise: str = "") -> Feature:
+def _model_feature(name: str, is_on: Condition, otherwise: str = "") -> Feature:
+    """Makes a feature of the model that the recipe names."""
     return Feature(
         name=name, keys=("model_name_or_path",), is_on=is_on, otherwise=otherwise, needs=("model",)
     )
@@ -95,47 +100,48 @@ HEAD_ADAPTER = "LoRA on the head"
 KEPT = "activation_checkpointing_keeps"
 KEPT_PRODUCTS = "attention_and_projections"
 
-# By the names in EXCLUSIONS; any other name there is a key of the recipe that has been set.
+# A name in EXCLUSIONS -> the feature. A name in EXCLUSIONS that is not here is a key of the recipe,
+# and the feature is that the key is set.
 FEATURES: Mapping[str, Feature] = {
     # The layout
-    "fsdp_version: 1": _layout("fsdp_version: 1", is_fsdp1, "set fsdp_version: 2"),
-    "distributed_type: MULTI_GPU": _layout(
+    "fsdp_version: 1": _layout_feature("fsdp_version: 1", is_fsdp1, "set fsdp_version: 2"),
+    "distributed_type: MULTI_GPU": _layout_feature(
         "distributed_type: MULTI_GPU",
         lambda c: c.layout.layout == "ddp",
         "use FSDP2 or one process",
     ),
-    "fsdp_offload_params": _layout("fsdp_offload_params", lambda c: c.layout.cpu_offload),
-    "fsdp_auto_wrap_policy": _layout(
+    "fsdp_offload_params": _layout_feature("fsdp_offload_params", lambda c: c.layout.cpu_offload),
+    "fsdp_auto_wrap_policy": _layout_feature(
         "fsdp_auto_wrap_policy: {layout.wrapping}",
         lambda c: c.layout.wrapping != "TRANSFORMER_BASED_WRAP",
         "set TRANSFORMER_BASED_WRAP",
     ),
-    "mixed_precision: fp16": _layout(
+    "mixed_precision: fp16": _layout_feature(
         "mixed_precision: fp16", lambda c: c.precision == "fp16", "set mixed_precision: bf16", BF16
     ),
-    "mixed_precision: fp8": _layout(
+    "mixed_precision: fp8": _layout_feature(
         "mixed_precision: fp8", has_fp8, "set mixed_precision: bf16", BF16
     ),
-    "tp_size": _layout("tp_size", has_tp, "set tp_size: 1", {"tp_size": 1}),
-    "cp_size": _layout("cp_size", has_sp, "set cp_size (or sp_size) to 1", {"cp_size": 1}),
-    "expert_parallel_size": _layout(
+    "tp_size": _layout_feature("tp_size", has_tp, "set tp_size: 1", {"tp_size": 1}),
+    "cp_size": _layout_feature("cp_size", has_sp, "set cp_size (or sp_size) to 1", {"cp_size": 1}),
+    "expert_parallel_size": _layout_feature(
         "expert_parallel_size", has_ep, "set expert_parallel_size: 1", {"expert_parallel_size": 1}
     ),
-    "pipeline_parallel_size": _layout(
+    "pipeline_parallel_size": _layout_feature(
         "pipeline_parallel_size",
         has_pp,
         "set pipeline_parallel_size: 1",
         {"pipeline_parallel_size": 1},
     ),
     # The method
-    "a teacher": _method(_has_teacher),
-    "sampled completions": _method(samples),
-    "sampling by the model itself": _method(samples_itself, "set vllm_server_base_url"),
-    "no text": _method(lambda c: not c.method_facts.writes_text),
-    "embeddings": _method(lambda c: c.method_facts.embeds),
-    "masked tokens": _method(lambda c: c.method_facts.masks),
-    "early exits": _method(lambda c: c.method_facts.exits),
-    "a critic": _method(lambda c: c.method_facts.has_critic),
+    "a teacher": _method_feature(_has_teacher),
+    "sampled completions": _method_feature(samples),
+    "sampling by the model itself": _method_feature(samples_itself, "set vllm_server_base_url"),
+    "no text": _method_feature(lambda c: not c.method_facts.writes_text),
+    "embeddings": _method_feature(lambda c: c.method_facts.embeds),
+    "masked tokens": _method_feature(lambda c: c.method_facts.masks),
+    "early exits": _method_feature(lambda c: c.method_facts.exits),
+    "a critic": _method_feature(lambda c: c.method_facts.has_critic),
     "vllm_server_base_url": Feature(
         name="vllm_server_base_url",
         keys=("vllm_server_base_url",),
@@ -143,16 +149,18 @@ FEATURES: Mapping[str, Feature] = {
         otherwise="remove vllm_server_base_url",
     ),
     # The model
-    "a vision-language model": _model(
+    "a vision-language model": _model_feature(
         "the vision-language model {name}", lambda c: c.is_whole, "name a language model"
     ),
-    "a stored quantization": _model(
+    "a stored quantization": _model_feature(
         "a quantized base", lambda c: c.model.quantization is not None, "name the unquantized model"
     ),
-    "a mixture of experts": _model("a mixture of experts", lambda c: c.model.experts),
-    "recurrent layers": _model("recurrent layers", lambda c: c.model.family.recurrence is not None),
-    "trained experts": _model("trained experts", trains_experts),
-    "an uneven vocabulary": _layout(
+    "a mixture of experts": _model_feature("a mixture of experts", lambda c: c.model.experts),
+    "recurrent layers": _model_feature(
+        "recurrent layers", lambda c: c.model.family.recurrence is not None
+    ),
+    "trained experts": _model_feature("trained experts", trains_experts),
+    "an uneven vocabulary": _layout_feature(
         "an uneven vocabulary", is_uneven_vocabulary, needs=("layout", "model")
     ),
     "a quantized base": Feature(
@@ -163,61 +171,67 @@ FEATURES: Mapping[str, Feature] = {
         of_teacher=True,
     ),
     # The recipe
-    KEPT_PRODUCTS: _value(KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"),
-    QAT: _value(QAT, has_qat, f"remove {QAT}", None),
-    "attn_implementation": _value("attn_implementation", is_set("attn_implementation"), off="auto"),
-    "eaft": _value("token_loss", is_set("token_loss", "eaft"), "set token_loss: dft"),
-    "token_loss": _value("token_loss", is_set("token_loss")),
-    "optim_offload: nvme": _value("optim_offload", is_set("optim_offload", "nvme"), off="none"),
-    "max_grad_norm": _value(
+    KEPT_PRODUCTS: _recipe_feature(
+        KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"
+    ),
+    QAT: _recipe_feature(QAT, has_qat, f"remove {QAT}", None),
+    "attn_implementation": _recipe_feature(
+        "attn_implementation", is_set("attn_implementation"), off="auto"
+    ),
+    "eaft": _recipe_feature("token_loss", is_set("token_loss", "eaft"), "set token_loss: dft"),
+    "token_loss": _recipe_feature("token_loss", is_set("token_loss")),
+    "optim_offload: nvme": _recipe_feature(
+        "optim_offload", is_set("optim_offload", "nvme"), off="none"
+    ),
+    "max_grad_norm": _recipe_feature(
         "max_grad_norm",
         lambda c: c["max_grad_norm"] is not None,
         "set max_grad_norm: null",
         None,
         name="max_grad_norm",
     ),
-    "on_nonfinite: skip": _value(
+    "on_nonfinite: skip": _recipe_feature(
         "on_nonfinite", is_set("on_nonfinite", "skip"), "set on_nonfinite: stop", "stop"
     ),
-    "cut documents": _value(
+    "cut documents": _recipe_feature(
         "overlength",
         lambda c: c["overlength"] in ("truncate", "split"),
         "set overlength: drop or error",
     ),
-    "other formats": _value(
+    "other formats": _recipe_feature(
         "export_formats",
         lambda c: c["export_formats"] != ("safetensors",),
         "set export_formats: [safetensors]",
         name="export_formats",
     ),
-    "max_staleness": _value(
+    "max_staleness": _recipe_feature(
         "max_staleness",
         lambda c: samples(c) and c["max_staleness"],
         "set max_staleness: 0",
         0,
         name="max_staleness",
     ),
-    "routing_replay": _value(
+    "routing_replay": _recipe_feature(
         "routing_replay",
         lambda c: samples(c) and c["routing_replay"],
         "set routing_replay: false",
         False,
         name="routing_replay",
     ),
-    "model_config": _value(
+    "model_config": _recipe_feature(
         "model_config",
         is_set("model_config"),
         "save the model with its random weights first",
         name="model_config",
     ),
-    "a checkpoint's path": _value(
+    "a checkpoint's path": _recipe_feature(
         "resume_from_checkpoint",
         lambda c: c["resume_from_checkpoint"] not in ("auto", "none"),
         "set resume_from_checkpoint: auto",
         "auto",
     ),
-    # asked without a layout
-    "a pipeline": _value(
+    # pipeline_parallel_size again, by the recipe alone: the layout may be unknown
+    "a pipeline": _recipe_feature(
         "pipeline_parallel_size",
         is_set("pipeline_parallel_size"),
         off=1,
@@ -237,6 +251,7 @@ FEATURES: Mapping[str, Feature] = {
     ),
 }
 
+# Reasons that several rows share.
 OFF_POLICY = (
     "the model that learns would not be the one that was sampled, and the probability ratio is no "
     "longer 1"
@@ -252,7 +267,7 @@ TWICE = (
     "gradient, and "
 )
 
-# A feature -> what cannot be combined with it, and why; no reason: it was not tried.
+# A feature -> the features that it cannot be combined with -> the reason. Empty: it was not tried.
 EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     # The layout
     "fsdp_version: 1": {
@@ -505,16 +520,21 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
 
 
 def find_feature(name: str) -> Feature:
-    """Returns the feature of a row: one of FEATURES, or a key of the recipe that has been set."""
+    """Returns the feature that EXCLUSIONS names: one of FEATURES, or a recipe key that is set."""
     if name in FEATURES:
         return FEATURES[name]
-    return _value(name, is_set(name), off=recipe_keys()[name].default, name=name)
+    default = recipe_keys()[name].default
+    return _recipe_feature(name, is_set(name), off=default, name=name)
 
 
 def _exclude(name: str, other_name: str, why: str) -> Rule:
-    """A rule: two features cannot be combined."""
+    """Makes the rule that two features cannot be combined.
+
+    `why`: the reason for the message; empty: it gives none.
+    """
     feature = find_feature(name)
     other = find_feature(other_name)
+    # The problem's place may be the recipe, so the message names the Accelerate file too.
     is_in_file = other.keys[0] not in recipe_keys() and "layout" in other.needs
     place = " ({layout.source})" if is_in_file else ""
     reason = f": {why}" if why else ""
@@ -531,17 +551,23 @@ def _exclude(name: str, other_name: str, why: str) -> Rule:
 
 
 def _exclude_optimizers(name: str) -> Rule:
-    """A rule: an optimizer cannot be combined with the feature `name`, as its own row says."""
+    """Makes the rule that the feature `name` excludes the optimizers whose rows say so."""
     feature = find_feature(name)
 
     def advise(case: Case) -> str:
-        here = {
-            other
-            for other in NOT_FOR_ALL_OPTIMIZERS
-            if {*find_feature(other).needs} <= {*feature.needs} and find_feature(other).is_on(case)
-        }
-        fit = [name for name, facts in OPTIMIZERS.items() if not here.intersection(facts.conflicts)]
-        return f"set optim to one of {', '.join(fit)}"
+        """Names the optimizers that can be combined with all features of the case."""
+        features_on = set()
+        for other_name in NOT_FOR_ALL_OPTIMIZERS:
+            other = find_feature(other_name)
+            # Only what this rule needs is sure to be known of the case.
+            if {*other.needs} <= {*feature.needs} and other.is_on(case):
+                features_on.add(other_name)
+        optimizers = [
+            optimizer
+            for optimizer, row in OPTIMIZERS.items()
+            if not features_on.intersection(row.conflicts)
+        ]
+        return f"set optim to one of {', '.join(optimizers)}"
 
     def conflicts(case: Case) -> bool:
         return name in OPTIMIZERS[case["optim"]].conflicts and bool(feature.is_on(case))
@@ -560,14 +586,15 @@ def _exclude_optimizers(name: str) -> Rule:
     )
 
 
+# The features that some optimizer cannot be combined with, each once.
 NOT_FOR_ALL_OPTIMIZERS = tuple(
-    dict.fromkeys(name for facts in OPTIMIZERS.values() for name in facts.conflicts)
+    dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.conflicts)
 )
 RULES: tuple[Rule, ...] = (
     *(
-        _exclude(other, feature, why)
-        for feature, others in EXCLUSIONS.items()
-        for other, why in others.items()
+        _exclude(excluded, feature, why)
+        for feature, reasons in EXCLUSIONS.items()
+        for excluded, why in reasons.items()
     ),
     *map(_exclude_optimizers, NOT_FOR_ALL_OPTIMIZERS),
 )

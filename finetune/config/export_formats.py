@@ -1,5 +1,6 @@
-"""The formats of an export: a row for each, with all that rules, commands, export, card and servers
-ask about it.
+"""The formats of an export: one row for each, with everything that other code asks about a format.
+
+The rules, the commands, the export, the model card and the servers read the rows.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ from finetune.errors import UserError
 
 SAFETENSORS = "safetensors"
 COMPRESSED = "compressed-tensors"
-# Of GGUF: those that are written here, and those that llama.cpp makes.
+# GGUF types that this package writes, and those that it lets llama.cpp write.
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
 GGUF_K_TYPES = (
     "q6_k",
@@ -32,7 +33,7 @@ GGUF_K_TYPES = (
     "q2_k",
 )
 LLAMA_CPP = 'pip install -e ".[llama-cpp]"'
-NO_FORMATS = {
+NO_FORMATS = {  # a name that is no format here -> what to do instead
     "mlx": (
         "MLX opens an export of safetensors as it is, and mlx_lm.convert -q quantizes it; leave "
         "mlx out"
@@ -45,19 +46,20 @@ def is_installed(package: str) -> bool:
 
 
 def split_list(text: str | None) -> Names:
-    """
+    """Splits a list that is written with commas.
+
     >>> split_list("safetensors, gguf"), split_list(None)
     (('safetensors', 'gguf'), ())
     """
     return tuple(filter(None, (part.strip() for part in (text or "").split(","))))
 
 
-def refuse_unknown(flag: str, given: Names, known: Names) -> None:
-    """Raises `UserError` where one of the names that were `given` is not `known`."""
-    for each in given:
-        if each not in known:
+def refuse_unknown(flag: str, names: Names, known: Names) -> None:
+    """Raises `UserError` if one of the `names` given to the option `flag` is not `known`."""
+    for name in names:
+        if name not in known:
             raise UserError(
-                f"{flag}: {each}: one or more of {', '.join(known)} are expected, with commas "
+                f"{flag}: {name}: one or more of {', '.join(known)} are expected, with commas "
                 "between"
             )
 
@@ -66,72 +68,79 @@ def refuse_unknown(flag: str, given: Names, known: Names) -> None:
 class ExportKey:
     """A key of one format: an argument of `export`, and an option of `finetune export`."""
 
-    name: str  # of the argument
+    name: str  # the argument's name
     flag: str
     metavar: str
     help: str
     default: Any = None
-    read: Callable[[str], Any] = str  # the option's text
-    recipe_key: str | None = None  # the key of the recipe that gives it for the export of a run
+    read: Callable[[str], Any] = str  # converts the option's text
+    recipe_key: str | None = None  # the recipe's key that sets the value for a run's own export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFormat:
     """All facts about an export format.
 
-    A new one is a row in `EXPORT_FORMATS`, and a file in export/formats/.
+    A new format is a row in `EXPORT_FORMATS` and a file in export/formats/.
     """
 
     title: str  # as people write it
-    # module:function that plans its files; None: the Hugging Face folder itself
+    # MODULE:FUNCTION that plans the format's files; None: the Hugging Face folder itself
     plan: str | None = None
-    package: str | None = None  # that writes it, by its import name
-    install: str | None = None  # what pip calls the package; None: as Python does
-    is_folder: bool = False  # which transformers and vLLM open
-    # has a place for tensors of the base that the model has no parameter for
+    package: str | None = None  # import name of the package that writes the format
+    install: str | None = None  # the package's name for pip; None: the import name
+    is_folder: bool = False  # whether it is a folder that transformers and vLLM open
+    # whether it can hold tensors of the base that the model has no parameter for
     holds_base: bool = False
     keys: tuple[ExportKey, ...] = ()
-    without: str = ""  # what its keys are refused with where the format is not asked for
-    # raises `UserError`
+    without: str = ""  # message about one of its keys if the format is not asked for
+    # raises `UserError` for a wrong value; gets the values of all `list_keys` by name
     check: Callable[[Mapping[str, Any], bool], None] = lambda keys, is_model: None
-    # a condition of the rulebook on model and recipe
+    # a condition of the rulebook: whether the model of a case cannot be written in this format
     refuses: Callable[[Any], object] = lambda case: False
-    refused: str = ""  # its message
-    suffix: str | None = None  # of its files
-    card: str = ""  # the lines of the model card on its use
-    # a file -> commands by program
+    refused: str = ""  # the message if `refuses` holds; empty: there is no such rule
+    suffix: str | None = None  # how the format's files end
+    card: str = ""  # Markdown for the model card: how to use the files
+    # (file, whether it is an adapter) -> {program: command}
     use: Callable[[Path, bool], Mapping[str, str]] = lambda file, is_adapter: {}
-    server: str | None = None  # the name of the server that is started with it
-    # folder, file, port -> the server's command
+    server: str | None = None  # the --server that serves the format
+    # (folder, file, port) -> the server's command
     start: Callable[[Path, Path | None, int], list[str]] | None = None
 
 
 def _check_gguf(keys: Mapping[str, Any], is_model: bool) -> None:
+    """Raises `UserError` if a GGUF type is unknown, or if llama.cpp is missing for one."""
     types = tuple(keys["gguf_types"])
     refuse_unknown("--gguf-type", types, GGUF_TYPES + GGUF_K_TYPES)
-    made = [each for each in types if each in GGUF_K_TYPES]
-    if made and not is_installed("llama_cpp"):
+    k_types = [gguf_type for gguf_type in types if gguf_type in GGUF_K_TYPES]
+    if k_types and not is_installed("llama_cpp"):
         raise UserError(
-            f"--gguf-type: {made[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; "
+            f"--gguf-type: {k_types[0]}: llama.cpp makes it, which is not installed: {LLAMA_CPP}; "
             f"without it there are {', '.join(GGUF_TYPES)}"
         )
 
 
 def _use_gguf(file: Path, is_adapter: bool) -> Mapping[str, str]:
-    """The commands that use a GGUF file; those of an adapter name the file of its base
-    BASE.gguf.
+    """Returns {program: shell command that uses the GGUF file}.
+
+    An adapter needs its base too: the command names the base's file BASE.gguf.
     """
     if is_adapter:
         return {"llama.cpp": f"llama-server -m BASE.gguf --lora {shlex.quote(str(file))}"}
     name = file.stem.lower()
-    made = (
+    ollama = (
         f"echo {shlex.quote(f'FROM {file}')} > Modelfile && ollama create {shlex.quote(name)} -f "
         "Modelfile"
     )
-    return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": made}
+    return {"llama.cpp": f"llama-server -m {shlex.quote(str(file))}", "Ollama": ollama}
 
 
 def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
+    """Returns the command of llama-server, or of llama-cpp-python's server if that is missing.
+
+    Raises:
+        UserError: `folder` holds no GGUF file (`file` is None), or no such server is installed.
+    """
     if file is None:
         raise UserError(
             f"{folder}: holds no GGUF file; write one with finetune export --format gguf, and name "
@@ -139,7 +148,7 @@ def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
         )
     if binary := shutil.which("llama-server"):
         return [binary, "-m", str(file), "--port", str(port), "-c", str(CONTEXT)]
-    if not all(is_installed(each) for each in ("llama_cpp", "fastapi", "uvicorn")):
+    if not all(is_installed(package) for package in ("llama_cpp", "fastapi", "uvicorn")):
         raise UserError(
             '--server llama.cpp: not installed; pip install "llama-cpp-python[server]", or put '
             "llama-server on PATH"
@@ -149,6 +158,11 @@ def _start_llama_cpp(folder: Path, file: Path | None, port: int) -> list[str]:
 
 
 def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
+    """Returns the command of vLLM's server for an exported folder; `file` is not used.
+
+    Raises:
+        UserError: vLLM is not installed, or `folder` has no config.json.
+    """
     if shutil.which("vllm") is None:
         raise UserError(
             "--server vllm: not installed; pip install vllm, or name a running server by its URL"
@@ -161,6 +175,10 @@ def _start_vllm(folder: Path, file: Path | None, port: int) -> list[str]:
 
 
 def _check_compressed(keys: Mapping[str, Any], is_model: bool) -> None:
+    """Raises `UserError` for a wrong scheme or group size, or for an adapter.
+
+    A group size needs a scheme of integers: a float scheme fixes the numbers under one scale.
+    """
     scheme = keys["quantization"]
     group_size = keys["group_size"]
     if scheme not in (None, *EXPORTED):
@@ -260,12 +278,15 @@ else:
 
 
 def list_keys() -> list[ExportKey]:
-    """The keys of all formats."""
+    """Lists the keys of all formats."""
     return [key for row in EXPORT_FORMATS.values() for key in row.keys]
 
 
 def find_format_of(path: Path) -> ExportFormat | None:
-    """The format whose files end as the existing file at `path` does; None where there is none."""
+    """Returns the format of the file at `path` by its suffix.
+
+    None if `path` is no file, or if no format has this suffix.
+    """
     suffix = path.suffix.lower()
     return next(
         (row for row in EXPORT_FORMATS.values() if row.suffix == suffix and path.is_file()), None
@@ -273,16 +294,18 @@ def find_format_of(path: Path) -> ExportFormat | None:
 
 
 def check_formats(formats: Names, keys: Mapping[str, Any], *, is_model: bool) -> None:
-    """Checks what is asked of formats; no torch, no file is read.
+    """Checks the formats of an export and the values of their keys.
+
+    Imports no torch and reads no file.
 
     Args:
-        formats: Their names.
+        formats: Names in EXPORT_FORMATS.
         keys: The values of `list_keys`, by name.
-        is_model: Whether a model is exported, not an adapter alone.
+        is_model: Whether a whole model is exported; False: only an adapter.
 
     Raises:
-        UserError: Where a format is unknown, a key has a wrong value or no format to go with, or a
-            package is missing.
+        UserError: A format is unknown, a key has a wrong value or belongs to a format that is not
+            asked for, or a package is missing.
     """
     for name, advice in NO_FORMATS.items():
         if name in formats:

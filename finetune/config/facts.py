@@ -1,4 +1,4 @@
-"""Facts about a model, by its config and by transformers' source, and about the machine.
+"""Facts about a model, read from its config and from transformers' source, and about the machine.
 
 Imports no torch.
 """
@@ -19,6 +19,7 @@ from finetune.config.schema import Quantization, Recipe
 from finetune.constants import HEADS, find_positions
 from finetune.errors import UserError
 
+# Keys of config.json for the number of routed experts of a layer, and of a token.
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = (
     "num_experts_per_tok",
@@ -28,8 +29,7 @@ CHOSEN_COUNTS = (
     "num_experts_per_token",
     "num_selected_experts",
 )
-# Upper bounds of a config's sizes, far above any model: with a larger one, building the model would
-# never end.
+# Key of config.json -> an upper bound far above any model's: to build a larger one would never end.
 LARGEST_SIZES: Mapping[str, int] = {
     "num_hidden_layers": 1000,
     "vocab_size": 1 << 24,
@@ -43,7 +43,7 @@ LARGEST_SIZES: Mapping[str, int] = {
     "decoder_sparse_step": 1000,
     "depth": 1000,  # layers of a vision tower
 }
-# The same, of sizes that may be 0.
+# The same for sizes that may be 0.
 LARGEST_COUNTS: Mapping[str, int] = {
     "first_k_dense_replace": 1000,
     **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS, "n_shared_experts"), 1 << 14),
@@ -52,6 +52,7 @@ LARGEST_COUNTS: Mapping[str, int] = {
         1 << 20,
     ),
 }
+# Key of config.json -> (the types that its value may have, how a message calls them).
 KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "hidden_act": ((str,), "a name"),
     "hidden_activation": ((str,), "a name"),
@@ -75,30 +76,32 @@ ACTIVATIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The facts in a model's config.
+    """The facts in a model's config, as `read_model_facts` reads them.
 
-    Returned by `read_model_facts`, for a run and for a plan alike.
+    A size that the config does not give is 0.
     """
 
     model_type: str
     layers: int
     hidden: int
-    intermediate: int  # 0: the config does not say
+    intermediate: int
     heads: int
     key_value_heads: int
     head_size: int
     vocabulary: int  # rows of the embedding
-    positions: int | None  # of a document that the model was made for
+    positions: int | None  # length in tokens that the model was made for; None: not given
     experts: int = 0  # routed experts of a layer; 0: a dense model
-    chosen: int = 0  # of these, the experts of one token
+    chosen: int = 0  # routed experts that the router chooses for a token
     expert_width: int = 0  # intermediate size of an expert
     layer_types: frozenset[str] = frozenset()
-    window: int | None = None  # tokens that a query of some layers sees; None: all before it
+    # tokens that a query sees in layers with a sliding window or chunks; None: no layer has them
+    window: int | None = None
     quantization: Quantization | None = None  # how the files are quantized
-    # in which form of `PUBLISHED` the files are, which are read as plain numbers
+    # a form of `PUBLISHED`, if the files have one; their weights are read as plain numbers
     published: str | None = None
-    tokens: int | None = None  # of the tokenizer, with added ones; None: it was not read
-    vision: bool = False  # whether it is the language model of a vision-language one
+    # tokens of the tokenizer, added ones included; None: the tokenizer was not read
+    tokens: int | None = None
+    vision: bool = False  # whether it is the language model of a vision-language model
 
     @property
     def family(self) -> Family:
@@ -107,8 +110,9 @@ class ModelFacts:
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether transformers has a load-balancing loss for the family; DeepSeek V3 has a bias
-        instead.
+        """Whether a mixture's family has a load-balancing loss in transformers.
+
+        DeepSeek V3 has none, but a bias. A family whose source is not found is taken to have one.
         """
         source = read_family_source(self.model_type)
         return self.experts > 0 and (not source or "load_balancing_loss_func" in source)
@@ -116,52 +120,51 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The facts about a run's machine.
-
-    `capability` is the GPU's compute capability; None on a CPU.
-    """
+    """The facts about a run's machine."""
 
     device: Literal["cuda", "cpu"]
     system: str = "linux"  # sys.platform
     has_compiler: bool = True
-    gpu: str = ""  # its name
-    capability: tuple[int, int] | None = None
+    gpu: str = ""  # the GPU's name
+    capability: tuple[int, int] | None = None  # the GPU's compute capability; None on a CPU
     is_hip: bool = False
-    liger_families: frozenset[str] | None = None  # None: not known
+    # the model_types for which Liger has kernels; None: not known
+    liger_families: frozenset[str] | None = None
+    # whether the Python package of this import name is installed
     has_package: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
 
 
 def read_model_facts(
     config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
 ) -> ModelFacts:
-    """Returns the facts of a config: the text model's part of config.json or `to_dict()`, with the
-    family's defaults.
+    """Reads the facts of a language model from its config.
 
     Args:
-        config: Keys as in config.json.
+        config: The text model's part of config.json or of `to_dict()`, with the family's defaults
+            filled in.
         name: The model, for messages.
-        tokens: Number of tokens of the tokenizer, where it was read.
-        vision: Whether it is the language model of a vision-language one.
+        tokens: Number of tokens of the tokenizer; None: it was not read.
+        vision: Whether it is the language model of a vision-language model.
 
     Raises:
-        UserError: For every size or name in the config with which no model can be built.
+        UserError: One error for all values in the config with which no model can be built.
     """
     refuse_wrong_values(config, name)
-    heads = _size(config, "num_attention_heads")
-    hidden = _size(config, "hidden_size")
+    heads = _read_size(config, "num_attention_heads")
+    hidden = _read_size(config, "hidden_size")
     return ModelFacts(
         model_type=str(config.get("model_type")),
-        layers=_size(config, "num_hidden_layers"),
+        layers=_read_size(config, "num_hidden_layers"),
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size"),
+        intermediate=_read_size(config, "intermediate_size"),
         heads=heads,
-        key_value_heads=_size(config, "num_key_value_heads") or heads,
-        head_size=_size(config, "head_dim") or (hidden // heads if heads else 0),
-        vocabulary=_size(config, "vocab_size"),
+        key_value_heads=_read_size(config, "num_key_value_heads") or heads,
+        head_size=_read_size(config, "head_dim") or (hidden // heads if heads else 0),
+        vocabulary=_read_size(config, "vocab_size"),
         positions=find_positions(config),
         experts=count_experts(config),
         chosen=count_chosen(config),
-        expert_width=_size(config, "moe_intermediate_size", "intermediate_size"),
+        expert_width=_read_size(config, "moe_intermediate_size", "intermediate_size"),
         layer_types=frozenset(map(str, config.get("layer_types") or ())),
         window=_find_window(config),
         quantization=read_stored_quantization(config.get("quantization_config"), name),
@@ -172,17 +175,18 @@ def read_model_facts(
 
 
 def refuse_wrong_values(config: Any, name: str) -> None:
-    """Raises `UserError` for every size or name in (a part of) a config with which no model can be
-    built.
+    """Raises one `UserError` for all values with which no model can be built.
+
+    Args:
+        config: A model's config, or a section of it; anything with `get` and `[]`.
+        name: The model, for messages.
     """
     problems = []
     for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
         value = config.get(key)
         # Under latent attention head_dim is the rotated part of a key, and GLM-5-Next rotates none.
-        may_be_zero = key in LARGEST_COUNTS or (
-            key == "head_dim" and config.get("qk_rope_head_dim") == 0
-        )
-        least = 0 if may_be_zero else 1
+        is_unrotated = key == "head_dim" and config.get("qk_rope_head_dim") == 0
+        least = 0 if key in LARGEST_COUNTS or is_unrotated else 1
         if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
             problems.append(
                 f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is "
@@ -202,55 +206,64 @@ def refuse_wrong_values(config: Any, name: str) -> None:
 
 
 def names_vision_language(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a vision-language model, by the class that it names.
+    """Whether a config.json names the class of a vision-language model, and has a vision_config.
 
     >>> names_vision_language(
     ...     {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
     ... )
     True
     """
-    names = config.get("architectures")
-    is_listed = isinstance(names, list) and any(
-        str(name).endswith("ForConditionalGeneration") for name in names
+    classes = config.get("architectures")
+    has_class = isinstance(classes, list) and any(
+        str(name).endswith("ForConditionalGeneration") for name in classes
     )
-    return is_listed and "vision_config" in config
+    return has_class and "vision_config" in config
 
 
 def count_experts(config: Mapping[str, Any]) -> int:
-    """Counts the routed experts of a layer by the config; 0 for a dense model."""
-    return _size(config, *EXPERT_COUNTS) or _size(_experts_section(config), *EXPERT_COUNTS)
+    """Returns the number of routed experts of a layer; 0 for a dense model."""
+    section = _read_experts_section(config)
+    return _read_size(config, *EXPERT_COUNTS) or _read_size(section, *EXPERT_COUNTS)
 
 
 def count_chosen(config: Mapping[str, Any]) -> int:
-    """Counts the routed experts of one token by the config; 0 where it does not say."""
-    return _size(config, *CHOSEN_COUNTS) or _size(_experts_section(config), *CHOSEN_COUNTS)
+    """Returns the number of routed experts that a token is sent to; 0 if the config has none."""
+    section = _read_experts_section(config)
+    return _read_size(config, *CHOSEN_COUNTS) or _read_size(section, *CHOSEN_COUNTS)
 
 
-def _experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the section in which DBRX's config has the sizes of its experts."""
+def _read_experts_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the section that DBRX's config has for its experts; empty for other families."""
     section = config.get("ffn_config")
     return section if isinstance(section, Mapping) else {}
 
 
 def _find_window(config: Mapping[str, Any]) -> int | None:
-    """Returns the tokens of the sliding window, or of a chunk, that some layers have."""
-    types = config.get("layer_types") or ()
-    if "chunked_attention" in types:
-        return _size(config, "attention_chunk_size") or None
-    is_used = config.get("use_sliding_window", True) and (not types or "sliding_attention" in types)
-    return _size(config, "sliding_window") or None if is_used else None
+    """Returns the size in tokens of the sliding window, or of the chunks, of some layers.
+
+    None if no layer has either.
+    """
+    layer_types = config.get("layer_types") or ()
+    if "chunked_attention" in layer_types:
+        return _read_size(config, "attention_chunk_size") or None
+    # A config without layer_types has a window in every layer.
+    has_layers = not layer_types or "sliding_attention" in layer_types
+    if has_layers and config.get("use_sliding_window", True):
+        return _read_size(config, "sliding_window") or None
+    return None
 
 
-def _size(config: Mapping[str, Any], *keys: str) -> int:
-    """Returns the first of `keys` that has a number; of a list with one for each layer the
-    largest.
+def _read_size(config: Mapping[str, Any], *keys: str) -> int:
+    """Returns the value of the first of `keys` that has a number above 0; 0 if none has.
+
+    A list has a size for each layer; the largest is returned.
     """
     for key in keys:
         value = config.get(key)
         if (
             isinstance(value, list | tuple)
             and value
-            and all(isinstance(each, int) for each in value)
+            and all(isinstance(size, int) for size in value)
         ):
             value = max(value)
         if isinstance(value, int | float) and value:
@@ -259,15 +272,16 @@ def _size(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether it is a list of one size for each layer."""
+    """Whether a value is a list that may hold one size for each layer: whole numbers from 0."""
     return (
         isinstance(value, list | tuple)
         and bool(value)
-        and all(_is_whole(each, 0, 1 << 24) for each in value)
+        and all(_is_whole(size, least=0, largest=1 << 24) for size in value)
     )
 
 
 def _is_whole(value: Any, least: int, largest: int) -> bool:
+    """Whether a value is a whole number from `least` to `largest`; 2.0 is one, True is not."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -277,6 +291,7 @@ def _is_whole(value: Any, least: int, largest: int) -> bool:
 
 
 def _shorten(value: Any) -> str:
+    """Writes a value for a message, in at most 40 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -291,14 +306,14 @@ def has_compiler() -> bool:
 
 
 def adopt_quantization(recipe: Recipe, facts: ModelFacts) -> Recipe:
-    """Adds to `recipe` how its base is quantized, where the files of the base already are."""
+    """Returns `recipe` with the quantization of the base's files; unchanged if they have none."""
     if facts.quantization is None:
         return recipe
     return replace(recipe, quantization=facts.quantization)
 
 
 def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
-    """Returns `layout` with the keys of it that the recipe has."""
+    """Returns `layout` with the recipe's keys of expert and pipeline parallelism added."""
     return replace(
         layout,
         expert_parallel_size=recipe.model.expert_parallel_size,
@@ -307,24 +322,28 @@ def with_recipe_keys(layout: Sharding, recipe: Recipe) -> Sharding:
     )
 
 
-# What transformers' source says of a family.
-# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next
-# assignment.
+# Patterns of transformers' source.
 VISION = re.compile(r"class \w*Vision")
+# `self.q_proj = nn.Linear(`. A condition may stand before Linear, even over several lines, but not
+# another assignment or class.
 LINEAR = re.compile(
     r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL
 )
-# nn.Linear(...) -> its name and arguments
+# `self.q_proj = nn.Linear(...)` -> (the attribute, the arguments)
 LINEAR_ARGUMENTS = re.compile(r"self\.(\w+) = nn\.Linear\(((?:[^()]|\([^()]*\))*)\)")
+# Layer types in which attention can keep packed documents apart.
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @cache
 def read_family_source(model_type: str, kind: str = "modeling") -> str:
-    """Returns the text of transformers' modeling file for a family, or its configuration file;
-    empty where there is none.
+    """Returns the text of transformers' source file for a family; empty if there is none.
 
-    Importing it would take seconds, and torch.
+    The file is read, not imported: an import would take seconds, and torch.
+
+    Args:
+        model_type: The family.
+        kind: "modeling" or "configuration".
     """
     spec = importlib.util.find_spec("transformers")
     module = model_type.replace("-", "_")
@@ -332,12 +351,12 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
         return ""
     models = Path(spec.origin).parent / "models"
     mappings = models / "auto" / "auto_mappings.py"
-    listed = ""
+    mappings_text = ""
     if mappings.is_file():
-        listed = mappings.read_text(encoding="utf-8")
-    # gemma3_text is in gemma3's file
-    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)
-    folder = of_another[1] if of_another else module
+        mappings_text = mappings.read_text(encoding="utf-8")
+    # A family may be in another's folder: gemma3_text is in gemma3's.
+    match = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', mappings_text)
+    folder = match[1] if match else module
     source = models / folder / f"{kind}_{folder}.py"
     if source.is_file():
         return source.read_text(encoding="utf-8")
@@ -346,12 +365,12 @@ def read_family_source(model_type: str, kind: str = "modeling") -> str:
 
 @cache
 def find_classes(model_type: str) -> frozenset[str]:
-    """Returns the classes of a family's modeling file; empty where it is not known."""
+    """Returns the names of the classes in a family's modeling file; empty if there is none."""
     return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
 
 
 def find_layer_class(model_type: str) -> str:
-    """Returns the class of a family's decoder layers, which FSDP wraps.
+    """Returns the name of the class of a family's decoder layers; "layers" if it is not found.
 
     >>> find_layer_class("gemma3_text")
     'Gemma3DecoderLayer'
@@ -363,60 +382,68 @@ def find_layer_class(model_type: str) -> str:
 
 
 def _read_classes(model_type: str) -> list[str]:
-    """The source of a family's classes, each from its first line on."""
+    """Returns the source of a family's modeling file, cut before each class.
+
+    The first text is what stands before the first class.
+    """
     return re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
 
 
 @cache
 def find_linear_layers(model_type: str) -> frozenset[str]:
-    """Returns the names of a family's linear layers, without heads and vision towers; none of an
-    unknown family.
+    """Returns the names of a family's linear layers, without output heads and vision towers.
+
+    Empty for an unknown family.
 
     >>> sorted(find_linear_layers("phi3"))
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
     """
-    of_text = "".join(text for text in _read_classes(model_type) if not VISION.match(text))
-    return frozenset(LINEAR.findall(of_text)) - HEADS
+    language = "".join(text for text in _read_classes(model_type) if not VISION.match(text))
+    return frozenset(LINEAR.findall(language)) - HEADS
 
 
 @cache
 def find_biased_layers(model_type: str) -> frozenset[str]:
-    """Returns the names of a family's linear layers with a bias, where its config does not say,
-    without heads and vision towers.
+    """Returns the names of a family's linear layers that have a bias by default.
+
+    The default is nn.Linear's, or that of the config's key which decides. Output heads and vision
+    towers are left out.
 
     >>> sorted(find_biased_layers("qwen2")), sorted(find_biased_layers("llama"))
     (['k_proj', 'q_proj', 'v_proj'], [])
     """
-    of_text = "".join(
+    language = "".join(
         text
         for text in _read_classes(model_type)
-        if not re.match(r"class \w*(Vision|For[A-Z])", text)
+        if not re.match(r"class \w*(Vision|For[A-Z])", text)  # ...For... classes hold the heads
     )
-    defaults = read_family_source(model_type, "configuration")
+    config_source = read_family_source(model_type, "configuration")
     biased = set()
-    for name, arguments in LINEAR_ARGUMENTS.findall(of_text):
+    for name, arguments in LINEAR_ARGUMENTS.findall(language):
         bias = re.search(r"bias=([\w.]+)", arguments)
-        value = bias[1] if bias else "True"  # of nn.Linear
+        value = bias[1] if bias else "True"  # nn.Linear's default
         key = value.removeprefix("config.")
-        if value == "True" or re.search(rf"\b{key}(: [^=\n]+)? ?= ?True", defaults):
+        if value == "True" or re.search(rf"\b{key}(: [^=\n]+)? ?= ?True", config_source):
             biased.add(name)
     return frozenset(biased)
 
 
 def find_vision_layers(model_type: str) -> frozenset[str]:
-    """Returns the names of the linear layers of a family's vision tower; none where another
-    family's is in its place.
+    """Returns the names of the linear layers of a family's vision tower.
+
+    Empty if the family has no tower of its own, but another family's.
 
     >>> sorted(find_vision_layers("qwen3_vl"))
     ['linear_fc1', 'linear_fc2', 'proj', 'qkv']
     """
-    of_tower = "".join(text for text in _read_classes(model_type) if VISION.match(text))
-    return frozenset(LINEAR.findall(of_tower))
+    tower = "".join(text for text in _read_classes(model_type) if VISION.match(text))
+    return frozenset(LINEAR.findall(tower))
 
 
 def has_own_attention(model_type: str) -> bool:
-    """Whether a family computes attention in its own code, which ignores document boundaries; False
-    if it is unknown.
+    """Whether a family computes attention in its own code, which ignores document boundaries.
+
+    False for an unknown family.
 
     >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
     (True, False, False)
@@ -426,7 +453,9 @@ def has_own_attention(model_type: str) -> bool:
 
 
 def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
-    """Whether a model has layers in which it is not known how packed documents are kept apart.
+    """Whether a model has layers of a type in which packed documents may not be kept apart.
+
+    False for a family with a known recurrence or document mask.
 
     >>> (
     ...     has_unknown_layers("llama", ["linear_attention"]),
@@ -440,8 +469,9 @@ def has_unknown_layers(model_type: str, layer_types: Iterable[str]) -> bool:
 
 
 def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
-    """Whether a model's attention reads a mask of all pairs of tokens, not the boundaries of
-    documents.
+    """Whether a model's attention reads a mask of all pairs of tokens, not document boundaries.
+
+    True too if the model has layers of an unknown type (`has_unknown_layers`).
 
     >>> (
     ...     attends_by_mask("gptj", []),
@@ -451,14 +481,16 @@ def attends_by_mask(model_type: str, layer_types: Iterable[str]) -> bool:
     (True, False, False)
     """
     family = find_family(model_type)
-    has_own = has_own_attention(model_type) and family.recurrence is None
+    uses_own_code = has_own_attention(model_type) and family.recurrence is None
     return (
-        family.document_mask is not None or has_own or has_unknown_layers(model_type, layer_types)
+        family.document_mask is not None
+        or uses_own_code
+        or has_unknown_layers(model_type, layer_types)
     )
 
 
 def has_fused_experts(model_type: str) -> bool:
-    """Whether transformers keeps a family's experts of a layer in one parameter each.
+    """Whether transformers keeps each weight of a layer's experts as one parameter for all experts.
 
     >>> has_fused_experts("mixtral"), has_fused_experts("llama4_text"), has_fused_experts("llama")
     (True, False, False)

@@ -1,9 +1,9 @@
-"""Families of models: what the package knows of each by its model_type.
+"""Families of models: what the package knows about each, by model_type.
 
-Source: the model and configuration classes of transformers 5; tests/plan builds every family that
-can be planned on the meta device and compares names and shapes, so that a release that changes one
-is noticed. A family without a row trains too, as long as no check of a run finds a fault. Imports
-no torch.
+The facts are from the model and configuration classes of transformers 5. tests/plan builds every
+planned family on the meta device and compares names and shapes, so it fails when a release changes
+one. A family without a row trains too, as long as no check of a run finds a fault. Imports no
+torch.
 """
 
 from collections.abc import Mapping
@@ -15,137 +15,153 @@ from finetune.constants import Names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureKeys:
-    """Which keys of config.json give the sizes of a family's routed experts."""
+    """The keys of config.json for the sizes of a family's experts, and how its layers use them."""
 
-    experts: str = "num_experts"
-    intermediate: str = "moe_intermediate_size"
-    shared: str | None = None  # intermediate size of the expert that every token passes
-    # the same in intermediate sizes of routed experts, without a gate of its own
+    experts: str = "num_experts"  # key: routed experts of a layer
+    intermediate: str = "moe_intermediate_size"  # key: intermediate size of a routed expert
+    # key: intermediate size of the shared expert, which every token passes through; None: no key
+    shared: str | None = None
+    # key: the same size as a multiple of a routed expert's; such a shared expert has no gate
     shared_count: str | None = None
     # whether mlp_only_layers and decoder_sparse_step make some layers dense
     some_are_dense: bool = False
     first_are_dense: bool = False  # whether first_k_dense_replace makes the first layers dense
-    router: str = "gate"  # its name in the MLP
+    router: str = "gate"  # the router's name in the MLP
     routes_in_fp32: bool = False  # whether the router multiplies in fp32
-    has_biases: bool = False  # of router and experts, whose weights are [experts, in, out] then
-    # that an expert's gating saves, of its intermediate size, beside the product
+    # whether router and experts have biases; the experts' weights are then [experts, in, out]
+    has_biases: bool = False
+    # tensors of an expert's intermediate size that its gating saves for the backward, besides the
+    # product
     gate_tensors: int = 3
-    gates_itself: bool = False  # by a formula of the family's own
+    gates_itself: bool = False  # whether the family gates by a formula of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaCpp:
-    """How llama.cpp computes a family, and what its code assumes that config.json may say
-    otherwise.
+    """How llama.cpp's code computes a family.
+
+    A model whose config.json says something else cannot be exported as GGUF.
     """
 
-    architecture: str
-    # RoPE turns neighboring rows of a head, which transformers has half a head apart
+    architecture: str  # llama.cpp's name of the family
+    # whether RoPE rotates pairs of neighboring rows of a head; transformers pairs rows that are
+    # half a head apart
     rotates_neighbors: bool = False
-    # transformers multiplies by 1 + weight, llama.cpp by what the file holds
+    # whether transformers multiplies by 1 + weight, and llama.cpp by the weight in the file
     adds_one_to_norms: bool = False
     activation: str = "silu"
     biases: Names = ()  # the linear layers whose biases it adds
-    # layers between two of full attention; None: every layer attends to all tokens
+    # 6: every 6th layer has full attention, and the others have a window; None: all layers have
+    # full attention
     window_every: int | None = None
-    rope_skipped_every: int | None = None  # layers between two without RoPE
-    has_own_head: bool = True  # else the embedding is the head
-    # with so many layers queries are scaled by hidden_size / heads, not head_dim
+    # 4: every 4th layer has no RoPE; None: all layers have it
+    rope_skipped_every: int | None = None
+    has_own_head: bool = True  # False: the embedding is the head
+    # the number of layers of the model whose queries it scales by hidden_size / heads; it scales
+    # those of other models by head_dim
     scales_like_27b: int | None = None
-    stretches_rope: Names = ("linear", "yarn")  # the kinds of rope scaling
-    rotates_parts: bool = False  # partial_rotary_factor
+    stretches_rope: Names = ("linear", "yarn")  # the rope types that it computes besides default
+    rotates_parts: bool = False  # whether it reads partial_rotary_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """The modules of a family that carry a state from token to token, and what keeps documents
-    apart in them.
+    """The modules of a family that carry a state from token to token.
+
+    Packed documents are kept apart in them by `arguments`, if all `packages` are installed.
+    Otherwise, or if there are no `arguments`, the modules would ignore the boundaries, so they are
+    run on one document after the other.
     """
 
-    modules: Names  # the ends of their classes' names
-    # The arguments by which they read the boundaries of packed documents, once these packages are
-    # installed. Without arguments, they would ignore boundaries, and run over one document after
-    # the other.
-    arguments: Names = ()
-    packages: Names = ()
-    steps_through_tokens: bool = False  # in a loop of transformers' own, without the packages
-    # Whether transformers computes from its cache, for padded prompts, what it computes without
-    # one.
+    modules: Names  # suffixes of the names of the modules' classes
+    arguments: Names = ()  # arguments of a module for the boundaries of packed documents
+    packages: Names = ()  # import names of the packages with kernels that read `arguments`
+    # whether transformers' own code, without kernels, loops over the tokens
+    steps_through_tokens: bool = False
+    # whether a forward of padded prompts computes the same with transformers' cache as without it
     can_be_sampled: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The facts of one `model_type` that are not in its config.json; without arguments, of a family
-    without a row.
+    """The facts about one `model_type` that are not in config.json.
+
+    `Family()`, with the defaults, stands for a family without a row.
     """
 
     # What it can do here.
-    # what is sharded: whole heads, or their products
+    # what tensor parallelism shards in attention: its heads, or only its matrix products, after
+    # which every rank attends with all heads; None: not supported
     tensor_parallel: Literal["heads", "products"] | None = None
-    # linear layers that return more, are read without being called, or are those of several layers
+    # linear layers that cannot have an adapter: they return more than their product, are read
+    # without being called, or belong to several decoder layers
     unadaptable: Names = ()
-    # who makes the mask, where attention knows documents by a mask alone: transformers, from
-    # position ids, or models/documents.py
+    # who makes the attention mask, for a family that knows packed documents only by a mask:
+    # transformers, from position ids, or models/documents.py
     document_mask: Literal["transformers", "here"] | None = None
-    # whether its layers do not hand attention the arguments of the model's forward
+    # whether its layers do not pass the arguments of the model's forward on to attention
     drops_arguments: bool = False
-    # whether its embedding of positions counts the tokens of a row, padding among them
+    # whether its embedding of positions counts the tokens of a row, padding included
     counts_positions: bool = False
-    # whether positions are embedded by a table, which ends
+    # whether positions are embedded by a table of limited length
     has_position_table: bool = False
-    # whether training takes rows of one length alone, which its positions fill
+    # whether it trains only on rows of one length, which its positions fill
     has_axial_positions: bool = False
-    # whether packed rows, of documents however short, must end with max_position_embeddings too
+    # whether a packed row may have no more than max_position_embeddings tokens, however short its
+    # documents are
     bounds_rows: bool = False
-    # None: no layer carries a state from token to token, or none that is known
+    # None: no layer is known that carries a state from token to token
     recurrence: Recurrence | None = None
-    # the language model of a vision-language one, without a class of its own
+    # whether it is the language model of a vision-language model, without a class of its own
     is_of_vision: bool = False
-    # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each
-    # to transformers' own.
+    # The next four are facts about the model_type of a whole vision-language model.
+    # whether it trains on images; tests/training/test_images.py compares each with transformers
     takes_images: bool = False
-    # attention within an image is bidirectional, in every layer
+    # whether the tokens of an image attend to each other in both directions, in every layer
     images_see_themselves: bool = False
-    # layers of cross attention read the images, and one token stands for each
+    # whether layers of cross attention read the images, and one token stands for each image
     images_are_read_across: bool = False
-    # the embedders of images and of audio look at every token, before the language model
+    # whether the embedders of images and of audio read every token, before the language model
     embedders_read_all_tokens: bool = False
-    rows_beyond_head: int = 0  # of the embedding: the ids of images
+    # rows that the embedding has more than the head: the ids of images
+    rows_beyond_head: int = 0
     # Its sizes and layers.
-    # sizes that may be omitted; empty: layers not in the table
+    # key of config.json -> the size if the key is omitted; empty: the plan does not know the layers
     defaults: dict[str, int] = field(default_factory=dict)
-    tied: bool = False  # tie_word_embeddings where the config does not say
-    # the class ties, but published files whose config does not say hold a head
+    tied: bool = False  # tie_word_embeddings if the config does not say
+    # whether published files without tie_word_embeddings hold a head, although the class ties it
     untied_in_files: bool = False
+    # whether there are biases; a name is the key of config.json that decides
     query_key_value_bias: bool | Literal["attention_bias"] = False
-    # None: as the other three of attention
-    output_bias: bool | Literal["attention_bias"] | None = None
-    attention_bias: bool = False  # where the config does not say
+    output_bias: bool | Literal["attention_bias"] | None = None  # None: as query_key_value_bias
+    attention_bias: bool = False  # the key attention_bias if the config does not say
     mlp_bias: bool | Literal["mlp_bias"] = False
-    # over each head, or over all heads together
+    # norms of queries and keys: over each head, or over all heads together; None: none
     query_key_norm: Literal["head", "all"] | None = None
-    query_key_norm_key: str | None = None  # of config.json, which says whether there are such norms
-    latent_attention: bool = False  # queries, keys and values come out of latents (DeepSeek's MLA)
-    # What flash attention does not compute: see plan/activations.py.
-    sinks: bool = False  # a score of each head that gives no value
-    caps_scores: bool = False  # attn_logit_softcapping
-    fused: bool = False  # one qkv_proj and one gate_up_proj
+    query_key_norm_key: str | None = None  # key of config.json that turns them on; None: always on
+    # whether queries, keys and values are computed from latents (DeepSeek's MLA)
+    latent_attention: bool = False
+    # The next two are what flash attention does not compute: see plan/activations.py.
+    sinks: bool = False  # whether each head has a score that takes weight and gives no value
+    caps_scores: bool = False  # whether scores are capped (attn_logit_softcapping)
+    fused: bool = False  # whether it has one qkv_proj and one gate_up_proj
     norms: Names = ("input_layernorm", "post_attention_layernorm")
-    # norms stand after attention and MLP only, so these read the residual stream itself
+    # whether norms stand only after attention and MLP, which then read the residual stream itself
     norm_after: bool = False
     mixture: MixtureKeys | None = None  # None: dense
-    # the weight is multiplied in fp32, so that the normalized input is kept in fp32
+    # whether a norm multiplies by its weight in fp32, and so saves its normalized input in fp32
     norm_keeps_fp32: bool = False
     llama_cpp: LlamaCpp | None = None  # None: not exported as GGUF
-    # parts of modules' names -> what vLLM calls them in an adapter, where it says otherwise;
-    # several names: it adapts equal parts of the layer's outputs by themselves
+    # part of a module's name -> vLLM's name for it in an adapter, if that differs; under several
+    # names vLLM adapts equal parts of the layer's outputs separately
     vllm_modules: Mapping[str, Names] = field(default_factory=dict)
 
     @property
     def opens_in_mlx(self) -> bool:
-        """Whether mlx-lm is known to compute what transformers does (tests/export/test_mlx.py):
-        those of GGUF but Gemma 2, whose logits differ by 0.4%, and Qwen3 MoE, which does not open.
+        """Whether mlx-lm is known to compute what transformers does (tests/export/test_mlx.py).
+
+        It does for the families that are exported as GGUF, except Gemma 2, whose logits differ by
+        0.4%, and Qwen3 MoE, which does not open.
         """
         return self.llama_cpp is not None and self.llama_cpp.architecture not in (
             "gemma2",
@@ -154,17 +170,22 @@ class Family:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan knows its layers, and transformers has a class of it."""
+        """Whether the plan knows the family's layers, and transformers has a class for it."""
         return bool(self.defaults) and not self.is_of_vision
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether tests/training/test_pipeline.py holds its losses to those of one process."""
+        """Whether it trains in a pipeline.
+
+        tests/training/test_pipeline.py compares such a family's losses with those of one process.
+        """
         return self.is_planned
 
     @property
     def has_expert_parallelism(self) -> bool:
-        """Whether tests/training/test_expert_parallel.py holds its losses to those of one
+        """Whether its experts can be sharded over ranks.
+
+        tests/training/test_expert_parallel.py compares such a family's losses with those of one
         process.
         """
         return self.is_planned and self.mixture is not None
@@ -179,16 +200,20 @@ def _sizes(
     vocabulary: int,
     **others: int,
 ) -> dict[str, int]:
-    """Returns the sizes that every family has, by the keys of config.json, and `others`."""
-    return {
+    """Returns a family's default sizes, by the keys of config.json.
+
+    `others` are sizes that not every family has, under their keys. `key_value_heads`: None: as many
+    as heads.
+    """
+    sizes = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        **({} if key_value_heads is None else {"num_key_value_heads": key_value_heads}),
-        "vocab_size": vocabulary,
-        **others,
     }
+    if key_value_heads is not None:
+        sizes["num_key_value_heads"] = key_value_heads
+    return sizes | {"vocab_size": vocabulary, **others}
 
 
 SIZES_7B = _sizes(4096, 11008, 32, 32, None, 32000)
@@ -199,7 +224,7 @@ SHARED_EXPERTS = MixtureKeys(
     first_are_dense=True,
     routes_in_fp32=True,
 )
-# What several families share.
+# Rows that several families share.
 LLAMA = Family(
     tensor_parallel="heads",
     defaults=SIZES_7B,
@@ -259,7 +284,8 @@ DELTA_NET = Family(
         packages=("fla", "causal_conv1d"),
     )
 )
-# Their kernels read these weights without calling the layers, and would pass by an adapter.
+# The kernels of Mamba layers read these weights without calling the linear layers, so an adapter of
+# them would be ignored.
 MAMBA = Family(
     recurrence=Recurrence(modules=("MambaMixer",), steps_through_tokens=True),
     unadaptable=("conv1d", "dt_proj", "out_proj", "x_proj"),
@@ -274,14 +300,16 @@ MAMBA_2 = Family(
 )
 
 
-# Zamba's layers share a few blocks; adapters of each layer on the same weights could not be merged.
+# The linear layers of the blocks that Zamba's decoder layers share. Each decoder layer would have
+# its own adapter on the same weights, and such adapters could not be merged.
 OF_SHARED_BLOCKS = (
     *("0", "1", "q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
 
 
-def _unsampled(family: Family) -> Family:
+def _forbid_sampling(family: Family) -> Family:
+    """Returns a family with recurrence as one that cannot be sampled."""
     assert family.recurrence is not None
     return replace(family, recurrence=replace(family.recurrence, can_be_sampled=False))
 
@@ -415,16 +443,16 @@ FAMILIES: Mapping[str, Family] = {
         | {"moe_intermediate_size": 1408},
         mixture=MixtureKeys(some_are_dense=True),
     ),
-    # Those whose layers the plan does not know.
+    # Families whose layers the plan does not know.
     **dict.fromkeys(("nemotron", "stablelm"), Family(drops_arguments=True)),
     **dict.fromkeys(("doge", "gpt_neox_japanese"), BY_MASK),
     "phimoe": replace(BY_MASK, unadaptable=("router",)),
-    # and by an index
+    # attention knows documents by a mask, and by an index
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), BY_MASK),
     **dict.fromkeys(("falcon", "xglm"), BY_OUR_MASK),
     **dict.fromkeys(("codegen", "gptj"), replace(BY_MASK, has_position_table=True)),
     "gpt_neo": replace(BY_MASK, has_position_table=True, bounds_rows=True),
-    "mpt": replace(BY_OUR_MASK, has_position_table=True, bounds_rows=True),  # of biases
+    "mpt": replace(BY_OUR_MASK, has_position_table=True, bounds_rows=True),  # a table of biases
     **dict.fromkeys(
         ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
         replace(BY_OUR_MASK, counts_positions=True, has_position_table=True),
@@ -436,9 +464,11 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("biogpt", "ctrl", "gpt_bigcode", "gpt2", "opt", "xlm"), BY_TABLE),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), MAMBA_2),
-    **dict.fromkeys(("mamba2", "nemotron_h"), _unsampled(MAMBA_2)),
-    "zamba2": replace(_unsampled(MAMBA_2), unadaptable=("conv1d", "out_proj", *OF_SHARED_BLOCKS)),
-    **dict.fromkeys(("mamba", "falcon_mamba"), _unsampled(MAMBA)),
+    **dict.fromkeys(("mamba2", "nemotron_h"), _forbid_sampling(MAMBA_2)),
+    "zamba2": replace(
+        _forbid_sampling(MAMBA_2), unadaptable=("conv1d", "out_proj", *OF_SHARED_BLOCKS)
+    ),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _forbid_sampling(MAMBA)),
     "jamba": replace(MAMBA, unadaptable=("conv1d", "dt_proj")),
     "zamba": replace(MAMBA, unadaptable=("conv1d", *OF_SHARED_BLOCKS)),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), CONVOLUTION),
@@ -455,8 +485,8 @@ FAMILIES: Mapping[str, Family] = {
     "xlstm": Family(recurrence=Recurrence(modules=("xLSTMLayer",), can_be_sampled=False)),
     "glm4": Family(vllm_modules={"gate_up_proj": ("gate_proj", "up_proj")}),
     "llama4_text": Family(unadaptable=("router",)),
-    "deepseek_v4": Family(unadaptable=("o_a_proj",)),  # a product for each group of heads
-    # whose weight is read without a call
+    "deepseek_v4": Family(unadaptable=("o_a_proj",)),  # it has a product for each group of heads
+    # the weight of this layer is read without a call
     "gemma3n_text": Family(unadaptable=("correction_coefs",)),
     "longcat_flash": Family(unadaptable=("classifier",)),
     "mllama_text_model": Family(rows_beyond_head=8),
@@ -481,5 +511,5 @@ PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 
 
 def find_family(model_type: str) -> Family:
-    """Returns the row of a family; without traits for one that has none."""
+    """Returns the row of a family; `Family()` if it has none."""
     return FAMILIES.get(model_type, Family())

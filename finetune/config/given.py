@@ -1,9 +1,8 @@
-"""Rows and functions of Python, where a recipe names files: each is written to a file, which the
-recipe then names.
+"""Writes rows and functions that a Python caller gives to files, so that the recipe can name files.
 
-So a recipe stays text: a run's folder holds it, other ranks and the process of rewards load what it
-names, and a resumed run learns of a change by the name, which is made of the content. Imports no
-torch.
+This keeps the recipe text: a run's folder can hold it, and other ranks and the process of rewards
+can load what it names. The name of a file is made of its content, so a resumed run notices a
+change. Imports no torch.
 """
 
 import base64
@@ -23,8 +22,8 @@ from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.network import find_cache
 
-NO_FILE = f"<{LOAD_RECIPE}>"
-# Of a function that no other process can import: dill has its code, and what it reads.
+NO_FILE = f"<{LOAD_RECIPE}>"  # stands for the file in pickled code
+# The file of a function that no other process can import: it holds the function, pickled by dill.
 PICKLED = '''"""{name}, as {place} was given it, under Python {version}."""
 
 import base64
@@ -33,7 +32,8 @@ import dill
 
 {name} = dill.loads(base64.b64decode("{pickled}"))
 '''
-# Of one of a package: by the hash a resumed run learns that its file has changed.
+# The file of a function in a package: it imports the function. It also holds the hash of the
+# function's own file, so that its name changes whenever that file does.
 IMPORTED = '''"""{name}, as {place} was given it; its file's hash was {hash}."""
 
 import sys
@@ -44,45 +44,55 @@ from {module} import {name}  # noqa: E402, F401
 
 
 def name_given(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keys of a recipe with the files' names in place of rows and functions of Python.
+    """Returns the recipe's keys with rows and Python functions replaced by the names of files.
+
+    The files are written first.
 
     Raises:
-        UserError: For rows that no file can hold, and for a function that cannot be written.
+        UserError: No file can hold the rows, or a function cannot be pickled.
     """
     known = recipe_keys()
     named = dict(keys)
     for key, value in keys.items():
         is_code = key in known and known[key].is_python_name
         if is_code and isinstance(value, Mapping):
-            named[key] = {name: _name_code(key, each) for name, each in value.items()}
+            named[key] = {name: _name_code(key, code) for name, code in value.items()}
         elif key == "environment":
             named[key] = _name_code(key, value)
-        if key == "environment" or isinstance(value, str | Mapping | None):
-            continue  # no list: the reader says what is wrong with it
-        if key in NESTED:
-            named[key] = [_name_source(key, each) for each in _listed(value)]
+        elif isinstance(value, str | Mapping | None):
+            continue  # no rows and no code: the recipe's reader checks the value
+        elif key in NESTED:
+            named[key] = [_name_source(key, source) for source in _as_sources(value)]
         elif is_code:
             codes = value if isinstance(value, list | tuple) else [value]
-            named[key] = [_name_code(key, each) for each in codes]
+            named[key] = [_name_code(key, code) for code in codes]
     return named
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    """The value as a list of sources: one alone is such a list, and so is a list of rows."""
+def _as_sources(value: Any) -> Sequence[Any]:
+    """Returns the value of `datasets` or `eval_datasets` as a list of sources.
+
+    A single source becomes a list, and a list of rows is a single source.
+    """
     if not isinstance(value, list | tuple):
         return [value]
-    return [value] if value and all(map(_is_row, value)) else value
+    is_rows = bool(value) and all(map(_is_row, value))
+    return [value] if is_rows else value
 
 
 def _is_row(value: Any) -> bool:
-    """Whether a value is a row of data, not an entry of `datasets` or a data set's splits."""
+    """Whether a value is a row of data, not an entry of `datasets` or a mapping of splits."""
     if not isinstance(value, Mapping) or {"path", "function"} & {*value}:
         return False
-    return not any(hasattr(each, "to_parquet") for each in value.values())  # a dict of splits
+    is_splits = any(hasattr(cell, "to_parquet") for cell in value.values())
+    return not is_splits
 
 
 def _name_source(key: str, source: Any) -> Any:
-    """Returns a source with files' names in place of rows and functions of Python."""
+    """Returns a source with its rows and its function replaced by the names of files.
+
+    Raises `UserError` for a mapping of splits, such as a `datasets.DatasetDict`.
+    """
     if isinstance(source, Mapping):
         if source and all(hasattr(each, "to_parquet") for each in source.values()):
             raise UserError(
@@ -95,20 +105,26 @@ def _name_source(key: str, source: Any) -> Any:
         if "function" in entry:
             entry["function"] = _name_code(f"{key}: function", entry["function"])
         return entry
-    return {"path": _write_rows(key, source)} if _is_table(source) else source
+    if _is_table(source):
+        return {"path": _write_rows(key, source)}
+    return source
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is rows: a `datasets.Dataset`, a data frame or a list."""
+    """Whether a value holds rows: a `datasets.Dataset`, a data frame or a list."""
     return hasattr(value, "to_parquet") or isinstance(value, list | tuple)
 
 
 def _write_rows(key: str, rows: Any) -> str:
-    """Writes a `datasets.Dataset`, a data frame or a list of mappings; returns the file's path."""
+    """Writes rows to a file of the cache, and returns the file's path.
+
+    A `datasets.Dataset` and a data frame become Parquet, a list of mappings JSON lines. `key`: the
+    recipe's key, for messages.
+    """
     if hasattr(rows, "to_parquet"):
         content = io.BytesIO()
         rows.to_parquet(content)
-        return _keep("rows", ".parquet", content.getvalue())
+        return _write_to_cache("rows", ".parquet", content.getvalue())
     lines = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
@@ -125,13 +141,15 @@ def _write_rows(key: str, rows: Any) -> str:
             ) from None
     if not lines:
         raise UserError(f"{LOAD_RECIPE}: {key}: the list has no rows")
-    return _keep("rows", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
+    return _write_to_cache("rows", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
 def _name_code(key: str, code: Any) -> Any:
-    """Returns the name, FILE.py:NAME, of a function or class.
+    """Returns FILE.py:NAME, from which another process can load a function or class.
 
-    One that no other process can import is written to a file first. Anything else stays as it is.
+    Code in a module that is a file by itself is named there. Any other code gets a file that
+    imports it from its package, or that holds it pickled if no process can import it. Text and
+    values that cannot be called are returned as they are.
     """
     if isinstance(code, str) or not callable(code):
         return code
@@ -147,8 +165,8 @@ def _name_code(key: str, code: Any) -> Any:
         return _write_pickled(key, code, name if name.isidentifier() else "function")
     if "." not in module.__name__:
         return f"{file}:{name}"
-    package, _, _ = module.__name__.partition(".")
-    folder = Path(sys.modules[package].__path__[0]).parent
+    top_package, _, _ = module.__name__.partition(".")
+    folder = Path(sys.modules[top_package].__path__[0]).parent
     text = IMPORTED.format(
         name=name,
         place=LOAD_RECIPE,
@@ -156,13 +174,14 @@ def _name_code(key: str, code: Any) -> Any:
         folder=str(folder),
         module=module.__name__,
     )
-    return f"{_keep(name, '.py', text.encode())}:{name}"
+    return f"{_write_to_cache(name, '.py', text.encode())}:{name}"
 
 
 def _write_pickled(key: str, code: Any, name: str) -> str:
+    """Writes a function or class to a file that unpickles it as `name`; returns FILE.py:NAME."""
     try:
         pickled = _pickle(code)
-    except Exception as error:  # whatever an object says of itself
+    except Exception as error:  # an object's own code may raise anything while it is pickled
         raise UserError(
             f"{LOAD_RECIPE}: {key}: {name} cannot be written to a file ({error}); put it into a "
             "Python file of its own, and import it from there"
@@ -173,13 +192,13 @@ def _write_pickled(key: str, code: Any, name: str) -> str:
         version=".".join(map(str, sys.version_info[:3])),
         pickled=base64.b64encode(pickled).decode(),
     )
-    return f"{_keep(name, '.py', text.encode())}:{name}"
+    return f"{_write_to_cache(name, '.py', text.encode())}:{name}"
 
 
 def _pickle(code: Any) -> bytes:
-    """Pickles code by value, with the globals that it reads.
+    """Pickles a function or class by value, with the globals that it reads.
 
-    The bytes are the same in every process, and wherever the code was defined.
+    The bytes are the same in every process, and do not depend on the file and line of the code.
     """
     import dill
     from dill import detect
@@ -189,8 +208,8 @@ def _pickle(code: Any) -> bytes:
 
     save = Pickler.dispatch[CodeType]
 
-    def save_code(pickler: Any, given: CodeType) -> None:
-        save(pickler, _move(given, given.co_firstlineno))
+    def save_code(pickler: Any, code_object: CodeType) -> None:
+        save(pickler, _strip_place(code_object, code_object.co_firstlineno))
 
     find_globals = detect.globalvars
 
@@ -199,7 +218,7 @@ def _pickle(code: Any) -> bytes:
 
     Pickler.dispatch[CodeType] = save_code
     content = io.BytesIO()
-    detect.globalvars = find_in_order  # dill's order is a set's, another in each process
+    detect.globalvars = find_in_order  # dill takes a set's order, which differs between processes
     try:
         Pickler(content, recurse=True).dump(code)
     finally:
@@ -207,35 +226,39 @@ def _pickle(code: Any) -> bytes:
     return content.getvalue()
 
 
-def _move(code: CodeType, first_line: int) -> CodeType:
-    """Returns the code as if its first line were line 1 of no file.
+def _strip_place(code: CodeType, first_line: int) -> CodeType:
+    """Returns the code, and the code nested in it, as if `first_line` were line 1 of no file.
 
-    A notebook's cell has another file and other lines in each session.
+    The file and lines of a notebook's cell differ from session to session.
     """
     if code.co_filename == NO_FILE:
-        return code  # within code that was moved
+        return code  # nested in code that was stripped before
     return code.replace(
         co_filename=NO_FILE,
         co_firstlineno=code.co_firstlineno - first_line + 1,
         co_consts=tuple(
-            _move(each, first_line) if isinstance(each, CodeType) else each
-            for each in code.co_consts
+            _strip_place(constant, first_line) if isinstance(constant, CodeType) else constant
+            for constant in code.co_consts
         ),
     )
 
 
 def write_prompts(count: int) -> str:
-    """Writes as many empty prompts, for an environment that asks itself; returns the file's path.
+    """Writes `count` empty prompts to a file, and returns its path.
 
-    Each has its number, so that none is another's duplicate.
+    They are the data of an environment that writes its own prompts. Each row has its number, so
+    that no row is a duplicate of another.
     """
-    empty = [{"role": "user", "content": ""}]
-    lines = [json.dumps({"prompt": empty, "row": number}) for number in range(count)]
-    return _keep("prompts", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
+    messages = [{"role": "user", "content": ""}]
+    lines = [json.dumps({"prompt": messages, "row": number}) for number in range(count)]
+    return _write_to_cache("prompts", ".jsonl", "".join(f"{line}\n" for line in lines).encode())
 
 
-def _keep(name: str, ending: str, content: bytes) -> str:
-    """Writes a file of this content, unless it is there; returns its path."""
+def _write_to_cache(name: str, ending: str, content: bytes) -> str:
+    """Writes `content` to a file that is named by its hash, unless it exists; returns the path.
+
+    The file is in the cache folder; its name is `name`, the hash and `ending`.
+    """
     folder = find_cache("given")
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}{ending}"
     if not path.exists():

@@ -1,5 +1,6 @@
-"""A key of the recipe: its marks beside type and help, and the keys that a class of the schema
-has.
+"""The keys of the recipe as the schema declares them: their types, help texts and marks.
+
+A mark stands in a key's `Annotated` type, beside the help text.
 """
 
 import typing
@@ -13,13 +14,14 @@ from pydantic import Field
 
 Positive = Annotated[int, Gt(0)]
 FileName = Annotated[str, Field(pattern=r"^[^\x00]+$")]
-# a share of the run's steps; see constants.count_steps
+# a number of steps, or a share of the run's steps: see constants.count_steps
 StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]
 
 
 class FileOrName:
-    """Marks a key whose value may be a local path, from the working directory or else the recipe's
-    folder.
+    """Marks a key whose value may be a local path.
+
+    The path starts from the working directory, or else from the recipe's folder.
     """
 
 
@@ -28,46 +30,48 @@ class PythonName:
 
 
 class ModulePatterns:
-    """Marks a key whose value (a list, or a mapping's keys) is patterns of module names: see
-    module_names.py.
+    """Marks a key whose list, or whose mapping's keys, are patterns of module names.
+
+    See module_names.py.
     """
 
 
 class SameOnResume:
-    """Marks a key that decides the course of a run (data, model, batch, seed), which a resumed run
-    must keep.
+    """Marks a key that a resumed run must keep.
+
+    It decides the course of the run: data, model, batch or seed.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAs:
-    """Marks a key for which a value that other tools' files have is read as one of ours."""
+    """Marks a key for which the reader replaces one value by another."""
 
-    written: Any
-    meant: Any
+    written: Any  # the value in the file
+    meant: Any  # the value that replaces it
 
 
-NO_IN_YAML = ReadAs(False, "no")  # YAML reads a plain `no` as false
+NO_IN_YAML = ReadAs(written=False, meant="no")  # YAML reads a plain `no` as false
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of the schema. `default` is dataclasses.MISSING where the key must be given."""
+    """One key of the schema."""
 
     name: str
-    section: str
-    annotation: Any
-    default: Any
+    section: str  # the attribute of `Recipe` that holds the key; empty if `keys_of` was given none
+    annotation: Any  # its `Annotated` type
+    default: Any  # dataclasses.MISSING: the key is required
     help: str
-    is_file_or_name: bool
-    is_python_name: bool
-    same_on_resume: bool
-    is_patterns: bool
+    is_file_or_name: bool  # marked FileOrName
+    is_python_name: bool  # marked PythonName
+    same_on_resume: bool  # marked SameOnResume
+    is_patterns: bool  # marked ModulePatterns
     read_as: ReadAs | None
 
     @property
     def is_rewards(self) -> bool:
-        """Whether each value is a Python function, a model or a judge."""
+        """Whether each value is a reward: a Python function, a model or a judge."""
         return self.is_python_name and self.is_file_or_name
 
     @property
@@ -77,11 +81,14 @@ class Key:
 
 @cache
 def keys_of(schema: type, section: str = "") -> dict[str, Key]:
-    """Returns the keys of one dataclass of the schema, by name."""
+    """Returns the keys of one dataclass of the schema: name -> key.
+
+    `section`: the attribute of `Recipe` that holds the dataclass.
+    """
     hints = typing.get_type_hints(schema, include_extras=True)
     keys = {}
     for attribute in fields(schema):
-        metadata = typing.get_args(hints[attribute.name])[1:]
+        _, *metadata = typing.get_args(hints[attribute.name])  # of Annotated[type, *metadata]
         keys[attribute.name] = Key(
             name=attribute.name,
             section=section,
@@ -98,8 +105,10 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values inside mappings and lists of mappings, under names such as
-    `datasets[0].path`.
+    """Yields (name, value) for each value inside mappings and lists of mappings.
+
+    A name is the path to the value, such as `datasets[0].path`. Empty mappings and lists of other
+    things are values themselves. `name`: the path to `value`; empty at the top.
 
     >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
     {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}

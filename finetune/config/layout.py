@@ -1,4 +1,7 @@
-"""The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
+"""The layout of a run as one value, `Sharding`: the checked content of an Accelerate file.
+
+Torch-free.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,39 +15,39 @@ from finetune.units import counted
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
+FP8_MULTIPLE = 16  # numbers in 8 bits that tensor cores take at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """How linear layers multiply in 8-bit floats, in torchao's terms.
+    """How linear layers multiply in 8-bit floats, by torchao's keys.
 
-    All else is computed in bf16.
+    Everything else is computed in bf16.
     """
 
     recipe_name: Fp8Recipe = "tensorwise"
-    enable_fsdp_float8_all_gather: bool = True  # where it applies: see `gathers_fp8`
+    enable_fsdp_float8_all_gather: bool = True  # has an effect only if `gathers_fp8`
     pad_inner_dim: bool = True
 
     @property
     def multiplies_weight_gradients(self) -> bool:
-        """Whether a weight's gradient is a product in FP8 too."""
+        """Whether the gradients of weights are computed in FP8 too."""
         return self.recipe_name != "rowwise_with_gw_hp"
 
 
 def is_multiplied_in_fp8(shape: Shape) -> bool:
-    """Whether a GPU multiplies by a weight of `shape` [out, in] in FP8; tensor cores take 16
-    numbers at a time.
+    """Whether a GPU multiplies by a weight of `shape` [out, in] in FP8.
+
+    It does if both sizes are multiples of FP8_MULTIPLE.
     """
     return all(size % FP8_MULTIPLE == 0 for size in shape)
 
 
 def gathers_fp8(sharding: "Sharding") -> bool:
-    """Whether FSDP gathers these layers' weights in 8 bits: torchao does it for FSDP2 and one scale
-    a weight.
+    """Whether FSDP gathers the weights of FP8 layers in 8 bits.
 
-    Not under CPU offload, where a weight's scale, computed ahead, does not survive the copy to the
-    device.
+    torchao does so for FSDP2 and one scale for each weight (tensorwise). It is off under CPU
+    offload: the scale of a weight is computed ahead, and is lost in the copy to the device.
     """
     fp8 = sharding.fp8
     return (
@@ -61,18 +64,21 @@ Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 MixedPrecision = Literal["no", "fp16", "bf16"]
 
-# Keys of an Accelerate file's mesh for ranks that share rows -> what they are here, and what those
-# ranks divide.
+# Key of parallelism_config for ranks that share rows -> (the field of `Sharding`, what those ranks
+# divide between them, in messages).
 DIVISIONS: Mapping[str, tuple[str, str]] = {
     "cp_size": ("sequence_parallel_size", "the tokens of a row"),
     "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
 }
+# The same fields for a layout whose ranks share no rows.
 UNDIVIDED: Mapping[str, Any] = {name: 1 for name, _ in DIVISIONS.values()}
+# Groups of neighboring layers on each rank of a pipeline.
 CHUNKS_PER_RANK: Mapping[PipelineSchedule, int] = {"1f1b": 1, "interleaved_1f1b": 2}
 UNTRAINED_STAGE = (
     "pipeline_parallel_size: {}: a rank would hold no parameter that is trained; choose a smaller "
     "size, or train more layers"
 )
+# All keys of parallelism_config for ranks that share rows.
 GROUP_KEYS = ("tp_size", "cp_size", "sp_size")
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 PLAIN_LAUNCH = "a plain launch (no Accelerate file)"
@@ -80,46 +86,45 @@ PLAIN_LAUNCH = "a plain launch (no Accelerate file)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How parameters, gradients and optimizer state are distributed, and the precision of the
-    computation.
+    """How parameters, gradients and optimizer state are distributed, and in which precision the
+    model computes.
 
-    Read from an Accelerate YAML, or from the environment that the launcher made of one; `source`
-    names it.
+    It is read from an Accelerate file or from the launcher's environment; `source` names which.
     """
 
     layout: Layout
-    # under fp8 bf16: that of all that is not multiplied in FP8
+    # with `fp8` it is bf16, for everything that is not multiplied in FP8
     mixed_precision: MixedPrecision = "no"
-    fp8: Fp8 | None = None
-    # under HYBRID_SHARD: shards in groups of shard_size, replicas of those
+    fp8: Fp8 | None = None  # None: nothing is multiplied in FP8
+    # HYBRID_SHARD: the model is sharded in groups of `shard_size` ranks, and each group is a
+    # replica
     strategy: Strategy = "FULL_SHARD"
-    replicate_size: int | None = None  # ranks; None: FSDP1 takes the nodes
-    shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
+    replicate_size: int | None = None  # replicas; None under FSDP1: as many as nodes
+    shard_size: int | None = None  # ranks; None under FSDP1: the ranks of a node
     sequence_parallel_size: int = 1  # ranks that divide the tokens of a row between them
     tensor_parallel_size: int = 1  # ranks that divide the matrices of a layer between them
-    # ranks that divide the experts of a layer between them; a recipe's key
+    # ranks that divide the experts of a layer between them (key of the recipe)
     expert_parallel_size: int = 1
-    # groups of ranks that have the layers one after another; a recipe's key
-    pipeline_parallel_size: int = 1
-    pipeline_schedule: PipelineSchedule = "1f1b"  # a recipe's key
+    pipeline_parallel_size: int = 1  # stages of the pipeline (key of the recipe)
+    pipeline_schedule: PipelineSchedule = "1f1b"  # key of the recipe
     wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
-    wrap_classes: Names = ()  # empty: inferred from the model
-    min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
+    wrap_classes: Names = ()  # the layer classes that FSDP wraps; empty: inferred from the model
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit under SIZE_BASED_WRAP
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     forward_prefetch: bool = False  # FSDP1 only
     use_cpu: bool = False
     num_machines: int = 1
     source: str = PLAIN_LAUNCH
-    # a line for each DeepSpeed setting: what does the same here, if anything
+    # lines for the log: what each DeepSpeed setting was translated into, and what has no effect
     translated: tuple[str, ...] = ()
     # (a recipe's key, the number that a DeepSpeed file gives for it)
     asked: tuple[tuple[str, float], ...] = ()
-    # Keys of the file, without prefixes -> their places.
+    # key of the Accelerate file, without its prefix -> FILE:LINE
     places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def place_of(self, key: str) -> str:
-        """Where `key` of the Accelerate file stands: the file and its line, or the source alone."""
+        """Returns FILE:LINE of a key of the Accelerate file, or the source if it is not known."""
         return self.places.get(key.removeprefix("fsdp_"), self.source)
 
     @property
@@ -128,19 +133,20 @@ class Sharding:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that train on the same rows: they share their tokens, the layers' matrices, or the
-        layers.
+        """Number of ranks that train on the same rows.
+
+        They divide the rows' tokens, the layers' matrices or the layers between them.
         """
         return self.ranks_per_row * self.pipeline_parallel_size
 
     @property
     def ranks_per_row(self) -> int:
-        """Ranks that have the same layers and train on the same rows."""
+        """Number of ranks of one pipeline stage that train on the same rows."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     @property
     def pipeline_chunks(self) -> int:
-        """Into how many groups of neighboring layers the model is cut."""
+        """Number of groups of neighboring layers that the pipeline cuts the model into; else 1."""
         stages = self.pipeline_parallel_size
         if stages == 1:
             return 1
@@ -148,7 +154,7 @@ class Sharding:
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """The sizes of DIVISIONS, by the Accelerate file's keys."""
+        """The sizes of the groups in DIVISIONS: the Accelerate file's key -> number of ranks."""
         return {key: getattr(self, name) for key, (name, _) in DIVISIONS.items()}
 
     @property
@@ -156,29 +162,28 @@ class Sharding:
         return self.tensor_parallel_size > 1
 
     def tensor_group_of(self, rank: int) -> int:
-        """Returns the tensor parallel group of a rank, whose ranks compute the same activations and
-        losses.
+        """Returns the number of the tensor parallel group of a rank.
 
-        Without tensor parallelism it is the rank itself. For the number of ranks it is the number
-        of groups.
+        The ranks of a group compute the same activations and losses. Without tensor parallelism
+        each rank is a group. Given the number of ranks, the result is the number of groups.
         """
         return rank // self.tensor_parallel_size
 
     def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
-        """Counts the `ranks` that share one replica of the model: all, one, or under hybrid
-        sharding a group.
+        """Counts the ranks, out of `ranks`, over which one replica of the model is sharded.
+
+        It is all of them, a group under hybrid sharding, and 1 without sharding.
         """
         if self.strategy == "HYBRID_SHARD":
-            replicas = self.replicate_size if self.layout == "fsdp2" else None
-            if replicas:
-                return ranks // replicas
+            if self.layout == "fsdp2" and self.replicate_size:
+                return ranks // self.replicate_size
             return min(ranks, ranks_per_node)
         if self.is_fsdp and self.strategy != "NO_SHARD":
             return ranks
         return 1
 
     def describe_sequences(self, ranks: int) -> str | None:
-        """Says in a line how the tokens of a row are sharded; None where they are not."""
+        """Says in one line how the tokens of a row are sharded; None if they are not."""
         size = self.sequence_parallel_size
         if size == 1:
             return None
@@ -189,8 +194,10 @@ class Sharding:
 
     @property
     def mesh_sizes(self) -> dict[str, int] | None:
-        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None without
-        such a mesh.
+        """The mesh's dimensions from the outermost: the Accelerate file's key -> number of ranks.
+
+        None if the layout has no mesh: it is not FSDP2, or its file sets no size above 1 and no
+        dp_shard_size.
         """
         sizes = {
             "dp_replicate_size": self.replicate_size or 1,
@@ -198,15 +205,16 @@ class Sharding:
             "sp_size": self.sequence_parallel_size,
             "tp_size": self.tensor_parallel_size,
         }
-        is_divided = self.layout == "fsdp2" and (
+        has_mesh = self.layout == "fsdp2" and (
             self.shard_size is not None or prod(sizes.values()) > 1
         )
-        return sizes if is_divided else None
+        return sizes if has_mesh else None
 
     @property
     def smallest_world(self) -> int:
-        """The number of ranks that the layout's replicas and groups need at least; it works on
-        multiples of it.
+        """The smallest number of ranks for the layout's replicas and groups.
+
+        The layout works on multiples of it.
         """
         replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
         return (
@@ -217,8 +225,10 @@ class Sharding:
 
 
 def divides_heads(heads: int, ranks: int) -> bool:
-    """Whether ranks that share a row trade its tokens for heads in attention; else they gather the
-    row's keys.
+    """Whether `heads` divide evenly over `ranks` that share a row.
+
+    If so, the ranks trade the row's tokens for heads in attention. Otherwise they gather its keys
+    and values.
     """
     return heads % ranks == 0
 
@@ -229,13 +239,14 @@ PipelineOrder = Literal["1f1b", "gpipe", "interleaved", "looped_bfs"]
 def choose_order(micro_batches: int, stages: int, chunks: int) -> PipelineOrder:
     """Chooses the order of a rank's forwards and backwards in a pipeline.
 
-    1F1B needs a micro-batch for each stage. torch interleaves micro-batches in rounds of equal
-    numbers. Where that cannot be, all forwards come before the backwards.
+    With one chunk a rank it is 1f1b, which needs a micro-batch for each stage. With several it is
+    interleaved: torch interleaves micro-batches in rounds, all of the same number. Where these are
+    impossible, all forwards come before all backwards: gpipe, or looped_bfs with several chunks.
 
     Args:
-        micro_batches: Of a step.
-        stages: The ranks of the pipeline.
-        chunks: The groups of layers on all ranks.
+        micro_batches: Micro-batches of a step.
+        stages: Ranks of the pipeline.
+        chunks: Groups of layers on all ranks together.
     """
     if chunks == stages:
         return "1f1b" if micro_batches >= stages else "gpipe"
@@ -244,13 +255,17 @@ def choose_order(micro_batches: int, stages: int, chunks: int) -> PipelineOrder:
 
 
 def count_rounds(micro_batches: int, stages: int) -> int:
-    """Counts the rounds in which torch interleaves micro-batches: of `stages` or more each."""
+    """Counts the rounds in which torch interleaves the micro-batches of a step.
+
+    A round has `stages` micro-batches or more; if the step has fewer, it is one round.
+    """
     return max(1, micro_batches // stages)
 
 
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:
-    """Cuts layers into groups of neighbors, so that the largest sum of costs in a group is as small
-    as it can be.
+    """Cuts layers into `parts` groups of neighbors so that the costliest group costs least.
+
+    `costs`: the cost of each layer.
 
     >>> split_layers([1, 1, 1, 1, 4], 2)
     [range(0, 4), range(4, 5)]
@@ -261,34 +276,40 @@ def split_layers(costs: Sequence[float], parts: int) -> list[range]:
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} layers cannot be cut into {parts} parts")
     sums = [0.0, *accumulate(costs)]
-    # The smallest possible maximum for the first `end` layers in so many parts, and where its last
-    # part begins.
+    # best[k][end] is the best cut of the first `end` layers into k + 1 groups: (the cost of its
+    # costliest group, the layer at which its last group starts).
     best: list[list[tuple[float, int]]] = [[(total, 0) for total in sums]]
-    for used in range(1, parts):
-        before = best[-1]
-        rows = [(float("inf"), 0)] * (used + 1)
-        for end in range(used + 1, len(sums)):
-            rows.append(
+    for groups_before in range(1, parts):
+        cuts_before = best[-1]
+        # With fewer layers than groups there is no cut.
+        cuts = [(float("inf"), 0)] * (groups_before + 1)
+        for end in range(groups_before + 1, len(sums)):
+            cuts.append(
                 min(
-                    (max(before[start][0], sums[end] - sums[start]), start)
-                    for start in range(used, end)
+                    (max(cuts_before[start][0], sums[end] - sums[start]), start)
+                    for start in range(groups_before, end)
                 )
             )
-        best.append(rows)
+        best.append(cuts)
     ranges = []
     end = len(costs)
-    for row in reversed(best):
-        ranges.append(range(row[end][1], end))
-        end = row[end][1]
+    for cuts in reversed(best):
+        _, start = cuts[end]
+        ranges.append(range(start, end))
+        end = start
     return ranges[::-1]
 
 
 def shard_experts(shape: Shape, size: int, shards: int) -> Shape | None:
-    """Returns the shape that one rank holds of a parameter [experts, rows, ...] under expert
-    parallelism.
+    """Returns the shape of one rank's shard of the experts' parameter under expert parallelism.
 
-    `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where
-    they divide evenly, else some rows of each; None where neither does.
+    FSDP shards whole experts if they divide evenly, otherwise rows of each expert. None: neither
+    divides evenly.
+
+    Args:
+        shape: The parameter's shape [experts, rows, ...].
+        size: Ranks that divide the experts between them.
+        shards: Ranks over which FSDP shards the experts of one such rank.
 
     >>> (
     ...     shard_experts((8, 64, 32), 2, 2),
@@ -297,33 +318,34 @@ def shard_experts(shape: Shape, size: int, shards: int) -> Shape | None:
     ... )
     ((2, 64, 32), (4, 8, 32), None)
     """
-    own = shape[0] // size
-    if own % shards == 0:
-        return (own // shards, *shape[1:])
-    if shape[1] % shards == 0:
-        return (own, shape[1] // shards, *shape[2:])
+    local_experts = shape[0] // size
+    if local_experts % shards == 0:
+        return (local_experts // shards, *shape[1:])
+    rows = shape[1]
+    if rows % shards == 0:
+        return (local_experts, rows // shards, *shape[2:])
     return None
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Returns the product of `Sharding.mesh_sizes`, without factors of 1.
+    """Writes `Sharding.mesh_sizes` as a product, without factors of 1 except dp_shard_size.
 
     >>> describe_sizes({"dp_replicate_size": 1, "dp_shard_size": 1, "sp_size": 2, "tp_size": 2})
     'dp_shard_size 1 x cp_size (or sp_size) 2 x tp_size 2'
     """
-    # Either key divides the tokens of a row; which of them the file has is not kept.
+    # Either key divides the tokens of a row; `Sharding` does not keep which one the file has.
     names = {"sp_size": "cp_size (or sp_size)"}
-    shown = {
-        names.get(key, key): size
+    return " x ".join(
+        f"{names.get(key, key)} {size}"
         for key, size in sizes.items()
         if size > 1 or key == "dp_shard_size"
-    }
-    return " x ".join(f"{key} {size}" for key, size in shown.items())
+    )
 
 
 def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
-    """Returns the layout as an Accelerate config, every key filled in: what accelerate.yaml of a
-    run holds.
+    """Returns the layout as an Accelerate config with every key filled in.
+
+    It is the content of accelerate.yaml in a run's folder. `ranks`: ranks of the run.
     """
     file: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -358,12 +380,12 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
     else:
         fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
     file["fsdp_config"] = fsdp
-    # cp_size, since Accelerate itself takes sp_size with DeepSpeed only
     if sharding.mesh_sizes is not None:
         sizes = dict(sharding.mesh_sizes)
         if sharding.replicate_size is None:
             del sizes["dp_replicate_size"]
         prefix = "parallelism_config_"
+        # cp_size instead of sp_size, which Accelerate itself takes only with DeepSpeed
         file["parallelism_config"] = {
             prefix + key.replace("sp_size", "cp_size"): size for key, size in sizes.items()
         }
@@ -371,12 +393,11 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
 
 
 def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
-    """Returns the dtype of a frozen base model: that of the computation, for it needs no more
-    precision.
+    """Returns the dtype of a frozen base model: the compute dtype, as it needs no more precision.
 
-    But FSDP1 has one dtype in a unit. DoRA reads its adapters outside their own forward, and a tied
-    head is in two modules, so that neither can be a unit of its own: there the base stays in the
-    adapters' float32.
+    Under FSDP1 all parameters of a unit have one dtype. DoRA reads its adapters outside their own
+    forward, and a tied head is in two modules, so neither can be a unit by itself: the base then
+    has the adapters' float32.
     """
     if sharding.layout == "fsdp1" and (lora.use_dora or lora.modules_to_save):
         return "float32"
@@ -384,8 +405,9 @@ def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
 
 
 def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
-    """Returns the dtype of mixed precision, else of trained parameters: float32 for adapters,
-    `dtype` for others.
+    """Returns the dtype in which the model computes: that of mixed precision, if there is any.
+
+    Otherwise it is that of the trained parameters: float32 for adapters, else the recipe's `dtype`.
     """
     trained = "float32" if lora.use_peft else model.dtype
     if sharding.mixed_precision == "no":

@@ -9,7 +9,7 @@ from finetune.config.yaml_file import COMMAND_LINE, LOAD_RECIPE
 from finetune.constants import ceil_div
 from finetune.units import counted
 
-DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another
+DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's key, if that has another name
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "global_batch_size": "train_batch_size",
     "max_grad_norm": "gradient_clipping",
@@ -18,34 +18,41 @@ DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is 
 }
 
 
-def freezes(case: Case) -> bool:
+def _freezes_parameters(case: Case) -> bool:
     """Whether some parameters of the model are not trained."""
     model = case.recipe.model
     return case["use_peft"] or bool(model.frozen_modules or model.trainable_modules)
 
 
-def _count_mesh(case: Case) -> int:
+def _count_mesh_ranks(case: Case) -> int:
+    """Counts the ranks that the sizes of the mesh and of the pipeline give together."""
     return prod((case.layout.mesh_sizes or {}).values()) * case.layout.pipeline_parallel_size
 
 
 def _describe_stages(case: Case) -> str:
+    """Writes the pipeline's factor of the number of ranks; empty without a pipeline."""
     if has_pp(case):
         return f" x pipeline_parallel_size {case.layout.pipeline_parallel_size}"
     return ""
 
 
+def _count_batch_groups(case: Case) -> int:
+    """Counts the groups of ranks that train on different rows."""
+    return case.ranks // case.layout.ranks_per_batch
+
+
 def _count_micro_batches(case: Case) -> int:
-    ranks = case.ranks // case.layout.ranks_per_batch
-    rows = case.recipe.batch.per_device_train_batch_size * max(1, ranks)
+    """Counts the micro-batches of a step on each rank."""
+    groups = max(1, _count_batch_groups(case))  # 0: fewer ranks than the layout needs
+    rows = case.recipe.batch.per_device_train_batch_size * groups
     return ceil_div(case.global_batch_size, rows)
 
 
-def _find_unequal_numbers(case: Case) -> list[str]:
-    """Lists the numbers of a DeepSpeed file that differ from the recipe's."""
+def _describe_unequal_numbers(case: Case) -> list[str]:
+    """Returns a message for each number of a DeepSpeed file that differs from the recipe's."""
     recipe = case.recipe
-    ranks = case.ranks // case.layout.ranks_per_batch
     optimization = case.recipe.optimization
-    ours: dict[str, float | None] = {
+    recipe_numbers: dict[str, float | None] = {
         "gradient_accumulation_steps": _count_micro_batches(case),
         "per_device_train_batch_size": recipe.batch.per_device_train_batch_size,
         "global_batch_size": case.global_batch_size,
@@ -54,55 +61,60 @@ def _find_unequal_numbers(case: Case) -> list[str]:
         "weight_decay": optimization.weight_decay,
         "adam_epsilon": optimization.adam_epsilon,
     }
-    problems = []
+    messages = []
     for key, value in case.layout.asked:
-        if ours[key] != value:
-            place = recipe.place_of(key)
-            by = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
-            on = ""
-            if "batch" in key or "steps" in key:
-                on = f" on {ranks} ranks"
-            number = "null" if ours[key] is None else format(ours[key], "g")
-            name = DEEPSPEED_NAMES.get(key, key)
-            problems.append(
-                f"{name}: {value:g}, but {key} is {number} by the {by}{on}; set one to the other, "
-                f"or {name} to auto"
-            )
-    return problems
+        recipe_number = recipe_numbers[key]
+        if recipe_number == value:
+            continue
+        place = recipe.place_of(key)
+        source = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
+        on_ranks = ""
+        if "batch" in key or "steps" in key:
+            on_ranks = f" on {_count_batch_groups(case)} ranks"
+        number = "null" if recipe_number is None else format(recipe_number, "g")
+        name = DEEPSPEED_NAMES.get(key, key)
+        messages.append(
+            f"{name}: {value:g}, but {key} is {number} by the {source}{on_ranks}; set one to the "
+            f"other, or {name} to auto"
+        )
+    return messages
 
 
-def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
+def _require_checkpointing(key: str, reason: str, *, is_note: bool = False) -> Rule:
+    """Makes the rule that a key of the recipe needs activation checkpointing.
+
+    `reason`: what the key does with checkpointed layers, for the message.
+    """
     return layout_rule(
         f"{key} without checkpointing",
         key,
         "fsdp_activation_checkpointing",
         when=lambda c: is_set(key)(c) and not c.layout.activation_checkpointing,
-        message=lambda c: f"{key}: {what}, but {c.layout.source} checkpoints no layer",
+        message=lambda c: f"{key}: {reason}, but {c.layout.source} checkpoints no layer",
         advice="set fsdp_activation_checkpointing: true there, or remove the key",
         is_note=is_note,
     )
 
 
 def _describe_ep_ranks(case: Case) -> str:
+    """Says that expert_parallel_size does not divide the ranks of a replica."""
     size = case.layout.expert_parallel_size
     replicas = case.layout.replicate_size or 1
-    shards = case.shards
+    ranks = case.shards
     if replicas == 1:
-        run = "the run"
+        owner = "the run"
     else:
-        run = f"each of the {replicas} replicas of {case.layout.source}"
+        owner = f"each of the {replicas} replicas of {case.layout.source}"
     return (
-        f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} "
+        f"expert_parallel_size: {size}: {owner} has {counted(ranks, 'rank')}, and {ranks} / {size} "
         "is not a whole number"
     )
 
 
-IN_BACKWARD = is_set("optim_in_backward", True)
-ON_NVME = is_set("optim_offload", "nvme")
 NO_PIPELINE = {"pipeline_parallel_size": 1}
 
 
-# Whether the layout is possible at all.
+# Rules on whether the layout is possible at all; they are reported before all others.
 POSSIBLE: tuple[Rule, ...] = (
     layout_rule(
         "one process",
@@ -122,10 +134,11 @@ POSSIBLE: tuple[Rule, ...] = (
     layout_rule(
         "sizes of the mesh",
         "parallelism_config",
-        when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
+        when=lambda c: c.layout.mesh_sizes is not None and _count_mesh_ranks(c) != c.ranks,
         message=lambda c: (
-            f"{describe_sizes(c.layout.mesh_sizes or {})}{_describe_stages(c)} = {_count_mesh(c)}, "
-            f"but {c.ranks} {'rank was' if c.ranks == 1 else 'ranks were'} launched"
+            f"{describe_sizes(c.layout.mesh_sizes or {})}{_describe_stages(c)} = "
+            f"{_count_mesh_ranks(c)}, but {c.ranks} "
+            f"{'rank was' if c.ranks == 1 else 'ranks were'} launched"
         ),
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),
@@ -142,14 +155,16 @@ POSSIBLE: tuple[Rule, ...] = (
     layout_rule(
         "numbers of a DeepSpeed file",
         "deepspeed_config",
-        when=_find_unequal_numbers,
-        message=_find_unequal_numbers,
+        when=_describe_unequal_numbers,  # any message is a problem
+        message=_describe_unequal_numbers,
     ),
     layout_rule(
         "frozen parameters without shards",
         "fsdp_sharding_strategy",
         when=lambda c: (
-            is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c)
+            is_fsdp1(c)
+            and (c.layout.strategy == "NO_SHARD" or c.ranks == 1)
+            and _freezes_parameters(c)
         ),
         message=(
             "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's "
@@ -235,9 +250,11 @@ RULES: tuple[Rule, ...] = (
         fix={"streaming": False},
     ),
     # Activation checkpointing
-    _checkpointed_only("activation_checkpointing_keeps", "it says what checkpointed layers keep"),
-    _checkpointed_only("activation_offload", "it offloads what checkpointed layers keep"),
-    _checkpointed_only(
+    _require_checkpointing(
+        "activation_checkpointing_keeps", "it says what checkpointed layers keep"
+    ),
+    _require_checkpointing("activation_offload", "it offloads what checkpointed layers keep"),
+    _require_checkpointing(
         "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True
     ),
     # The update in the backward
@@ -246,7 +263,7 @@ RULES: tuple[Rule, ...] = (
         "optim_in_backward",
         "global_batch_size",
         "gradient_accumulation_steps",
-        when=lambda c: IN_BACKWARD(c) and _count_micro_batches(c) > 1,
+        when=lambda c: c["optim_in_backward"] and _count_micro_batches(c) > 1,
         message=lambda c: (
             f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} "
             f"micro-batches of {c['per_device_train_batch_size']} on {counted(c.ranks, 'rank')}, "
@@ -261,7 +278,7 @@ RULES: tuple[Rule, ...] = (
         "state in files without FSDP2",
         "optim_offload",
         "fsdp_version",
-        when=lambda c: ON_NVME(c) and c.layout.layout != "fsdp2",
+        when=lambda c: c["optim_offload"] == "nvme" and c.layout.layout != "fsdp2",
         message=(
             "optim_offload: nvme requires FSDP2, for one rank too, and {layout.source} is another "
             "layout"

@@ -1,4 +1,7 @@
-"""The rules of the method: its keys, rows and losses, and what sampling allows. Torch-free."""
+"""The rules on the training method: which keys, rows and losses it takes, and what sampling allows.
+
+Imports no torch.
+"""
 
 from dataclasses import fields
 from pathlib import Path
@@ -36,25 +39,32 @@ from finetune.config.rule import (
 )
 
 
-def _method_key(key: str) -> Rule:
-    users = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
+def _refuse_under_other_methods(key: str) -> Rule:
+    """Makes the rule that only the methods that read `key` may set it."""
+    methods = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
     return recipe_rule(
         f"{key} with another method",
         key,
         "method",
         when=all_of(is_set(key), lambda case: key not in case.method_facts.keys),
         message=lambda case: (
-            f"{key} has no effect with method: {case['method']}; it is for {users}"
+            f"{key} has no effect with method: {case['method']}; it is for {methods}"
         ),
     )
 
 
-def _column_key(entry: str, key: str) -> Rule:
-    users = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
+def _refuse_column_under_other_methods(entry: str, key: str) -> Rule:
+    """Makes the rule that a dataset may name a column only if the method reads it.
+
+    Args:
+        entry: The recipe's list of datasets: "datasets" or "eval_datasets".
+        key: The key of a dataset, of `COLUMN_KEYS`.
+    """
+    methods = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
 
     def is_unused(case: Case) -> bool:
-        is_given = any(getattr(source, key) for source in case[entry])
-        return is_given and case.method_facts.rows not in COLUMN_KEYS[key]
+        is_set_in_any = any(getattr(source, key) for source in case[entry])
+        return is_set_in_any and case.method_facts.rows not in COLUMN_KEYS[key]
 
     return recipe_rule(
         f"{key} of {entry} with another method",
@@ -62,23 +72,25 @@ def _column_key(entry: str, key: str) -> Rule:
         "method",
         when=is_unused,
         message=lambda case: (
-            f"{key} has no effect with method: {case['method']}; it is for {users}"
+            f"{key} has no effect with method: {case['method']}; it is for {methods}"
         ),
     )
 
 
-def _layers_key(key: str) -> Rule:
-    def names_others(case: Case) -> bool:
+def _require_layers(key: str) -> Rule:
+    """Makes the rule that `key`, if set, names at least one layer and only layers of the model."""
+
+    def names_missing_layers(case: Case) -> bool:
         count = case.model.layers
-        named = choose_layers(case[key], count)
-        return bool(case[key]) and (not named or named[-1] >= count)
+        layers = choose_layers(case[key], count)  # ascending
+        return bool(case[key]) and (not layers or layers[-1] >= count)
 
     return model_rule(
         f"{key} that the model lacks",
         key,
         "method",
         "model_name_or_path",
-        when=all_of(lambda case: case.method_facts.exits, names_others),
+        when=all_of(lambda case: case.method_facts.exits, names_missing_layers),
         message=lambda case: (
             f"{key}: {_describe_layers(case[key])}: {case['name']} has {case.model.layers} layers, "
             "counted from 0"
@@ -87,11 +99,13 @@ def _layers_key(key: str) -> Rule:
     )
 
 
-def _describe_layers(numbers: tuple[int, ...] | str) -> str:
-    return numbers if isinstance(numbers, str) else ", ".join(map(str, numbers))
+def _describe_layers(layers: tuple[int, ...] | str) -> str:
+    """Describes the layers that a key names: a slice as it is, a list as "0, 4, 8"."""
+    return layers if isinstance(layers, str) else ", ".join(map(str, layers))
 
 
-def _rows_key(key: str) -> Rule:
+def _refuse_with_other_rows(key: str) -> Rule:
+    """Makes the rule that only methods whose rows need `key` (`RowFacts.keys`) may set it."""
     return no_effect(
         key,
         "with method: {method}",
@@ -101,84 +115,104 @@ def _rows_key(key: str) -> Rule:
 
 
 def _has_reference(case: Case) -> bool:
+    """Whether completions are sampled and a beta above 0 holds the model to its reference."""
     return "beta" in case.method_facts.keys and samples(case) and case["beta"] > 0
 
 
-def _baseline(case: Case) -> str:
+def _find_baseline(case: Case) -> str:
+    """Returns `PolicyLoss.baseline` of `loss_type`; "group" if that is no loss of completions."""
     loss = POLICY_LOSSES.get(case["loss_type"])
     return loss.baseline if loss else "group"
 
 
 def _has_one_ratio(case: Case) -> bool:
-    """Whether a completion has a single ratio."""
+    """Whether `loss_type` has one probability ratio for a whole completion, as rloo does."""
     loss = POLICY_LOSSES.get(case["loss_type"])
     return loss is not None and loss.average == "whole_sequences"
 
 
-def _is_paid(case: Case) -> bool:
-    """Whether something may say what a completion is worth."""
+def _has_reward_source(case: Case) -> bool:
+    """Whether the recipe names something that can reward a completion."""
     return bool(case["rewards"] or case["environment"])
 
 
 def _has_bound(case: Case, bound: str) -> bool:
+    """Whether `loss_type` bounds the probability ratio in the way `bound` (`PolicyLoss.bound`)."""
     return case["loss_type"] in POLICY_LOSSES and POLICY_LOSSES[case["loss_type"]].bound == bound
 
 
 def _corrects_tokens(case: Case) -> bool:
+    """Whether the correction of the sampling mismatch has a ratio for each token."""
     correction = CORRECTIONS.get(case["importance_sampling_correction"])
     return correction is not None and correction.level == "token"
 
 
-# a correction of tokens -> that of a sequence
-SEQUENCES = {
+# A correction by each token's ratio -> the correction to advise where a completion has one ratio.
+SEQUENCE_CORRECTIONS = {
     "token_truncate": "sequence_truncate",
     "token_mask": "sequence_mask",
     "decoupled": "sequence_truncate",
 }
 
 
-def _say_correction(name: str) -> str:
+def _describe_unbounded_correction(name: str) -> str:
+    """Says why no ratio is bounded: `name` is "none", or a correction without bounds."""
     return "without a correction" if name == NO_CORRECTION else f"with {name}, which has no bounds"
 
 
-def _follows_every_ratio(case: Case) -> bool:
-    """Whether no ratio of training to sampling is beyond a bound."""
+def _has_unbounded_correction(case: Case) -> bool:
+    """Whether no bound applies to the ratio of training to sampling probabilities.
+
+    That is so without a correction, and with one that uses every ratio as it is.
+    """
     correction = CORRECTIONS.get(case["importance_sampling_correction"])
     return correction is None or correction.weight_beyond == "ratio"
 
 
 def _list_wrong_addresses(case: Case) -> list[str]:
-    """Lists the entries of `vllm_server_base_url` that are no addresses; `[]` for an empty list."""
-    given = case["vllm_server_base_url"]
-    if given is not None and not given:
+    """Lists the entries of `vllm_server_base_url` that are not HTTP addresses.
+
+    For an empty value it lists the text "[]", which the message shows.
+    """
+    value = case["vllm_server_base_url"]
+    if value is not None and not value:
         return ["[]"]
-    addresses = list_addresses(given)
-    return [each for each in addresses if not each.startswith(("http://", "https://"))]
+    return [
+        address
+        for address in list_addresses(value)
+        if not address.startswith(("http://", "https://"))
+    ]
 
 
-def _names_apart(key: str) -> Rule:
-    """A rule: metrics know a reward, and calls a tool, by the name of its function alone."""
+def _require_distinct_names(key: str) -> Rule:
+    """Makes the rule that no two entries of `key` ("rewards" or "tools") have the same short name.
 
-    def find(case: Case) -> str | None:
-        names = [name_of_reward(name) for name in case[key] or ()]
+    Metrics name a reward, and calls name a tool, by the short name alone.
+    """
+
+    def find_shared_name(case: Case) -> str | None:
+        names = [name_of_reward(entry) for entry in case[key] or ()]
         return next((name for name in names if names.count(name) > 1), None)
 
     return recipe_rule(
         f"two {key} of one name",
         key,
-        when=find,
+        when=find_shared_name,
         message=lambda case: (
-            f"{key}: two are named {find(case)}, under which metrics and calls know both"
+            f"{key}: two are named {find_shared_name(case)}, under which metrics and calls know "
+            "both"
         ),
         advice="rename one of them",
     )
 
 
-SOFT_OVERLONG = "soft_overlong_punishment"  # of SHIPPED_REWARDS: the one that has a key of its own
+SOFT_OVERLONG = "soft_overlong_punishment"  # the shipped reward that soft_punish_cache is for
 
 
-def _is_sampled_otherwise(case: Case) -> bool:
-    """Whether a forward with a cache computes something else than the training forward."""
+def _differs_with_cache(case: Case) -> bool:
+    """Whether transformers' forward with a cache, as in sampling, computes something else than the
+    training forward.
+    """
     family = case.model.family
     if family.recurrence is None:
         return family.counts_positions
@@ -186,21 +220,25 @@ def _is_sampled_otherwise(case: Case) -> bool:
 
 
 def _names_student(case: Case) -> bool:
-    """Whether the teacher is the model that is trained, by its name or folder."""
+    """Whether the teacher is the model that is trained: the same folder, or the same name and
+    revision.
+    """
     teacher = case["teacher_model_name_or_path"]
     student = case["model_name_or_path"]
     if not case.method_facts.needs_teacher or None in (teacher, student):
         return False
-    is_one_folder = (
+    is_same_folder = (
         Path(teacher).is_dir() and Path(student).is_dir() and Path(teacher).samefile(student)
     )
-    is_one_name = teacher == student and case["teacher_model_revision"] == case["model_revision"]
-    return is_one_folder or is_one_name
+    is_same_revision = case["teacher_model_revision"] == case["model_revision"]
+    return is_same_folder or (teacher == student and is_same_revision)
 
 
 def _differs_from_teacher(case: Case) -> bool:
-    """Whether a student with its teacher's weights learns all the same: what rounding costs, or
-    something else.
+    """Whether a student that is its own teacher still has something to learn.
+
+    It does if either model is quantized, if the student starts from an adapter, or if it also
+    learns from labels or rewards.
     """
     is_rounded = (
         case["load_in_4bit"]
@@ -233,10 +271,14 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name another model",
     ),
-    *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
-    *(_method_key(key.name) for key in fields(RolloutKeys)),
-    *map(_method_key, LABEL_KEYS),
-    *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
+    *(_refuse_under_other_methods(key.name) for key in fields(Method) if key.name != "method"),
+    *(_refuse_under_other_methods(key.name) for key in fields(RolloutKeys)),
+    *map(_refuse_under_other_methods, LABEL_KEYS),
+    *(
+        _refuse_column_under_other_methods(entry, key)
+        for entry in ("datasets", "eval_datasets")
+        for key in COLUMN_KEYS
+    ),
     recipe_rule(
         "label_smoothing with another loss",
         "label_smoothing",
@@ -287,7 +329,7 @@ RULES: tuple[Rule, ...] = (
         message="method: {method}: without exit_layers and layer_dropout it is fine-tuning",
         advice="name layers, or set method: sft",
     ),
-    *(_layers_key(key) for key in ("exit_layers", "layer_dropout_layers")),
+    *(_require_layers(key) for key in ("exit_layers", "layer_dropout_layers")),
     recipe_rule(
         "streaming with a reference",
         "streaming",
@@ -338,18 +380,21 @@ RULES: tuple[Rule, ...] = (
         )
         for key in ("turns", "train_on_reasoning")
     ),
-    # Sampled completions
+    # Classes and queries
     recipe_rule(
         "no classes",
         "labels",
         "method",
+        # fewer than two labels, or a label twice
         when=lambda c: (
             c.method_facts.rows == "classes" and len(set(c["labels"])) < max(2, len(c["labels"]))
         ),
         message="labels: method: {method} learns which of several classes a row has",
         advice="name two or more, each once, such as [negative, positive]",
     ),
-    *map(_rows_key, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)),
+    *map(
+        _refuse_with_other_rows, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)
+    ),
     recipe_rule(
         "a weight for each class",
         "class_weights",
@@ -388,11 +433,14 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=f"set num_negatives, or loss_type: {POINTWISE}",
     ),
+    # Sampled completions
     recipe_rule(
         "no rewards",
         "rewards",
         "method",
-        when=lambda c: samples(c) and not _is_paid(c) and not c.method_facts.needs_teacher,
+        when=lambda c: (
+            samples(c) and not _has_reward_source(c) and not c.method_facts.needs_teacher
+        ),
         message="method: {method} learns from rewards",
         advice=(
             "set rewards, such as [exact_answer], [my_rewards.py:right] or [runs/reward/export], a "
@@ -405,7 +453,9 @@ RULES: tuple[Rule, ...] = (
         "eval_datasets",
         "eval_split_size",
         when=lambda c: (
-            samples(c) and not _is_paid(c) and (c["eval_datasets"] or c["eval_split_size"])
+            samples(c)
+            and not _has_reward_source(c)
+            and (c["eval_datasets"] or c["eval_split_size"])
         ),
         message="held-out prompts are answered and rewarded, but there are no rewards",
         advice=(
@@ -523,7 +573,7 @@ RULES: tuple[Rule, ...] = (
         "scale_rewards without groups",
         "scale_rewards",
         "loss_type",
-        when=lambda c: samples(c) and is_set("scale_rewards")(c) and _baseline(c) != "group",
+        when=lambda c: samples(c) and is_set("scale_rewards")(c) and _find_baseline(c) != "group",
         message=(
             "scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its "
             "own"
@@ -539,7 +589,9 @@ RULES: tuple[Rule, ...] = (
             "importance_sampling_correction: {importance_sampling_correction} cannot be "
             "combined with loss_type: {loss_type}, which has one ratio for a completion"
         ),
-        advice=lambda c: "set " + SEQUENCES.get(c["importance_sampling_correction"], "none"),
+        advice=lambda c: (
+            "set " + SEQUENCE_CORRECTIONS.get(c["importance_sampling_correction"], "none")
+        ),
     ),
     recipe_rule(
         "bounds of a correction",
@@ -560,7 +612,7 @@ RULES: tuple[Rule, ...] = (
         "importance_sampling_correction",
         when=lambda c: (
             samples(c)
-            and _follows_every_ratio(c)
+            and _has_unbounded_correction(c)
             and (
                 is_set("importance_sampling_clip_max")(c)
                 or is_set("importance_sampling_clip_min")(c)
@@ -568,7 +620,7 @@ RULES: tuple[Rule, ...] = (
         ),
         message=lambda c: (
             "importance_sampling_clip_max and importance_sampling_clip_min have no effect "
-            + _say_correction(c["importance_sampling_correction"])
+            + _describe_unbounded_correction(c["importance_sampling_correction"])
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
@@ -579,6 +631,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and (
+                # one of the two is set without the other
                 (c["soft_punish_cache"] is None) == (SOFT_OVERLONG in c["rewards"])
                 or (c["soft_punish_cache"] or 0) > c["max_completion_length"]
             )
@@ -595,7 +648,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and c["max_num_gen_batches"] > 1
-            and (_baseline(c) == "step" or c.method_facts.needs_teacher)
+            and (_find_baseline(c) == "step" or c.method_facts.needs_teacher)
         ),
         message=lambda c: (
             "max_num_gen_batches drops groups whose rewards are all alike, from which "
@@ -634,13 +687,13 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    *map(_names_apart, ("rewards", "tools")),
+    *map(_require_distinct_names, ("rewards", "tools")),
     model_rule(
         "models that are sampled otherwise",
         "method",
         "model_name_or_path",
         "vllm_server_base_url",
-        when=lambda c: samples_itself(c) and _is_sampled_otherwise(c),
+        when=lambda c: samples_itself(c) and _differs_with_cache(c),
         message=(
             "method: {method} cannot sample {name} here: with a cache, {model.model_type} computes "
             "other states or positions than without one"

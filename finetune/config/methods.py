@@ -1,5 +1,5 @@
-"""What the model learns from: the methods, the losses and rewards of sampled completions, and their
-recipe sections.
+"""The training methods: what each learns from, its rows and losses, and the recipe's sections
+`Method` and `RolloutKeys`.
 """
 
 from collections.abc import Mapping
@@ -22,17 +22,22 @@ from finetune.constants import Names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """The facts about a loss of sampled completions."""
+    """How a loss of sampled completions is averaged and bounded, and what its rewards are compared
+    with.
+    """
 
     paper: str
-    # What the loss is averaged over: sequences, each the mean of its tokens; all tokens of the
-    # step; sequences times max_completion_length; or sequences, each with a single ratio.
+    # How the step averages the losses.
+    # sequences: the mean over completions, each of which is the mean of its tokens' losses.
+    # tokens: the mean over all trained tokens of the step.
+    # budget: the sum over tokens, divided by completions times max_completion_length.
+    # whole_sequences: the mean over completions, each of which has a single ratio and loss.
     average: Literal["sequences", "tokens", "budget", "whole_sequences"]
-    # What a reward is compared with: the mean of its group; that of the others in its group; or of
-    # the whole step.
+    # What a reward is compared with: the mean reward of its group, of the other completions in its
+    # group, or of the whole step.
     baseline: Literal["group", "others", "step"] = "group"
-    # How the probability ratio is bounded: as PPO's surrogate, as a weight without a gradient, or
-    # by the difference of the two probabilities, beyond which a token has no loss.
+    # How the probability ratio is bounded: by PPO's clipped surrogate, as a capped weight without a
+    # gradient, or by the difference of the two probabilities, beyond which a token has no loss.
     bound: Literal["surrogate", "weight", "difference"] = "surrogate"
 
 
@@ -62,13 +67,13 @@ DEFAULT_POLICY_LOSS = "dapo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """The facts about a correction of losses by the ratio of training to sampling."""
+    """How losses are weighted by the ratio of the probability in training to that in sampling."""
 
     paper: str
-    # What has a ratio: each token; a completion, as the product of its tokens' or their geometric
-    # mean.
+    # What has a ratio. token: each token; sequence: a completion, the product of its tokens'
+    # ratios; mean: a completion, their geometric mean.
     level: Literal["token", "sequence", "mean"]
-    # What the weight of a loss is beyond the bounds: the bound, 0, or the ratio all the same.
+    # The weight of a loss whose ratio is beyond the bounds: the bound, 0, or still the ratio.
     weight_beyond: Literal["bound", "zero", "ratio"]
     is_weighted: bool = True  # whether the weight within the bounds is the ratio; else it is 1
 
@@ -102,12 +107,14 @@ else:
     CorrectionName = Literal[(NO_CORRECTION, *CORRECTIONS)]
 
 
-def list_addresses(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The addresses of `vllm_server_base_url`, which is one, a list of them, or not set."""
-    return (given,) if isinstance(given, str) else given or ()
+def list_addresses(urls: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Lists the addresses in a value of `vllm_server_base_url`; none if it is None."""
+    if isinstance(urls, str):
+        return (urls,)
+    return urls or ()
 
 
-# A key: its type and marks, then its help and default.
+# Each key below has its type and marks, then its help text and default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutKeys:
     """How completions are sampled from the model in training, and what they are worth."""
@@ -130,7 +137,7 @@ class RolloutKeys:
         SameOnResume,
         "What the model may call before it answers: functions of files of yours, such as "
         "my_tools.py:multiply, with type hints and a docstring that describes each argument, as "
-        "TRL's. What they answer is part of the completion and is not trained on.",
+        "TRL's. Their results are part of the completion and are not trained on.",
     ] = ()
     max_tool_calling_iterations: Annotated[
         Positive | None,
@@ -151,13 +158,13 @@ class RolloutKeys:
     ] = None
     environment_processes: Annotated[
         Positive,
-        "The processes among which the environments of a step are dealt. Each answers one call at "
-        "a time, and what ends one ends its environments.",
+        "The number of processes that the environments of a step are divided among. A process "
+        "answers one call at a time; if it ends, its environments end with it.",
     ] = 8
     reward_weights: Annotated[
         tuple[float, ...] | None,
         SameOnResume,
-        "A number for each of rewards, which are summed with it; null: 1.",
+        "A weight for each entry of rewards, with which they are summed; null: each has 1.",
     ] = None
     num_generations: Annotated[
         Positive,
@@ -168,8 +175,8 @@ class RolloutKeys:
     max_completion_length: Annotated[
         Positive,
         SameOnResume,
-        "Tokens of a completion, at most. With its prompt it has at most max_length; longer "
-        "prompts are dropped, and counted.",
+        "The largest number of tokens in a completion. With its prompt it has at most max_length; "
+        "longer prompts are dropped, and counted.",
     ] = 256
     num_iterations: Annotated[
         Positive,
@@ -218,8 +225,8 @@ class RolloutKeys:
     routing_replay: Annotated[
         bool,
         SameOnResume,
-        "Whether training takes the experts that a mixture has chosen for each token while it "
-        "sampled (R3, arXiv 2510.11370), and computes their weights again.",
+        "Whether training uses the experts that a mixture chose for each token while it sampled "
+        "(R3, arXiv 2510.11370); their weights are computed again.",
     ] = False
     in_flight: Annotated[
         Literal["keep", "restart"],
@@ -237,14 +244,15 @@ class RolloutKeys:
         float,
         Gt(0),
         SameOnResume,
-        "How far below 1 the probability ratio is followed, and above where epsilon_high is null; "
-        "with loss_type: dppo how far the probability itself may have moved.",
+        "How far below 1 the loss follows the probability ratio, and how far above 1 if "
+        "epsilon_high is null; with loss_type: dppo how far the probability itself may have moved.",
     ] = 0.2
     epsilon_high: Annotated[
         float | None,
         Gt(0),
         SameOnResume,
-        "How far above 1; with loss_type: cispo the largest ratio itself.",
+        "How far above 1 the loss follows the probability ratio; with loss_type: cispo the largest "
+        "ratio itself.",
     ] = None
     importance_sampling_level: Annotated[
         Literal["token", "sequence"],
@@ -266,7 +274,10 @@ class RolloutKeys:
         float, Gt(0), SameOnResume, "The largest ratio that importance_sampling_correction follows."
     ] = 3.0
     importance_sampling_clip_min: Annotated[
-        float | None, Gt(0), SameOnResume, "The smallest; null: there is none."
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "The smallest ratio that importance_sampling_correction follows; null: there is none.",
     ] = None
     soft_punish_cache: Annotated[
         int | None,
@@ -307,25 +318,28 @@ class RolloutKeys:
 
     @property
     def environments(self) -> dict[str, str]:
-        """Value of the rows' column `environment` -> name; one for all rows is under ""."""
+        """Value of the rows' column `environment` -> environment, as the recipe names it.
+
+        An environment for all rows stands under ""; empty if the recipe names none.
+        """
         if isinstance(self.environment, str):
             return {"": self.environment}
         return self.environment or {}
 
     @property
     def environment_files(self) -> tuple[str, ...]:
-        """The entries of `environment` that name files."""
+        """The environments that are classes in files, each once; the others run on servers."""
         names = dict.fromkeys(self.environments.values())
         return tuple(name for name in names if not name.startswith(SERVED_ENVIRONMENTS))
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The addresses of the servers that sample."""
+        """The addresses of the vLLM servers that sample; none if the model in training does."""
         return list_addresses(self.vllm_server_base_url)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a completion may have several turns, or a world that begins it."""
+        """Whether a completion may have several turns: the model has tools or an environment."""
         return bool(self.tools or self.environment)
 
     @property
@@ -335,12 +349,12 @@ class RolloutKeys:
 
     @property
     def reward_functions(self) -> Names:
-        """The entries of `rewards` that the reward process computes: functions and judges."""
+        """The entries of `rewards` that are no models: shipped rewards, functions and judges."""
         return tuple(name for name in self.rewards if not is_reward_model(name))
 
     @property
     def judges(self) -> tuple[Judge, ...]:
-        """The entries of `rewards` that ask a server."""
+        """The entries of `rewards` that ask a model behind a server."""
         return tuple(read_judge(name) for name in self.rewards if is_judge(name))
 
     @property
@@ -351,8 +365,9 @@ class RolloutKeys:
 
     @property
     def updates_per_generation(self) -> int:
-        """The optimizer steps on what is sampled together; after the first, the model is not the
-        sampled one.
+        """Optimizer steps on the completions that are sampled together.
+
+        From the second step on, the trained model differs from the one that sampled.
         """
         return self.num_iterations * self.steps_per_generation
 
@@ -373,39 +388,44 @@ RowKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """The facts about a kind of rows that data, head and report need."""
+    """What a kind of rows means for the data, the output head and the report."""
 
-    # in a group, which no batch takes apart: chosen and rejected, say; num_negatives come to them
+    # Documents that a row becomes, without num_negatives: 2 for chosen and rejected, say. They are
+    # a group, which is never divided between batches.
     documents: int = 1
-    # What the loss reads: logits of the vocabulary; scores, of a head in its place; or the states.
+    # What the loss reads: logits over the vocabulary, scores of a head in its place, or the hidden
+    # states.
     head: Literal["vocabulary", "scores", "states"] = "vocabulary"
-    # What the label of a document that is scored says: by how much its score should be above the
-    # next one's, its class, those of its steps, or a number.
+    # What the label of a scored document says: by how much its score should exceed that of the next
+    # document, its class, the classes of its steps, or a number.
     label: Literal["margin", "class", "steps", "number"] = "margin"
-    keys: Names = ()  # of the data, which no other rows use
-    averaged_over: str = "token"  # what the loss is a mean of, for the report
+    keys: Names = ()  # the recipe's data keys that these rows use and most other kinds do not
+    averaged_over: str = "token"  # what the loss is averaged over, as the report names it
 
     def count_documents(self, num_negatives: int) -> int:
-        """Documents in a group."""
-        return self.documents + num_negatives * ("num_negatives" in self.keys)
+        """Counts the documents of a group; `num_negatives` is the recipe's key."""
+        if "num_negatives" in self.keys:
+            return self.documents + num_negatives
+        return self.documents
 
 
 SINGLE_LABEL: Final = "single_label_classification"  # as transformers has it
 MULTI_LABEL: Final = "multi_label_classification"
-MOST_LABELS = 31  # where a row may have several, which are the bits of one number
+MOST_LABELS = 31  # under MULTI_LABEL: the labels of a row are stored as the bits of one number
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """A head of scores in place of the vocabulary's; without names it is the vocabulary's."""
+    """Which output head the model has: the vocabulary's, or one that computes scores."""
 
-    names: Names = ()  # of its scores
-    problem_type: str | None = None  # what transformers' class takes them for
-    reads_tokens: bool = False  # it is of transformers' classes that score each token
-    has_values: bool = False  # whether a critic's vector is beside the vocabulary's head
+    names: Names = ()  # of the scores; empty: it is the vocabulary's head
+    problem_type: str | None = None  # of transformers' config
+    # whether it scores each token (transformers' token classification), not each document
+    reads_tokens: bool = False
+    has_values: bool = False  # whether a critic's value head stands beside the vocabulary's
 
 
-STEP_SCORES = ("wrong", "right")
+STEP_SCORES = ("wrong", "right")  # the scores of a step of an answer
 QUERY_KEYS = ("num_negatives", "query_prompt", "document_prompt")
 ROWS: Mapping[RowKind, RowFacts] = {
     "answers": RowFacts(),
@@ -426,54 +446,52 @@ ROWS: Mapping[RowKind, RowFacts] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFacts:
-    """The facts about a method that data, training, plan and `finetune init` need."""
+    """What a method needs and does, as data, training, plan and `finetune init` read it."""
 
     says: str  # what the model learns, for the recipe that `finetune init` writes
-    rows: RowKind = "answers"  # what it reads of the data
-    # the recipe's keys, beside `method`, that it uses and another method does not
+    rows: RowKind = "answers"  # the kind of rows that it reads
+    # the recipe's keys, beside `method`, that this method uses and not every other one does
     keys: Names = ()
-    needs_reference: bool = False  # the log-probabilities of the model before training
-    needs_teacher: bool = False  # another model's probabilities
-    has_critic: bool = False  # a value of each token's state, by a head beside the vocabulary's
-    # of keys that have another default under this method
+    needs_reference: bool = False  # reads the log-probabilities of the model before training
+    needs_teacher: bool = False  # reads another model's probabilities
+    has_critic: bool = False  # trains a second head, which predicts a value at each token
+    # key -> its default under this method, where that differs from the key's own
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    losses: Names = ()  # the values of loss_type
-    # whether tokens are masked, and predicted from what is before and after them
+    losses: Names = ()  # the values of loss_type that it takes
+    # whether tokens are masked, and predicted from the tokens before and after them
     masks: bool = False
-    exits: bool = False  # whether the output of inner layers is scored beside the model's
+    exits: bool = False  # whether the loss also scores the outputs of inner layers
 
     @property
     def compares(self) -> bool:
-        """Whether it compares answers, so that a row is a group of documents."""
+        """Whether a row is a group of documents that the loss compares, such as a pair."""
         return self.documents > 1
 
     @property
     def samples(self) -> bool:
-        """Whether it learns from completions that the model in training samples."""
+        """Whether it learns from completions that are sampled during training."""
         return self.rows == "prompts"
 
     @property
     def scores(self) -> bool:
-        """Whether a head of scores is trained in place of the vocabulary's, which reads a
-        document's last token.
-        """
+        """Whether it trains a head that computes scores, in place of the vocabulary's."""
         return ROWS[self.rows].head == "scores"
 
     @property
     def embeds(self) -> bool:
-        """Whether each document becomes one vector, which is compared with those of all others in
-        the step.
+        """Whether each document becomes one vector, which is compared with the vectors of all
+        documents in the step.
         """
         return ROWS[self.rows].head == "states"
 
     @property
     def reads_queries(self) -> bool:
-        """Whether a row is a query with its documents."""
+        """Whether a row is a query with documents for it."""
         return self.embeds or self.ranks
 
     @property
     def ranks(self) -> bool:
-        """Whether a query's documents are scored beside it."""
+        """Whether each document is scored together with its query, as by a reranker."""
         return self.rows == "ranked"
 
     @property
@@ -483,7 +501,7 @@ class MethodFacts:
 
     @property
     def documents(self) -> int:
-        """Documents in a group, which no batch takes apart, at least."""
+        """Documents in a group, without num_negatives (`RowFacts.documents`)."""
         return ROWS[self.rows].documents
 
 
@@ -491,8 +509,9 @@ TEACHER_KEYS = ("teacher_model_name_or_path", "teacher_model_revision", "teacher
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 POINTWISE = "pointwise"
 RANKING_LOSSES = (POINTWISE, "pairwise", "listwise", "listnet")
-LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
-DROPOUT_KEYS = ("layer_dropout_layers", "layer_dropout_schedule")  # of layer_dropout
+# of the cross entropy with the labels
+LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")
+DROPOUT_KEYS = ("layer_dropout_layers", "layer_dropout_schedule")  # that refine layer_dropout
 EXIT_KEYS = (
     "exit_layers",
     "exit_curriculum",
@@ -502,7 +521,7 @@ EXIT_KEYS = (
     *DROPOUT_KEYS,
 )
 CRITIC_KEYS = ("gamma", "lam", "vf_coef", "cliprange_value")
-# of completions that are compared with each other, or have one ratio
+# Of losses that compare a group's completions or give a completion one ratio: ppo has neither.
 GROUP_KEYS = ("scale_rewards", "max_num_gen_batches", "importance_sampling_level")
 METHODS: Mapping[str, MethodFacts] = {
     DEFAULT_METHOD: MethodFacts(
@@ -641,6 +660,7 @@ METHODS: Mapping[str, MethodFacts] = {
         losses=RANKING_LOSSES,
     ),
 }
+# The names of the methods, by what they learn from.
 PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows in ("pairs", "scored_pairs"))
 RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
 REWARDED = tuple(
@@ -648,14 +668,16 @@ REWARDED = tuple(
 )
 MASKING = tuple(name for name, facts in METHODS.items() if facts.masks)
 EXITING = tuple(name for name, facts in METHODS.items() if facts.exits)
-ADDED_MASK = "<|mask|>"  # of a tokenizer that has no mask token
 TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher and not facts.samples)
-LAYER_SLICE = r"\d*:\d*(:[1-9]\d*)?"  # a slice as Python writes it
+
+ADDED_MASK = "<|mask|>"  # the token to add where a tokenizer has no mask token
+LAYER_SLICE = r"\d*:\d*(:[1-9]\d*)?"  # a slice as Python writes it, START:STOP or START:STOP:STEP
 LayerNumbers = tuple[Annotated[int, Ge(0)], ...] | Annotated[str, Field(pattern=f"^{LAYER_SLICE}$")]
+# exit_weights -> the formula in words; l is the number of layers up to the exit
 EXIT_WEIGHTS: Mapping[str, str] = {
     "uniform": "1",
     "linear": "l",
-    "sum": "l and that of all scored before it",
+    "sum": "the sum of l over this exit and those before it",
     "root": "the root of l",
     "inverse": "1 / l",
     "inverse_root": "1 / the root of l",
@@ -670,12 +692,10 @@ else:
     LossName = Literal[(*PAIR_LOSSES, *POLICY_LOSSES, *RANKING_LOSSES)]
 
 
-# A key: its type and marks, then its help and default.
+# Each key below has its type and marks, then its help text and default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """The keys of the method: whether the model learns from answers, pairs of answers, rated
-    answers, rewards or another model.
-    """
+    """The recipe's keys that choose a training method and set its loss."""
 
     method: Annotated[
         MethodName,
@@ -688,8 +708,8 @@ class Method:
         SameOnResume,
         "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds "
         "ratio; simpo: the scale of the rewards; grpo: the weight of the KL divergence from the "
-        "reference, 0 unless it is given; ppo: what each token's log-ratio to the reference takes "
-        "from its reward, 0.05 unless it is given.",
+        "reference, 0 unless it is given; ppo: each token's log-ratio to the reference, times "
+        "this, is subtracted from its reward; 0.05 unless it is given.",
     ] = 0.1
     loss_type: Annotated[
         LossName,
@@ -697,8 +717,8 @@ class Method:
         "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled "
         f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers. "
         f"ppo: what its losses are averaged over, as in {DEFAULT_POLICY_LOSS} or grpo. "
-        f"rerank: of each document alone, of pairs of a query's, or of all of them; {POINTWISE} "
-        "unless it is given.",
+        f"rerank: of each document alone ({POINTWISE}), of pairs of a query's documents, or of all "
+        f"of a query's documents; {POINTWISE} unless it is given.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
         float | None,
@@ -774,7 +794,7 @@ class Method:
         Ge(0),
         Le(1),
         SameOnResume,
-        "ppo: what a reward is multiplied by for each token that it comes later.",
+        "ppo: the discount: the factor of a reward for each token that it comes later.",
     ] = 1.0
     lam: Annotated[
         float,
@@ -803,14 +823,14 @@ class Method:
     class_weights: Annotated[
         tuple[float, ...],
         SameOnResume,
-        "classify: what the loss of a row is multiplied by, a number for each of labels, by its "
-        "class; the sum is still divided by the number of rows. Empty: 1.",
+        "classify: a weight for each of labels, by which the losses of rows of this class are "
+        "multiplied; the sum is still divided by the number of rows. Empty: each has 1.",
     ] = ()
     matryoshka_dims: Annotated[
         tuple[Positive, ...],
         SameOnResume,
-        "embed: the sum of the losses of embeddings that are cut to these lengths, such as [1024, "
-        "256, 64] (Kusupati et al. 2022). Empty: of whole ones.",
+        "embed: the loss is the sum of the losses of embeddings cut to each of these lengths, such "
+        "as [1024, 256, 64] (Kusupati et al. 2022). Empty: embeddings are not cut.",
     ] = ()
     mask_token: Annotated[
         str | int | None,
@@ -836,14 +856,14 @@ class Method:
     exit_curriculum: Annotated[
         Literal["none", "rotational", "gradual"],
         SameOnResume,
-        "early_exit: none scores all of exit_layers in each step; rotational moves them one layer "
-        "further in each, round the model; gradual adds one after another from the last, up to "
+        "early_exit: none scores all of exit_layers in each step; rotational moves them by one "
+        "layer in each step, around the model; gradual adds one after another from the last, up to "
         "half the run.",
     ] = "rotational"
     exit_weights: Annotated[
         ExitWeights,
         SameOnResume,
-        "early_exit: what each exit's loss weighs, by the number l of layers before it: "
+        "early_exit: the weight of each exit's loss, by the number l of layers up to it: "
         + "; ".join(f"{name}: {says}" for name, says in EXIT_WEIGHTS.items())
         + ". They are divided by their sum.",
     ] = "sum"
@@ -851,32 +871,32 @@ class Method:
         float,
         Ge(0),
         SameOnResume,
-        "early_exit: what the weight of each exit but the model's output is multiplied by.",
+        "early_exit: the factor of the weight of each exit but the model's output.",
     ] = 1.0
     layer_dropout: Annotated[
         float,
         Ge(0),
         Lt(1),
         SameOnResume,
-        "early_exit: the probability with which a document passes the last layer by in a step; of "
-        "layers before it as layer_dropout_schedule says.",
+        "early_exit: the probability with which a document skips the last layer in a step; "
+        "layer_dropout_schedule gives that of the layers before it.",
     ] = 0.0
     layer_dropout_layers: Annotated[
         LayerNumbers,
         SameOnResume,
-        "early_exit: the layers, from 0, that documents may pass by: a list, or a slice such as "
+        "early_exit: the layers, from 0, that documents may skip: a list, or a slice such as "
         "'1::2'.",
     ] = ":"
     layer_dropout_schedule: Annotated[
         Literal["uniform", "exp", "linear", "log", "sin", "sigmoid"],
         SameOnResume,
-        "early_exit: how layer_dropout grows from nothing at the first layer: exp, as in the "
-        "paper, by 2 to the power of the layer's share of the model's depth, less 1; uniform: the "
-        "same everywhere.",
+        "early_exit: how the probability grows from 0 at the first layer to layer_dropout at the "
+        "last: exp, as in the paper, by 2 to the power of the layer's share of the model's depth, "
+        "less 1; uniform: the same everywhere.",
     ] = "exp"
 
 
-# The keys of an entry of `datasets` that name columns of only some rows.
+# A key of an entry of `datasets` that only some kinds of rows use -> these kinds.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
     "chosen_column": ("pairs", "scored_pairs", "ratings", "retrieval", "ranked"),
     "rejected_column": ("pairs", "scored_pairs", "ratings", "retrieval", "ranked"),
@@ -886,24 +906,32 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
 
 
 def choose_layers(numbers: tuple[int, ...] | str, count: int) -> tuple[int, ...]:
-    """Returns which of `count` layers are named by a list of numbers or a slice.
+    """Returns the layers that a list of numbers or a slice names, ascending and each once.
+
+    Args:
+        numbers: Layers from 0, or a slice as text.
+        count: The model's layers. A slice is cut to them; numbers are not compared with it.
 
     >>> choose_layers("1::4", 12), choose_layers((3, 0), 12)
     ((1, 5, 9), (0, 3))
     """
     if isinstance(numbers, str):
-        parts = [int(part) if part else None for part in numbers.split(":")]
-        return tuple(range(count)[slice(*parts)])
+        start_stop_step = [int(part) if part else None for part in numbers.split(":")]
+        return tuple(range(count)[slice(*start_stop_step)])
     return tuple(sorted({*numbers}))
 
 
 def fills_masks(values: Mapping[str, Any]) -> bool:
-    """Whether a recipe with these `values` trains a model that fills in masked tokens."""
+    """Whether a recipe trains a model that fills in masked tokens; False for an unknown method.
+
+    `values`: the recipe's keys with their values.
+    """
     method = str(values.get("method"))
     return method in METHODS and METHODS[method].masks
 
 
-UNSHOWN = (
+# Keys of how completions are sampled and rewarded, not of what is learned.
+UNDESCRIBED_KEYS = (
     "per_device_generation_batch_size",
     "vllm_server_base_url",
     "vllm_server_timeout",
@@ -911,11 +939,14 @@ UNSHOWN = (
     "log_completions",
     "reward_timeout_seconds",
     "on_bad_reward",
-)  # of how, not of what
+)
 
 
 def describe_method(values: Mapping[str, Any]) -> str:
-    """Returns the method of a recipe with these `values`, and its keys, where they are set.
+    """Describes a recipe's method in a line: the name, and the method's keys that have a value.
+
+    `values`: the recipe's keys with their values. A key with 0, False or an empty value is left
+    out.
 
     >>> describe_method(
     ...     {
@@ -931,30 +962,31 @@ def describe_method(values: Mapping[str, Any]) -> str:
     method = values.get("method", DEFAULT_METHOD)
     if method == DEFAULT_METHOD:
         return "supervised fine-tuning"
-    used = [
-        f"{key} {_show(values[key])}"
+    settings = [
+        f"{key} {_describe_value(values[key])}"
         for key in METHODS[method].keys
-        if key not in UNSHOWN and values.get(key)
+        if key not in UNDESCRIBED_KEYS and values.get(key)
     ]
-    return f"{method}: {', '.join(used)}" if used else method
+    return f"{method}: {', '.join(settings)}" if settings else method
 
 
-def _show(value: Any) -> str:
-    """Returns a key's value in a line: of a file's function its name.
+def _describe_value(value: Any) -> str:
+    """Describes a key's value in a line; a function or class keeps its file's name, not its folder.
 
-    >>> _show(["exact_answer", "/home/me/rewards.py:short"])
+    >>> _describe_value(["exact_answer", "/home/me/rewards.py:short"])
     'exact_answer + rewards.py:short'
     """
     if isinstance(value, Mapping):
-        return " + ".join(f"{key}: {_show(each)}" for key, each in value.items())
+        return " + ".join(f"{key}: {_describe_value(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
-        return " + ".join(_show_name(str(each)) for each in value)
+        return " + ".join(_shorten_name(str(item)) for item in value)
     if isinstance(value, str) and ".py:" in value:
-        return _show_name(value)
+        return _shorten_name(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _show_name(text: str) -> str:
+def _shorten_name(text: str) -> str:
+    """Returns FILE.py:NAME without folders; of any other text what `name_of_reward` makes of it."""
     if ".py:" in text and not is_judge(text):
         return text.rpartition("/")[2]
     return name_of_reward(text)

@@ -39,12 +39,12 @@ from finetune.config.rule import (
 from finetune.config.schema import Quantization
 from finetune.constants import ALL_LINEAR, HEADS, LARGEST_FLASH_HEAD, ceil_div
 
-# that are in models of every family
+# Classes of torch.nn, which a model may contain though its family's source does not define them.
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")
 
 
 def list_divisors(number: int, least: int = 2) -> str:
-    """Lists the sizes that divide `number`, from `least` on, for an advice.
+    """Lists the divisors of `number` that are `least` or more, as text for an advice; may be empty.
 
     >>> list_divisors(6), list_divisors(7), list_divisors(1)
     ('2, 3 or 6', '7', '')
@@ -56,7 +56,9 @@ def list_divisors(number: int, least: int = 2) -> str:
 
 
 def set_to_divisor(key: str, number: int, condition: str = "") -> str:
-    """Returns the advice to set `key` to a size that divides `number`.
+    """Returns the advice to set `key` to a divisor of `number` above 1, or to remove it.
+
+    `condition`: text that follows the divisors.
 
     >>> set_to_divisor("tp_size", 6), set_to_divisor("tp_size", 1)
     ('set it to 2, 3 or 6', 'remove tp_size')
@@ -68,28 +70,39 @@ def set_to_divisor(key: str, number: int, condition: str = "") -> str:
 
 
 def count_local_heads(case: Case) -> int:
-    """Counts the attention heads that a rank of a tensor parallel group has of a token."""
-    is_whole = case.model.family.tensor_parallel == "products"
-    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
+    """Counts the attention heads for which a rank of a tensor parallel group computes attention.
+
+    They are all heads if the family's ranks gather the sharded products of the projections first.
+    """
+    if case.model.family.tensor_parallel == "products":
+        return case.model.heads
+    return case.model.heads // case.layout.tensor_parallel_size
 
 
 def describe_local_heads(case: Case) -> str:
-    local = count_local_heads(case)
-    tensors = case.layout.tensor_parallel_size
-    left = ""
-    if local != case.model.heads:
-        left = f", of which tp_size {tensors} leaves {local} on a rank"
+    """Says that cp_size or sp_size does not divide the heads of a rank, for families that need it
+    (`_needs_whole_rows`).
+    """
+    local_heads = count_local_heads(case)
+    tp_size = case.layout.tensor_parallel_size
+    of_a_rank = ""
+    if local_heads != case.model.heads:
+        of_a_rank = f", of which tp_size {tp_size} leaves {local_heads} on a rank"
     return (
         f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention "
         f"heads of {case.model.model_type}, whose scores are computed in blocks of whole rows, but "
-        f"the model has {case.model.heads}{left}"
+        f"the model has {case.model.heads}{of_a_rank}"
     )
 
 
 def trains_experts(case: Case) -> bool:
-    """Whether the weights of a mixture's routed experts get an update of their own."""
+    """Whether the weights of routed experts are trained themselves, not by adapters.
+
+    False for a dense model.
+    """
     model = case.model
     recipe = case.recipe
+    # one parameter of each layer's experts, for the recipe's patterns
     names = [
         f"model.layers.{layer}.mlp.experts.down_proj"
         for layer in range(model.layers if model.experts else 0)
@@ -103,9 +116,10 @@ def trains_experts(case: Case) -> bool:
     )
 
 
-def _find_uneven(case: Case) -> dict[str, int]:
-    """Returns the sizes of the model that tp_size does not divide, by their names in
-    config.json.
+def _find_sizes_if_uneven(case: Case) -> dict[str, int]:
+    """Returns all sizes of the model that tp_size must divide; empty if it divides all of them.
+
+    The names are keys of config.json, or products of two.
     """
     model = case.model
     ranks = case.layout.tensor_parallel_size
@@ -114,23 +128,26 @@ def _find_uneven(case: Case) -> dict[str, int]:
         sizes["num_attention_heads x head_dim"] = model.heads * model.head_size
         sizes["num_key_value_heads x head_dim"] = model.key_value_heads * model.head_size
     else:
-        sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.key_value_heads}
+        sizes["num_attention_heads"] = model.heads
+        sizes["num_key_value_heads"] = model.key_value_heads
     if all(size % ranks == 0 for size in sizes.values()):
         return {}
     return sizes
 
 
 def _advise_tp_size(case: Case) -> str:
-    common = math.gcd(*_find_uneven(case).values())
+    """Advises the smaller values of tp_size that divide all of the model's sizes."""
+    common = math.gcd(*_find_sizes_if_uneven(case).values())
     ranks = case.layout.tensor_parallel_size
-    sizes = ", ".join(str(size) for size in range(1, ranks) if common % size == 0)
-    return f"set tp_size to one of {sizes}"
+    divisors = ", ".join(str(size) for size in range(1, ranks) if common % size == 0)
+    return f"set tp_size to one of {divisors}"
 
 
 def _describe_uneven(case: Case) -> str:
+    """Says which of the model's sizes tp_size does not divide."""
     ranks = case.layout.tensor_parallel_size
     uneven = []
-    for key, size in _find_uneven(case).items():
+    for key, size in _find_sizes_if_uneven(case).items():
         if size % ranks:
             uneven.append(
                 f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}"
@@ -139,37 +156,46 @@ def _describe_uneven(case: Case) -> str:
 
 
 def is_uneven_vocabulary(case: Case) -> bool:
-    """Whether the ranks of a tensor parallel group have different numbers of rows of the
-    vocabulary.
+    """Whether tp_size does not divide the vocabulary, so that ranks hold different numbers of its
+    rows.
     """
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
 
 
 def _has_unsharded_experts(case: Case) -> bool:
-    """Whether neither the experts of a group nor the rows of their matrices divide over the ranks
-    that share them.
+    """Whether FSDP cannot shard the experts that one rank of expert parallelism owns.
+
+    That is so if neither their number nor the rows of their matrices divide over the ranks that
+    share them.
     """
     model = case.model
-    size = case.layout.expert_parallel_size
-    shards = case.shards // size
-    rows = {model.hidden, 2 * model.expert_width}
+    expert_ranks = case.layout.expert_parallel_size
+    shards = case.shards // expert_ranks
+    row_counts = {model.hidden, 2 * model.expert_width}  # of down_proj and gate_up_proj
     mixture = model.family.mixture
-    if mixture is not None and mixture.has_biases:  # [experts, in, out]
-        rows.add(model.expert_width)
+    if mixture is not None and mixture.has_biases:  # down_proj is [experts, in, out]
+        row_counts.add(model.expert_width)
     return shards > 1 and any(
-        shard_experts((model.experts, each), size, shards) is None for each in rows
+        shard_experts((model.experts, rows), expert_ranks, shards) is None for rows in row_counts
     )
 
 
+def _last_part(name: str) -> str:
+    """Returns what follows the last dot in a module's name."""
+    return name.rpartition(".")[2]
+
+
 def _names_unadaptable(case: Case) -> bool:
-    modules = case.model.family.unadaptable
-    targets = case.recipe.lora.named_targets
-    return any(target.rpartition(".")[2] in modules for target in targets)
+    """Whether lora_target_modules names a layer that can have no adapter in the family."""
+    unadaptable = case.model.family.unadaptable
+    return any(_last_part(target) in unadaptable for target in case.recipe.lora.named_targets)
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
-    """Lists the names in `lora_target_modules` of no linear layer of a family that transformers has
-    the source of.
+    """Lists the names in `lora_target_modules` that are no linear layer of the family.
+
+    `all-linear` is listed if the family has no linear layer. Empty without adapters, or if the
+    model's code is not transformers'.
     """
     lora = case.recipe.lora
     layers = find_linear_layers(case.model.model_type)
@@ -182,13 +208,13 @@ def _find_unknown_targets(case: Case) -> list[str]:
     if lora.adapts_all and not layers and not lora.lora_target_parameters:
         return [ALL_LINEAR]
     # a head that is trained whole may be named
-    kept = {name.rpartition(".")[2] for name in lora.modules_to_save}
-    names = ((target, target.rpartition(".")[2]) for target in lora.named_targets)
-    known = layers | kept | HEADS | find_expert_layers(case.model.model_type).keys()
-    return [target for target, name in names if name not in known]
+    saved_whole = {_last_part(name) for name in lora.modules_to_save}
+    known = layers | saved_whole | HEADS | find_expert_layers(case.model.model_type).keys()
+    return [target for target in lora.named_targets if _last_part(target) not in known]
 
 
 def _describe_unknown_targets(case: Case) -> str:
+    """Says which names in `lora_target_modules` are unknown, and which layers the family has."""
     known = ", ".join(sorted(find_linear_layers(case.model.model_type)))
     if known:
         layers = f"it has {known}"
@@ -205,9 +231,13 @@ def _describe_unknown_targets(case: Case) -> str:
 
 
 def _find_unknown_wraps(case: Case) -> list[str]:
+    """Lists the classes that FSDP should wrap and that the family's source does not define.
+
+    Empty if FSDP does not wrap by class, or the source is not known.
+    """
     known = find_classes(case.model.model_type)
-    is_read = case.layout.is_fsdp and case.layout.wrapping == "TRANSFORMER_BASED_WRAP"
-    if not known or not is_read or case.recipe.model.trust_remote_code:
+    wraps_by_class = case.layout.is_fsdp and case.layout.wrapping == "TRANSFORMER_BASED_WRAP"
+    if not known or not wraps_by_class or case.recipe.model.trust_remote_code:
         return []
     return [
         name for name in case.layout.wrap_classes if name not in known and name not in TORCH_CLASSES
@@ -215,6 +245,7 @@ def _find_unknown_wraps(case: Case) -> list[str]:
 
 
 def _describe_unknown_wraps(case: Case) -> str:
+    """Says which classes FSDP cannot wrap, and which layers and blocks the family has."""
     layers = sorted(
         name for name in find_classes(case.model.model_type) if name.endswith(("Layer", "Block"))
     )
@@ -224,113 +255,132 @@ def _describe_unknown_wraps(case: Case) -> str:
     )
 
 
-def _other_quantization(case: Case) -> Iterator[str]:
-    """Yields the keys that ask for another quantization than that of the files."""
+def _find_other_quantization(case: Case) -> Iterator[str]:
+    """Yields the keys whose value is neither the default nor that of the quantized files."""
     stored = case.model.quantization
-    usual = Quantization()
+    default = Quantization()
     asked = case.recipe.quantization
     for key in keys_of(Quantization):
-        if getattr(asked, key) not in (getattr(usual, key), getattr(stored, key)):
+        if getattr(asked, key) not in (getattr(default, key), getattr(stored, key)):
             yield key
 
 
 def _describe_other_quantization(case: Case) -> list[str]:
+    """Says for each key that contradicts the quantized files how they are stored."""
     stored = describe_quantization(case.quantization)
     reason = f"the weights of {case.name} are stored as {stored}"
-    keys = _other_quantization(case)
     return [
         f"{key}: {str(case[key]).lower()}: {reason}; remove {key}, or name the unquantized model"
-        for key in keys
+        for key in _find_other_quantization(case)
     ]
 
 
 def _describe_dequantized(case: Case) -> str:
-    stored = PUBLISHED[case.model.published or ""]
+    """Says in which form the files are, and that their weights are dequantized."""
+    assert case.model.published is not None  # the rule's condition
+    stored = PUBLISHED[case.model.published]
     text = f"{case.name}: its weights are stored in {stored}, and dequantized as they are read"
     if not case.quantization.bits:
         text += "; load_in_4bit: true with use_peft keeps them in 4 bits"
     return text
 
 
-SMALLEST_FP8_HIDDEN = 4096  # the smallest at which FP8 was seen to be faster; docs/layouts.md
+SMALLEST_FP8_HIDDEN = 4096  # the smallest hidden size at which FP8 was measured to be faster
 
 
 def _has_fp8_layer(case: Case) -> bool:
-    """Whether a linear layer beside the first can be multiplied in FP8: its sizes are multiples of
-    16.
+    """Whether some linear layer of the decoder can be multiplied in FP8.
+
+    Both its sizes must be multiples of FP8_MULTIPLE: the hidden size, and the size of queries, keys
+    or the MLP. An `intermediate` of 0 is not known.
     """
-    m = case.model
-    widths = (m.heads * m.head_size, m.key_value_heads * m.head_size, m.intermediate)
-    return m.hidden % FP8_MULTIPLE == 0 and any(
+    model = case.model
+    widths = (
+        model.heads * model.head_size,
+        model.key_value_heads * model.head_size,
+        model.intermediate,
+    )
+    return model.hidden % FP8_MULTIPLE == 0 and any(
         width and width % FP8_MULTIPLE == 0 for width in widths
     )
 
 
-def _list(trait: str) -> str:
-    """Returns the families that have a trait."""
+def _list_families(trait: str) -> str:
+    """Lists the families with a trait, an attribute of `Family`, for a message."""
     return ", ".join(name for name, family in FAMILIES.items() if getattr(family, trait))
 
 
 def _has_text_class(model_type: str) -> bool:
+    """Whether transformers can load the language model alone, without the vision tower."""
     return any(name.endswith("ForCausalLM") for name in find_classes(model_type))
 
 
 def _has_unfit_attention(case: Case) -> bool:
-    """Whether the family computes attention in its own code, and the recipe asks for what that does
-    not do.
+    """Whether the family computes attention in its own code, which does not support what the recipe
+    asks of it: an attn_implementation, or packing.
+
+    False for families with transformers' attention interface, and for code of the model's own
+    repository.
     """
-    family = case.model.model_type
+    model_type = case.model.model_type
     keys = case.recipe.model
-    traits = case.model.family
-    by_mask = traits.document_mask is not None
-    is_other = not by_mask and (traits.recurrence is not None or not has_own_attention(family))
-    if keys.trust_remote_code or is_other:
+    family = case.model.family
+    reads_mask = family.document_mask is not None  # which keeps packed documents apart
+    has_own_code = family.recurrence is None and has_own_attention(model_type)
+    if keys.trust_remote_code or not (reads_mask or has_own_code):
         return False
     kind = keys.attn_implementation
-    supports = f"_supports_{kind.rpartition('_2')[0] or kind} = True"
-    is_its_own = kind in ("auto", "eager") or supports in read_family_source(family)
-    is_packed = by_mask and kind in ("auto", "eager", "sdpa")
-    return not is_its_own or (case.recipe.data.packing and not is_packed)
+    support = f"_supports_{kind.removesuffix('_2')} = True"
+    is_supported = kind in ("auto", "eager") or support in read_family_source(model_type)
+    can_pack = reads_mask and kind in ("auto", "eager", "sdpa")
+    return not is_supported or (case.recipe.data.packing and not can_pack)
 
 
 def _attends_by_mask(case: Case) -> bool:
-    is_own = not case.recipe.model.trust_remote_code
-    return is_own and attends_by_mask(case.model.model_type, case.model.layer_types)
+    """Whether transformers' code of the model reads a mask of all pairs of tokens (see
+    `attends_by_mask`).
+    """
+    if case.recipe.model.trust_remote_code:
+        return False
+    return attends_by_mask(case.model.model_type, case.model.layer_types)
 
 
 def _lacks_kernels(case: Case) -> bool:
-    """Whether a GPU computes one document of a packed row after the other, which it need not."""
+    """Whether recurrent layers run over the documents of packed rows one after another on a GPU,
+    because packages with their kernels are missing.
+    """
     recurrence = case.model.family.recurrence
-    is_slow = recurrence is not None and case.machine.device == "cuda" and case.recipe.data.packing
-    return is_slow and not all(
-        map(case.machine.has_package, recurrence.packages if recurrence else ())
-    )
+    if recurrence is None or case.machine.device != "cuda" or not case.recipe.data.packing:
+        return False
+    return not all(map(case.machine.has_package, recurrence.packages))
 
 
 def _describe_kernels(case: Case) -> str:
-    if case.model.family.recurrence:
-        packages = case.model.family.recurrence.packages
-    else:
-        packages = ()
-    names = " ".join(
-        DISTRIBUTIONS[package] for package in packages if not case.machine.has_package(package)
-    )
+    """Says which packages with kernels are missing, and how to install them."""
+    assert case.model.family.recurrence is not None  # `_lacks_kernels`
+    missing = [
+        DISTRIBUTIONS[package]
+        for package in case.model.family.recurrence.packages
+        if not case.machine.has_package(package)
+    ]
     return (
-        f"{case.name}: without {names.replace(' ', ' and ')} the layers of {case.model.model_type} "
+        f"{case.name}: without {' and '.join(missing)} the layers of {case.model.model_type} "
         "that carry a state run over one document after the other, by slow reference code; pip "
-        f"install {names}"
+        f"install {' '.join(missing)}"
     )
 
 
-def _needs_blocks(case: Case) -> bool:
-    """Whether attention is computed in blocks of whole rows, which more ranks than heads have no
-    part of.
+def _needs_whole_rows(case: Case) -> bool:
+    """Whether FlashAttention cannot compute the family's attention scores, so that attention needs
+    a row's tokens together.
+
+    Ranks that share a row then divide its heads between them, and each needs as many.
     """
     family = case.model.family
     return family.caps_scores or family.sinks or case.model.head_size > LARGEST_FLASH_HEAD
 
 
-# A package as it is imported -> as it is installed.
+# A package's name in an import -> its name for pip.
 DISTRIBUTIONS = {
     "fla": "flash-linear-attention",
     "causal_conv1d": "causal-conv1d",
@@ -377,7 +427,7 @@ RULES: tuple[Rule, ...] = (
     model_rule(
         "another quantization than the stored one",
         *keys_of(Quantization),
-        when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
+        when=lambda c: c.model.quantization is not None and any(_find_other_quantization(c)),
         message=_describe_other_quantization,
     ),
     model_rule(
@@ -386,7 +436,7 @@ RULES: tuple[Rule, ...] = (
         "model_name_or_path",
         when=lambda c: (
             c.quantization.bits is not None
-            and c.model.quantization is None  # those of such files are dequantized
+            and c.model.quantization is None  # else the files' experts are dequantized
             and c.model.experts
             and not has_fused_experts(c.model.model_type)
         ),
@@ -586,7 +636,7 @@ RULES: tuple[Rule, ...] = (
         message=(
             "pipeline_parallel_size: {layout.pipeline_parallel_size}: not supported for "
             "{model.model_type}, the family of {name}; it is tested with "
-            f"{_list('has_pipeline')}"
+            f"{_list_families('has_pipeline')}"
         ),
         advice="remove it",
         fix={"pipeline_parallel_size": 1},
@@ -621,7 +671,7 @@ RULES: tuple[Rule, ...] = (
         message=(
             "expert_parallel_size: {layout.expert_parallel_size}: not supported for "
             "{model.model_type}, the family of {name}; it is tested with "
-            f"{_list('has_expert_parallelism')}"
+            f"{_list_families('has_expert_parallelism')}"
         ),
         advice="remove it",
         fix={"expert_parallel_size": 1},
@@ -659,14 +709,14 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: has_tp(c) and not c.model.family.tensor_parallel,
         message=(
             "tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the "
-            f"family of {{name}}; only for {_list('tensor_parallel')}"
+            f"family of {{name}}; only for {_list_families('tensor_parallel')}"
         ),
         fix={"tp_size": 1},
     ),
     model_layout_rule(
         "sizes under tensor parallelism",
         "tp_size",
-        when=lambda c: has_tp(c) and c.model.family.tensor_parallel and _find_uneven(c),
+        when=lambda c: has_tp(c) and c.model.family.tensor_parallel and _find_sizes_if_uneven(c),
         message=_describe_uneven,
         advice=_advise_tp_size,
         fix={"tp_size": 1},
@@ -677,7 +727,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             c.model.family.tensor_parallel
             and (ranks := c.layout.tensor_parallel_size) > 1
-            # a rank would have no row
+            # the last rank would have no row: each rank before it takes a rounded-up share
             and (ranks - 1) * ceil_div(c.model.vocabulary, ranks) >= c.model.vocabulary
         ),
         message=(
@@ -732,7 +782,9 @@ RULES: tuple[Rule, ...] = (
         "heads under sequence parallelism",
         "cp_size",
         "sp_size",
-        when=lambda c: _needs_blocks(c) and count_local_heads(c) % c.layout.sequence_parallel_size,
+        when=lambda c: (
+            _needs_whole_rows(c) and count_local_heads(c) % c.layout.sequence_parallel_size
+        ),
         message=describe_local_heads,
         advice=lambda c: f"set it to {list_divisors(count_local_heads(c), 1)}",
         fix={"cp_size": 1},

@@ -1,9 +1,7 @@
-"""Multi-token prediction: layers that guess the tokens after the next, by which servers draft.
+"""Layers for multi-token prediction, which predict tokens beyond the next: servers draft by them.
 
-No torch.
-
-No model class of transformers trains them: each leaves them in the files
-(tests/export/test_carried.py asks them all).
+No model class of transformers trains these layers: it ignores their tensors in the files
+(tests/export/test_carried.py checks every class). Imports no torch.
 """
 
 import copy
@@ -11,15 +9,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# DeepSeek, GLM and MiMo: num_nextn_predict_layers; Qwen: mtp_num_hidden_layers; MiniMax:
-# num_mtp_modules.
-OF_PREDICTION = re.compile(r"mtp|nextn")
-NUMBERED = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+# What names of keys and of tensors contain. The keys: num_nextn_predict_layers (DeepSeek, GLM and
+# MiMo), mtp_num_hidden_layers (Qwen), num_mtp_modules (MiniMax).
+PREDICTION_NAME = re.compile(r"mtp|nextn")
+LAYER_NUMBER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 
 
 def count_predicting_layers(config: Mapping[str, Any]) -> int:
-    """Counts the layers for multi-token prediction that a config promises, whichever key its family
-    has for them.
+    """Returns how many layers for multi-token prediction a config promises, by whichever key.
 
     >>> (
     ...     count_predicting_layers({"text_config": {"mtp_num_hidden_layers": 1}}),
@@ -31,7 +28,7 @@ def count_predicting_layers(config: Mapping[str, Any]) -> int:
 
 
 def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config` with 0 for each count of layers for multi-token prediction.
+    """Returns a copy of `config` in which each count of such layers is 0.
 
     >>> promise_no_layers({"num_nextn_predict_layers": 1, "vocab_size": 5})
     {'num_nextn_predict_layers': 0, 'vocab_size': 5}
@@ -43,14 +40,18 @@ def promise_no_layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_promising_keys(config: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that `count_predicting_layers` counts by."""
+    """Lists the keys that promise layers for multi-token prediction, sorted."""
     return sorted({key for _, key in _find_counts(config)})
 
 
 def _find_counts(
-    config: Mapping[str, Any], above: str = ""
+    config: Mapping[str, Any], section_name: str = ""
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Lists (section, key) of each such count above 0."""
+    """Yields (section, key) of each count of layers for multi-token prediction that is above 0.
+
+    `section_name`: the key of the section `config`, which may say what its counts are of; "" for a
+    whole config.
+    """
     for key, value in list(config.items()):
         if isinstance(value, dict):
             yield from _find_counts(value, str(key))
@@ -58,17 +59,21 @@ def _find_counts(
             type(value) is int
             and value > 0
             and "num" in str(key)
-            and OF_PREDICTION.search(f"{above}.{key}")
+            and PREDICTION_NAME.search(f"{section_name}.{key}")
         ):
             assert isinstance(config, dict)
             yield config, key
 
 
 def predicts_further(name: str, layers: int, predicting_layers: int) -> bool:
-    """Whether the tensor `name` belongs to a layer for multi-token prediction, of a model with
-    `layers` decoder layers.
+    """Whether the tensor `name` belongs to a layer for multi-token prediction.
 
-    Some families name them so, others number them on after the decoder's.
+    Some families name these layers by what they are for, others number them on after the decoder's.
+
+    Args:
+        name: The tensor's name in the files.
+        layers: Decoder layers of the model.
+        predicting_layers: As `count_predicting_layers` returns it.
 
     >>> (
     ...     predicts_further("mtp.fc.weight", 4, 1),
@@ -78,7 +83,7 @@ def predicts_further(name: str, layers: int, predicting_layers: int) -> bool:
     >>> predicts_further("model.layers.3.mlp.up_proj.weight", 4, 1)
     False
     """
-    if OF_PREDICTION.search(name):
+    if PREDICTION_NAME.search(name):
         return True
-    numbered = NUMBERED.match(name)
-    return numbered is not None and layers <= int(numbered[1]) < layers + predicting_layers
+    match = LAYER_NUMBER.match(name)
+    return match is not None and layers <= int(match[1]) < layers + predicting_layers

@@ -1,4 +1,4 @@
-"""How the parameters move: the optimizers by name, and the recipe's section."""
+"""How the parameters are updated: the facts about each optimizer, and the recipe's section."""
 
 import math
 import re
@@ -20,95 +20,104 @@ from finetune.config.schedules import (
 )
 from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT, Names, Shape, round_up
 
+# torchao's 8-bit moments (optim/adam.py, subclass_8bit.py): smaller tensors stay in fp32, a block
+# of numbers has one scale, and a map has a number for each of the 256 codes.
 QUANTIZED_MIN_NUMEL = 4096
 QUANTIZED_BLOCK = 256
-QUANTIZATION_MAP = 256  # torchao's (optim/adam.py, subclass_8bit.py)
+QUANTIZATION_MAP = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
     """The facts about an optimizer that the rest of the package needs."""
 
-    help: str = ""  # a sentence of the help of `optim`, after its name
+    help: str = ""  # what the help of `optim` says after the optimizer's name
 
     # Memory and disk.
-    # (shape of a rank's part of a tensor, bytes per number) -> bytes of optimizer state in memory.
+    # (shape of a rank's shard of a parameter, bytes of a number of it) -> bytes of optimizer state
+    # in memory
     count_state: Callable[[Shape, int], int]
     # the same in a checkpoint; None: as in memory
     count_saved: Callable[[Shape, int], int] | None = None
-    # the same of a layer's matrix; None: as of the others
+    # the same for the matrices of layers; None: as for other parameters
     count_matrix: Callable[[Shape, int], int] | None = None
-    # bytes of a number of its moments in the files of nvme; None: as its parameter
+    # bytes of a number of a moment under `optim_offload: nvme`; None: those of the parameter
     moment_itemsize: int | None = None
-    # fp32 copies of a rank's part of the largest tensor, while that is updated
+    # fp32 copies of a rank's shard of the largest tensor that its update allocates
     update_copies: int = 0
-    # for each number of the largest tensor, whole on every rank, while that is updated
+    # bytes for each number of the largest matrix of a layer, unsharded, that its update allocates
     update_bytes: int = 0
-    allocates_roots: bool = False  # the roots of all second moments that it updates together
+    # whether an update allocates the roots of the second moments of all tensors updated together
+    allocates_roots: bool = False
     # what the plan says where it advises this one instead of a larger one; None: never
     advice: str | None = None
 
     # The step.
-    reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
+    reads_found_inf: bool = False  # whether torch's `found_inf` flag makes it skip its update
     reads_betas: bool = True  # whether it uses adam_beta1, adam_beta2 and adam_epsilon
-    decouples_decay: bool = True  # weight_decay is no part of its gradient
-    # of the layers' matrices, which it updates otherwise than the rest; None: all alike
+    decouples_decay: bool = True  # whether it decays weights directly, not through the gradient
+    # of the layers' matrices, which it updates by another rule; None: one rule for all parameters
     momentum: float | None = None
 
-    # What it needs, and what it cannot be combined with (features of exclusions.py), and why.
+    # What it needs, and the features of exclusions.py that exclude it, each with the reason.
     package: str | None = None
     conflicts: Mapping[str, str] = field(default_factory=dict)
 
     # Other tools.
     other_names: Names = ()  # their values of `optim`, for a hint
-    # a pattern of the names that `finetune convert` takes for it, in lower case and without _
+    # a pattern of the names for which `finetune convert` writes this optimizer, in lower case and
+    # without _; the default matches none
     converted: str = "(?!)"
 
 
-def _adam(shape: Shape, itemsize: int) -> int:
-    """Bytes of two moments and a counter."""
+def _count_adam(shape: Shape, itemsize: int) -> int:
+    """Counts the bytes of two moments and a counter."""
     return 2 * itemsize * prod(shape) + FP32
 
 
-def _adam_8bit(shape: Shape, itemsize: int) -> int:
-    """Moments of a byte a number, with a scale for each block and a map; small tensors and uneven
-    ones in fp32.
+def _count_adam_8bit(shape: Shape, itemsize: int) -> int:
+    """Counts the bytes of two moments in 8 bits, with the scales of their blocks and a map, and of
+    a counter.
+
+    Tensors that are small or not divided by a block have moments in fp32. `itemsize` has no effect.
     """
     numel = prod(shape)
     if numel < QUANTIZED_MIN_NUMEL or numel % QUANTIZED_BLOCK:
-        return _adam(shape, FP32)
+        return _count_adam(shape, FP32)
     return 2 * (numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)) + FP32
 
 
-def _rows_and_columns(shape: Shape, itemsize: int) -> int:
-    """Returns a number for each row and for each column, which every rank holds; of a vector, for
-    each number.
+def _count_rows_and_columns(shape: Shape, itemsize: int) -> int:
+    """Counts the bytes of an fp32 number for each row and column of a matrix, and of a counter.
+
+    Other tensors have an fp32 number for each of theirs. `itemsize` has no effect.
     """
-    return FP32 * (1 + (sum(shape) if len(shape) == 2 else prod(shape)))
+    numbers = sum(shape) if len(shape) == 2 else prod(shape)
+    return FP32 * (1 + numbers)
 
 
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
 OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "adamw_torch_fused": OptimizerFacts(
-        count_state=_adam,
+        count_state=_count_adam,
         reads_found_inf=True,
         other_names=("adamw", "adamw_apex_fused", "paged_adamw_32bit"),
         # Transformer Engine's FusedAdam decays weights as AdamW does.
         converted=r"(.*\.)?(fusedadam|(?!.*[48]bit)[^.]*adamw[^.]*)",
     ),
     "adamw_torch": OptimizerFacts(
-        count_state=_adam, allocates_roots=True, other_names=("adamw_hf",)
+        count_state=_count_adam, allocates_roots=True, other_names=("adamw_hf",)
     ),
     "adam": OptimizerFacts(
         help="is torch's Adam, whose weight_decay is part of the gradient",
-        count_state=_adam,
+        count_state=_count_adam,
         reads_found_inf=True,
         decouples_decay=False,
         converted=r"(.*\.)?adam",
     ),
     "adamw_bf16_moments": OptimizerFacts(
         help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
-        count_state=lambda shape, _: _adam(shape, ITEMSIZE["bfloat16"]),
+        count_state=lambda shape, _: _count_adam(shape, ITEMSIZE["bfloat16"]),
         moment_itemsize=ITEMSIZE["bfloat16"],
         advice="moments rounded to bf16, no more time",
         reads_found_inf=True,
@@ -118,8 +127,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         help=(
             "keeps them in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1"
         ),
-        count_state=_adam_8bit,
-        count_saved=lambda shape, _: _adam(shape, FP32),
+        count_state=_count_adam_8bit,
+        count_saved=lambda shape, _: _count_adam(shape, FP32),
         advice="moments in 8 bits; needs torchao",
         package="torchao",
         conflicts={
@@ -135,7 +144,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "keeps a number for each row and column, at the fixed learning rate, as Transformers' "
             "Trainer has it; not under FSDP1"
         ),
-        count_state=_rows_and_columns,
+        count_state=_count_rows_and_columns,
         update_copies=3,  # the square, the update and the moved weights
         reads_betas=False,
         conflicts={
@@ -156,11 +165,13 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "orthogonalizes the updates of the matrices in layers, and is AdamW for the "
             "embedding, the head and vectors: 4 bytes a parameter of a layer; not under FSDP1"
         ),
-        count_state=_adam,
+        count_state=_count_adam,
         count_matrix=lambda shape, itemsize: itemsize * prod(shape),
         momentum=0.95,
-        update_copies=2,  # the update in bf16 before and after, and in fp32
-        # in bf16: the whole update, its iterate, and two products that are never larger
+        # the update in fp32, and in bf16 before and after it is orthogonalized
+        update_copies=2,
+        # four matrices in bf16: the unsharded update, its iterate, and two products that are never
+        # larger
         update_bytes=8,
         conflicts={
             "fsdp_version: 1": "FSDP1 flattens the matrices that it orthogonalizes",
@@ -194,19 +205,23 @@ else:
 OPTIMIZER_HELP = "The optimizer. " + " ".join(
     f"{name} {row.help}." for name, row in OPTIMIZERS.items() if row.help
 )
+# The optimizers of `optim_offload: nvme`, for its help.
 KEPT_IN_FILES = " or ".join(
     [name for name, row in OPTIMIZERS.items() if "optim_offload: nvme" not in row.conflicts]
 )
+# The last one has the smallest state: the advised optimizers are in descending order.
 SMALLEST_WITHOUT_PACKAGE = [
     name for name, row in OPTIMIZERS.items() if row.advice and row.package is None
 ][-1]
+# The optimizers that decay weights through the gradient, for the help of weight_decay.
 COUPLED_DECAY = " and ".join(name for name, row in OPTIMIZERS.items() if not row.decouples_decay)
 
 _LION = (
     "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the "
     "same memory, adamw_8bit less"
 )
-REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> why there is none
+# Other tools' values of `optim` that have no counterpart here -> the reason, or what to use.
+REFUSED_OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _LION
     ),
@@ -215,16 +230,18 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> w
 }
 
 
-# Vectors by their role, which may have the shape of a matrix: norms with a row for each head,
-# biases with a row for each expert, rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
+# Names of parameters that are vectors by their role, though they may have the shape of a matrix:
+# norms with a row for each head, biases with a row for each expert, rates of recurrent layers
+# (Mamba's A_log, RWKV's time_mix_*).
 NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
-# by names of parameters: embeddings and heads
+# Names of parameters of embeddings and heads.
 NOT_IN_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|(lm_)?head)\.")
 
 
 def is_layers_matrix(name: str, shape: Shape) -> bool:
-    """Whether a parameter is a matrix of a layer, which Muon orthogonalizes: no embedding, head or
-    vector.
+    """Whether a parameter is a matrix of a layer, whose updates Muon orthogonalizes.
+
+    Embeddings, heads and vectors are none.
 
     >>> [
     ...     is_layers_matrix(f"{name}.weight", (8, 8))
@@ -238,8 +255,14 @@ def is_layers_matrix(name: str, shape: Shape) -> bool:
 def count_optimizer_bytes(
     optim: str | None, shape: Shape, itemsize: int, *, name: str = "", on_disk: bool = False
 ) -> int:
-    """Counts the bytes of optimizer state for a rank's part, of this `shape`, of a trained tensor;
-    0 without `optim`.
+    """Counts the bytes of optimizer state for a rank's shard of a trained parameter.
+
+    Args:
+        optim: The optimizer; None has no state.
+        shape: Of the shard.
+        itemsize: Bytes of a number of the parameter.
+        name: Of the parameter, by which Muon's matrices are known.
+        on_disk: Whether to count the state in a checkpoint, not in memory.
 
     >>> [
     ...     count_optimizer_bytes(name, (10, 8), 4)
@@ -255,33 +278,36 @@ def count_optimizer_bytes(
     if optim is None:
         return 0
     facts = OPTIMIZERS[optim]
-    of_matrix = None
-    if is_layers_matrix(name, shape):
-        of_matrix = facts.count_matrix
-    return ((on_disk and facts.count_saved) or of_matrix or facts.count_state)(shape, itemsize)
+    count = facts.count_state
+    if on_disk and facts.count_saved is not None:
+        count = facts.count_saved
+    elif facts.count_matrix is not None and is_layers_matrix(name, shape):
+        count = facts.count_matrix
+    return count(shape, itemsize)
 
 
 def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
-    """Lists the optimizers that the plan advises instead of `optim`, with their costs: a package's,
-    or the others.
+    """Lists the optimizers that the plan advises for less state than `optim` has -> their cost.
+
+    `with_package`: whether to list those that need a package, or those that need none.
 
     >>> list_smaller("adamw_bf16_moments", with_package=True)
     {'adamw_8bit': 'moments in 8 bits; needs torchao'}
     """
     matrix = (1024, 1024)
     itemsize = FP32
-    now = count_optimizer_bytes(optim, matrix, itemsize)
+    current_bytes = count_optimizer_bytes(optim, matrix, itemsize)
     smaller = {}
     for name, facts in OPTIMIZERS.items():
-        is_smaller = facts.count_state(matrix, itemsize) < now
+        is_smaller = facts.count_state(matrix, itemsize) < current_bytes
         if facts.advice and is_smaller and (facts.package is not None) == with_package:
             smaller[name] = facts.advice
     return smaller
 
 
 def convert_optimizer(name: str) -> str | None:
-    """Our name for the optimizer that another tool has by this name or path; None: there is none
-    here.
+    """Returns the value of `optim` for another tool's name or path of an optimizer; None if there
+    is none.
 
     >>> [
     ...     convert_optimizer(name)
@@ -289,17 +315,18 @@ def convert_optimizer(name: str) -> str | None:
     ... ]
     ['adamw_torch_fused', 'adamw_8bit', None]
     """
-    plain = name.lower().replace("_", "")
-    return next(
-        (ours for ours, facts in OPTIMIZERS.items() if re.fullmatch(facts.converted, plain)), None
-    )
+    plain_name = name.lower().replace("_", "")
+    for optim, facts in OPTIMIZERS.items():
+        if re.fullmatch(facts.converted, plain_name):
+            return optim
+    return None
 
 
 def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
-    """Lists the bytes of a number in each tensor that `optim_offload: nvme` keeps in files for a
-    parameter of `dtype`.
+    """Lists the itemsizes of the tensors that `optim_offload: nvme` keeps in files for a parameter.
 
-    These are AdamW's two moments, after a master weight where the model computes in another dtype.
+    The tensors are AdamW's two moments, and before them a master weight if `dtype`, the
+    parameter's, is not the compute dtype.
 
     >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16")
     (4, 4, 4)
@@ -307,11 +334,16 @@ def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tupl
     (2, 2)
     """
     moment = OPTIMIZERS[optim].moment_itemsize or ITEMSIZE[dtype]
-    return (*([ITEMSIZE[dtype]] if dtype != compute_dtype else []), moment, moment)
+    if dtype == compute_dtype:
+        return (moment, moment)
+    master_weight = ITEMSIZE[dtype]
+    return (master_weight, moment, moment)
 
 
 def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
-    """Counts the bytes of a rank's file of tensors of `numel` numbers, each padded to a multiple of
+    """Counts the bytes that a parameter's state takes in a rank's file of `optim_offload: nvme`.
+
+    The state has a tensor of `numel` numbers for each of `itemsizes`, padded to a multiple of
     OFFLOAD_ALIGNMENT.
 
     >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
@@ -320,10 +352,10 @@ def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
     return sum(round_up(numel * itemsize, OFFLOAD_ALIGNMENT) for itemsize in itemsizes)
 
 
-# A key: its type and marks, then its help and default.
+# Each key below has its type and marks, then its help text and default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """How the parameters move."""
+    """The recipe's keys of the optimizer, its schedule, and how the loss is changed in training."""
 
     num_train_epochs: Annotated[
         float, Gt(0), Le(1_000_000), SameOnResume, "How often the data is gone through."
@@ -368,7 +400,7 @@ class Optimization:
         float,
         Ge(0),
         "Weight decay, on matrices only: not on norms and biases, nor on A_log and time_mix "
-        f"parameters of recurrent layers; decoupled, but for {COUPLED_DECAY}.",
+        f"parameters of recurrent layers; decoupled, except with {COUPLED_DECAY}.",
     ] = 0.0
     adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
     adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
@@ -385,15 +417,15 @@ class Optimization:
         Ge(0),
         Lt(1),
         SameOnResume,
-        "Train on this share of an even distribution over the vocabulary beside each label, as "
-        "torch's cross_entropy; the held-out loss is without it.",
+        "The share of each label that is spread evenly over the vocabulary, as in torch's "
+        "cross_entropy; the held-out loss is without it.",
     ] = 0.0
     token_loss: Annotated[
         Literal["cross_entropy", "dft", "eaft"],
         SameOnResume,
-        "What the cross entropy of a trained token is weighted by, which gets no gradient. "
-        "cross_entropy: nothing; dft: the token's probability; eaft: the entropy of the 20 "
-        "likeliest tokens over 3. The held-out loss is without it.",
+        "The weight of a trained token's cross entropy, which gets no gradient. cross_entropy: 1; "
+        "dft: the token's probability; eaft: the entropy of the 20 likeliest tokens, divided by 3. "
+        "The held-out loss is without it.",
     ] = "cross_entropy"
     eaft_alpha: Annotated[
         float, Gt(0), SameOnResume, "token_loss: eaft: the exponent of the weight."

@@ -1,9 +1,7 @@
-"""What names that are no keys mean in a recipe, and values that have another name here.
+"""Hints for a recipe that has unknown keys, or values that other tools have: what to write instead.
 
-Imports no torch.
-
-Other tools' own keys are in finetune/convert, whose hints the reader adds to these
-(`reader.add_hints`).
+Here are names that people write from habit. Keys of a single tool are in finetune/convert, whose
+hints `reader.add_hints` adds to these. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,14 +10,14 @@ from finetune.config.layout import GROUP_KEYS
 from finetune.config.optimization import OPTIMIZERS, REFUSED_OPTIMIZERS
 from finetune.config.schema import NESTED
 
+# Parts of hints.
 PRECISION = "mixed_precision belongs in the Accelerate file"
 TRUNCATED = (
     "completions are sampled from all of the vocabulary: a truncated distribution is not the one "
     "that is trained"
 )
 
-# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher
-# alone.
+# Top-level keys of an Accelerate file. All but the first eight are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
     """
     distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config
@@ -30,7 +28,7 @@ ACCELERATE_KEYS = frozenset(
     monitor_interval
     """.split()  # noqa: SIM905 - a name a line would be a page
 )
-# What many call what a key of an Accelerate file says: name -> that key.
+# A name that people write in a recipe -> the key of the Accelerate file that they mean.
 IN_ACCELERATE_FILE: Mapping[str, str] = {
     **{key: f"parallelism_config_{key}" for key in GROUP_KEYS},
     "tp_config": f"parallelism_config_{GROUP_KEYS[0]}",
@@ -38,7 +36,7 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
     "cpu_offload": "fsdp_offload_params",
     "offload_params": "fsdp_offload_params",
 }
-# What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
+# A name that people write in a recipe or an Accelerate file -> the recipe's key that they mean.
 IN_RECIPE: Mapping[str, str] = {
     **dict.fromkeys(("ep_size", "expert_parallel_degree"), "expert_parallel_size"),
     **dict.fromkeys(
@@ -52,7 +50,8 @@ IN_RECIPE: Mapping[str, str] = {
     ),
     "pp_schedule": "pipeline_schedule",
 }
-# The same, of names that no other tool's file has; whose nearest spelling is often another key.
+# A key of the recipe -> names that people write for it in a recipe. No tool's file has these names,
+# and the key with the nearest spelling is often another one.
 OFTEN_MEANT: Mapping[str, str] = {
     "model_name_or_path": "model model_name model_path model_id pretrained_model",
     "tokenizer_name_or_path": "tokenizer tokenizer_path",
@@ -97,9 +96,11 @@ OFTEN_MEANT: Mapping[str, str] = {
     ),
     "chat_template": "prompt_template",
 }
-# which are losses of grpo here
+# Methods of other tools that are a loss_type of method: grpo here.
 OTHER_POLICY_METHODS = ("dapo", "dr_grpo", "cispo", "rloo", "reinforce++")
+# Unsloth's keys are finetune_PART.
 UNSLOTH_PARTS = ("vision_layers", "language_layers", "attention_modules", "mlp_modules")
+# Hints that several names share.
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
 ADAPTERS = (
     "no such key; use_peft: true trains LoRA adapters, with load_in_4bit: true on a base in 4 bits "
@@ -125,17 +126,19 @@ SERVED = (
     "Unsloth's name; no such key: the model in training samples itself, or the server of "
     "vllm_server_base_url does"
 )
-SOURCES_FORM = "[{path: FILE_OR_NAME}]"
+SOURCES_FORM = "[{path: FILE_OR_NAME}]"  # the form of a value of datasets and eval_datasets
 
 
 def _list_often_meant() -> Iterator[tuple[str, tuple[str, str]]]:
-    for ours, names in OFTEN_MEANT.items():
-        shown = f"{ours}: {SOURCES_FORM}" if ours in NESTED else ours
-        yield from ((name, (ours, f"no such key; here it is {shown}")) for name in names.split())
+    """Yields the entries of `MEANT` for OFTEN_MEANT: (name, (key, hint))."""
+    for key, names in OFTEN_MEANT.items():
+        form = f"{key}: {SOURCES_FORM}" if key in NESTED else key
+        for name in names.split():
+            yield name, (key, f"no such key; here it is {form}")
 
 
-# Names whose nearest spelling is something else, or that are no key: name -> (the key that is
-# meant, what to write).
+# A name that people write -> (the key that they mean, the hint). The key is "" where there is none.
+# A later entry replaces an earlier one of the same name.
 MEANT: Mapping[str, tuple[str, str]] = {
     **dict(_list_often_meant()),
     **dict.fromkeys(
@@ -225,16 +228,14 @@ MEANT: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _list_optimizers() -> dict[str, str]:
-    names: dict[str, str] = {}
-    for ours, facts in OPTIMIZERS.items():
-        names |= dict.fromkeys(facts.other_names, ours)
-    return names
+def _map_optimizers() -> dict[str, str]:
+    """Maps other tools' values of `optim` to ours."""
+    return {name: optim for optim, facts in OPTIMIZERS.items() for name in facts.other_names}
 
 
-# Other tools' values of keys that are the same here: key -> their name -> ours.
+# Values of other tools for keys that have the same name here: key -> their value -> what to write.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
-    "optim": _list_optimizers(),
+    "optim": _map_optimizers(),
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
     "method": {
         "ipo": "method: dpo with loss_type: ipo",
@@ -254,7 +255,7 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "flash_attention": "auto",
     },
 }
-# Key -> their name -> why there is none.
+# The same for values without a counterpart here: key -> their value -> the reason, or what to use.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "dtype": dict.fromkeys(
         ("fp16", "float16"),

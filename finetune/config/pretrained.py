@@ -1,8 +1,7 @@
-"""The model that a recipe starts from and the LoRA adapter that it trains further: where they are,
-and their configs.
+"""The model that a recipe starts from and the adapter that it trains further: their folders and
+configs.
 
-No torch at import: `load_config` and what reads a transformers config import transformers when a
-run calls them.
+The module imports no torch. Functions that need transformers import it when they are called.
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Any
 from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.methods import ScoreHead
-from finetune.config.module_names import is_adapter
+from finetune.config.module_names import PEFT_PREFIX, is_adapter
 from finetune.config.schema import Model, Recipe
 from finetune.config.served import NAMES_KEY
 from finetune.constants import (
@@ -33,8 +32,8 @@ from finetune.files.network import download_file, download_folder
 
 
 def refuse_other_path(path: Path) -> None:
-    """Raises `UserError` if `path`, which is named as a model, is a file of a format, or holds an
-    adapter or a run.
+    """Raises `UserError` if the path of a model is a file for inference engines, or the folder of
+    an adapter or a run.
     """
     if file_format := find_format_of(path):
         raise UserError(
@@ -53,9 +52,14 @@ def refuse_other_path(path: Path) -> None:
 
 
 def find_config_file(name: str, revision: str | None) -> Path:
-    """Returns the config.json of a model in a folder, or of the hub.
+    """Finds the config.json of a model, in a local folder or by downloading it from the hub.
 
-    Raises `UserError` where there is none.
+    Args:
+        name: A folder or a hub name.
+        revision: That of the hub; None is the default one.
+
+    Raises:
+        UserError: There is no config.json, or the path is no model.
     """
     folder = Path(name)
     refuse_other_path(folder)
@@ -63,39 +67,48 @@ def find_config_file(name: str, revision: str | None) -> Path:
         raise UserError(
             f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name"
         )
-    if not folder.exists() and (folder.is_absolute() or name.startswith(".")):
+    if folder.exists():
+        config_file = folder / CONFIG_FILE
+        if not config_file.is_file():
+            raise UserError(
+                f"{name}: has no config.json; give a folder with config.json and *.safetensors, or "
+                "a hub name"
+            )
+        return config_file
+    if folder.is_absolute() or name.startswith("."):  # no hub name
         raise UserError(
             f"{name}: no such folder; name one that holds config.json and safetensors, or a hub "
             "name"
         )
-    if folder.exists() and not (folder / CONFIG_FILE).is_file():
-        raise UserError(
-            f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a "
-            "hub name"
-        )
-    if folder.exists():
-        return folder / CONFIG_FILE
     return download_file(name, CONFIG_FILE, revision)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The changes that the recipe's tokens make to the model's vocabulary. Returned by
-    `data.tokenizer.plan_vocabulary`.
+    """The model's vocabulary after added_tokens and special_tokens of the recipe.
+
+    `data.tokenizer.plan_vocabulary` makes it.
     """
 
-    known: int  # tokens of the tokenizer as it is
-    tokens: int  # with those that are added
-    rows: int  # of the embedding and the head that hold them
-    # what config.json is to say, such as eos_token_id
+    known: int  # tokens of the tokenizer before any is added
+    tokens: int  # tokens with the added ones
+    rows: int  # rows of the embedding and of the head
+    # key of config.json -> the id of the recipe's special token, such as eos_token_id
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
-    """Loads the config of the recipe's model (hub name, folder, or inline architecture), grown to
-    `vocabulary`.
+    """Loads the transformers config of the recipe's model, from its files or from model_config.
 
-    Raises `UserError` where the hub, the folder or the architecture does not give one.
+    A vision-language model has its whole config, any other model that of its language model.
+
+    Args:
+        model: The recipe's section.
+        vocabulary: The vocabulary that the config gets; None keeps its own.
+
+    Raises:
+        UserError: The files are missing, or transformers makes no config of them or of
+            model_config.
     """
     from transformers import AutoConfig
 
@@ -111,16 +124,17 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
         config.attention_dropout = model.attention_dropout
     text_config = text_config_of(config)
     text_config.use_cache = config.use_cache = False
-    if (quantized := getattr(config, "quantization_config", None)) is not None:
-        text_config.quantization_config = quantized
+    quantization_config = getattr(config, "quantization_config", None)
+    if quantization_config is not None:  # it stands in the whole config
+        text_config.quantization_config = quantization_config
     if vocabulary is not None:
         text_config.update({"vocab_size": vocabulary.rows, **vocabulary.token_ids})
     return config if is_vision_language(config) else text_config
 
 
 def trained_config(config: Any, model: Model) -> Any:
-    """Returns the part of a config that is loaded: all of it, or under `drop_vision` the language
-    model's.
+    """Returns the config of the model to train: `config`, or under `drop_vision` that of its
+    language model.
     """
     if not model.drop_vision:
         return config
@@ -129,15 +143,21 @@ def trained_config(config: Any, model: Model) -> Any:
     return text_config
 
 
-SCORING_CLASS = "ForSequenceClassification"  # the end of the name of a class with a head of scores
-TOKEN_SCORING_CLASS = "ForTokenClassification"  # of each token
+# How transformers' classes with a head of scores are named at the end: for each document, and for
+# each token.
+SCORING_CLASS = "ForSequenceClassification"
+TOKEN_SCORING_CLASS = "ForTokenClassification"
 
 
 def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
-    """Makes `config` name the class with the head that a method trains: of scores by name, or the
-    vocabulary's.
+    """Changes `config` in place, so that transformers builds the model with the method's head.
 
-    pad_id: The id that fills up rows, behind which that class looks for the last token.
+    For the vocabulary's head it only removes the name of a class with a head of scores.
+
+    Args:
+        config: The transformers config of the model.
+        head: The head.
+        pad_id: The id that fills rows up; the class finds a document's last token by it.
 
     Raises:
         UserError: transformers has no class with a head of scores for this type of model.
@@ -150,23 +170,27 @@ def set_head(config: Any, head: ScoreHead, pad_id: int | None) -> None:
     from transformers.modeling_layers import GenericForTokenClassification
 
     auto_class = AutoModelForSequenceClassification
-    kind = "sequence classification"
+    task = "sequence classification"
     scored = "documents"
     if head.reads_tokens:
         auto_class = AutoModelForTokenClassification
-        kind = "token classification"
+        task = "token classification"
         scored = "steps"
         config.classifier_dropout = 0.0  # the loss would depend on it
         config.token_classification_bias = False
     mapping: Any = auto_class._model_mapping
-    known = mapping.get(type(config), None)
-    is_other = head.reads_tokens and known and not issubclass(known, GenericForTokenClassification)
-    if known is None or is_other:
+    model_class = mapping.get(type(config), None)
+    has_other_head = (
+        head.reads_tokens
+        and model_class
+        and not issubclass(model_class, GenericForTokenClassification)
+    )
+    if model_class is None or has_other_head:
         raise UserError(
-            f"{config.model_type}: transformers has no class for {kind} of this type, which scores "
+            f"{config.model_type}: transformers has no class for {task} of this type, which scores "
             f"{scored}; name another model"
         )
-    config.architectures = [known.__name__]
+    config.architectures = [model_class.__name__]
     config.id2label = dict(enumerate(head.names))
     config.label2id = {name: index for index, name in enumerate(head.names)}
     config.problem_type = head.problem_type
@@ -185,20 +209,22 @@ def scores_tokens(config: Any) -> bool:
 
 
 def names_class(architectures: Sequence[str] | None, *ends: str) -> bool:
-    """Whether one of the classes that a config names ends with one of `ends`."""
+    """Whether a config names a class whose name ends with one of `ends`.
+
+    `architectures`: the names of classes in the config; None if it has none.
+    """
     return any(name.endswith(ends) for name in architectures or ())
 
 
 def text_config_of(config: Any) -> Any:
-    """Returns the part of a transformers config that its language model has; all of it where there
-    is no other part.
-    """
+    """Returns the language model's part of a transformers config; `config` if it has no parts."""
     return getattr(config, "text_config", None) or config
 
 
 def is_vision_language(config: Any) -> bool:
-    """Whether a transformers config is that of a vision-language model, which is loaded whole: it
-    names its class.
+    """Whether a transformers config is of a vision-language model and names its class.
+
+    The model is then loaded whole, with its vision tower.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -209,33 +235,40 @@ def is_vision_language(config: Any) -> bool:
 
 
 def read_positions(config: Any) -> int | None:
-    """Returns the number of positions that the language model of `config` was made for; None where
-    it does not say.
-    """
+    """Returns how many positions the language model was made for; None if that is not known."""
     return find_positions(text_config_of(config).to_dict())
 
 
 def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
-    """Returns the facts of a transformers config.
+    """Returns the facts in a transformers config.
 
-    Raises `UserError` for one with which no model can be built.
+    Args:
+        config: The config.
+        name: The model, for messages; None for one from model_config.
+        tokens: The size of the tokenizer; None if it was not read.
 
-    `tokens`: the number that the embedding must hold, which is the tokenizer's size.
+    Raises:
+        UserError: No model can be built with the config.
     """
-    text = text_config_of(config)
-    if text is not config:
+    text_config = text_config_of(config)
+    if text_config is not config:
         refuse_wrong_values(config.to_dict().get("vision_config") or {}, name or "model_config")
-    # of some families a property
-    values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}
+    # In some families layer_types is a property, which to_dict leaves out.
+    values = text_config.to_dict() | {"layer_types": getattr(text_config, "layer_types", None)}
     return read_model_facts(
         values, name or "model_config", tokens, vision=is_vision_language(config)
     )
 
 
 def _read_config(name: str, model: Model) -> Any:
+    """Reads the config of the model `name`, a folder or a hub name.
+
+    Raises `UserError` if there is none, or transformers cannot read it.
+    """
     from transformers import AutoConfig
 
-    find_config_file(name, model.model_revision)  # says why it fails, where transformers guesses
+    # Called for its errors: it says why there is no config.json, where transformers guesses.
+    find_config_file(name, model.model_revision)
     try:
         return AutoConfig.from_pretrained(
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
@@ -247,8 +280,8 @@ def _read_config(name: str, model: Model) -> Any:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_TORCH_FILE = "adapter_model.bin"
-# Settings under which B A is not what is added to W, or something else is.
-UNSUPPORTED = (
+# Keys of adapter_config.json under which the trained model is not W + B A.
+UNSUPPORTED_LORA_KEYS = (
     "fan_in_fan_out",
     "megatron_config",
     "trainable_token_indices",
@@ -260,8 +293,8 @@ UNSUPPORTED = (
     "kasa_config",
     "monteclora_config",
 )
-# OFT as it is trained here, which is peft's default.
-ROTATIONS: Mapping[str, Any] = {
+# The only values of OFT's keys in adapter_config.json that are supported: peft's defaults.
+OFT_SETTINGS: Mapping[str, Any] = {
     "coft": False,
     "block_share": False,
     "use_cayley_neumann": True,
@@ -269,11 +302,11 @@ ROTATIONS: Mapping[str, Any] = {
     "module_dropout": 0.0,
     "layers_to_transform": None,
 }
-# PiSSA, OLoRA, CorDA … change it
+# Values of init_lora_weights; the others (PiSSA, OLoRA, CorDA, ...) change the base's weights.
 INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-# Keys whose difference no shape would show; the others are compared by the names and shapes of the
-# adapter's tensors.
-COMPARED = (
+# Keys of the recipe that must agree with the adapter's config. Differences in other keys show in
+# the names and shapes of the adapter's tensors.
+COMPARED_KEYS = (
     "lora_r",
     "lora_alpha",
     "use_rslora",
@@ -293,6 +326,7 @@ def _is_names_or_pattern(value: Any) -> bool:
 
 
 def _is_layers(value: Any) -> bool:
+    """Whether a value is a layer's number or a list of such numbers; true and false are none."""
     layers = value if isinstance(value, list) else [value]
     return all(type(layer) is int for layer in layers)
 
@@ -306,7 +340,7 @@ def _is_flag(value: Any) -> bool:
 
 
 NAMES = "a list of names"
-# keys of adapter_config.json that may be left out -> (what fits, in words)
+# Optional keys of adapter_config.json -> (the check of a value, what it expects in words).
 ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "target_modules": (_is_names_or_pattern, f"{NAMES} or a pattern"),
     "exclude_modules": (_is_names_or_pattern, f"{NAMES} or a pattern"),
@@ -317,24 +351,31 @@ ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_rslora": (_is_flag, "true or false"),
     "use_dora": (_is_flag, "true or false"),
 }
-LARGEST_RANK = 1 << 16
-RANK_TIMES = 30  # of a rank, as a multiple of the largest in the adapter's file
+LARGEST_RANK = 1 << 16  # of a rank in adapter_config.json, and of OFT's block size
+RANK_TIMES = 30  # such a rank is at most this many times the largest in the adapter's file
 
 
 def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes a LoRA adapter, of ranks that the file beside it
-    may have.
+    """Refuses an adapter's config with values that no adapter has.
+
+    Args:
+        config: The contents of adapter_config.json.
+        where: The path of that file, for messages and to find the weights beside it.
+
+    Raises:
+        UserError: It is neither LoRA nor OFT, a value is of a wrong kind, a rank is larger than the
+            weights can have, or its modules have the names of another program.
     """
     if NAMES_KEY in config:
         raise UserError(
             f"{where}: {NAMES_KEY}: its modules have the names of {config[NAMES_KEY]}, which alone "
             "opens it; name the folder that it was exported from"
         )
-    for key, (fits, words) in ADAPTER_VALUES.items():
+    for key, (is_valid, expected) in ADAPTER_VALUES.items():
         value = config.get(key)
-        if value is not None and not fits(value):
+        if value is not None and not is_valid(value):
             raise UserError(
-                f"{where}: {key}: {words} is expected, not {value!r:.60}; copy it again"
+                f"{where}: {key}: {expected} is expected, not {value!r:.60}; copy it again"
             )
     if config.get("peft_type") == "OFT":
         _check_rotation(config, where)
@@ -361,16 +402,17 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_ranks(ranks: Iterable[float], where: str) -> None:
-    """Raises `UserError` for a rank that the weights beside an adapter's config cannot have, before
-    anything of that size is made.
+    """Raises `UserError` for a rank far above those of the weights, before anything is made by it.
+
+    `where`: the path of adapter_config.json; the weights are read beside it if they are there.
     """
     weights = Path(where).with_name(ADAPTER_WEIGHTS)
-    largest = _find_largest_rank(weights) if weights.is_file() else None
+    largest_stored = _find_largest_rank(weights) if weights.is_file() else None
     for rank in ranks:
-        if largest is not None and rank > RANK_TIMES * largest:
+        if largest_stored is not None and rank > RANK_TIMES * largest_stored:
             raise UserError(
-                f"{where}: r: {rank:,}: its weights have factors of rank {largest:,} at most; copy "
-                "both files again"
+                f"{where}: r: {rank:,}: its weights have factors of rank {largest_stored:,} at "
+                "most; copy both files again"
             )
         if rank > LARGEST_RANK:
             raise UserError(
@@ -380,7 +422,7 @@ def _check_ranks(ranks: Iterable[float], where: str) -> None:
 
 
 def _check_rotation(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes OFT in blocks of a size."""
+    """Raises `UserError` unless the oft_block_size in an OFT adapter's config is a valid one."""
     block = config.get("oft_block_size")
     if not isinstance(block, int) or not 1 < block <= LARGEST_RANK:
         raise UserError(
@@ -390,41 +432,48 @@ def _check_rotation(config: Mapping[str, Any], where: str) -> None:
 
 
 def _find_largest_rank(weights: Path) -> int | None:
-    """Returns the rows of the largest first factor in an adapter's file; None where it has none."""
-    rows = []
-    for name, entry in read_tensor_header(weights)[0].items():
+    """Returns the largest rank in an adapter's file, the most rows of a factor A; None without one.
+
+    An entry without a valid shape is passed over.
+    """
+    ranks = []
+    header, *_ = read_tensor_header(weights)
+    for name, entry in header.items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        is_first_factor = name.rpartition(".lora_")[2].startswith(("A", "embedding_A"))
-        if is_first_factor and isinstance(shape, list):
-            rows += [size for size in shape[:1] if isinstance(size, int)]
-    return max(rows, default=None)
+        factor = name.rpartition(".lora_")[2]
+        is_factor_a = factor.startswith(("A", "embedding_A"))
+        if is_factor_a and isinstance(shape, list) and shape and isinstance(shape[0], int):
+            ranks.append(shape[0])
+    return max(ranks, default=None)
 
 
 def why_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Says why an adapter cannot be added to its base as it is here; None where it can.
+    """Says why an adapter cannot be added to its base here; None if it can.
 
-    For LoRA: why W + B A, in the original base, is not the model that was trained.
+    LoRA cannot if W + B A, with W of the original base, is not the model that was trained.
     """
-    for key in UNSUPPORTED:
+    for key in UNSUPPORTED_LORA_KEYS:
         if config.get(key):
             return f"{key}: this kind of LoRA is not supported"
     if config.get("peft_type") == "OFT":
-        for key, value in ROTATIONS.items():
+        for key, value in OFT_SETTINGS.items():
             if config.get(key, value) != value:
                 return f"{key}: {config[key]}: this kind of OFT is not supported"
-    start = config.get("init_lora_weights", True)
-    if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
+    initialization = config.get("init_lora_weights", True)
+    if initialization not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
         return (
-            f"init_lora_weights: {start} changes the base model, so that this adapter does not fit "
-            "the original"
+            f"init_lora_weights: {initialization} changes the base model, so that this adapter "
+            "does not fit the original"
         )
     return None
 
 
 def find_adapter(name: str) -> Path:
-    """Finds the folder of an adapter by `name`: a PEFT folder, a run, a checkpoint, or a hub name.
+    """Finds the folder of an adapter, or downloads it from the hub.
 
-    Raises `UserError` if there is none, or it cannot be downloaded.
+    `name`: a PEFT folder, the folder of a run or a checkpoint, or a hub name.
+
+    Raises `UserError` if there is no adapter, or it cannot be downloaded.
     """
     path = Path(name)
     for folder in (path, path / ADAPTER, path / "model"):
@@ -436,21 +485,22 @@ def find_adapter(name: str) -> Path:
         else:
             advice = "name the folder of a LoRA adapter"
         raise UserError(f"adapter_name_or_path: {name}: has no {ADAPTER_CONFIG}; {advice}")
-    download_file(name, ADAPTER_CONFIG)  # says what is wrong with a repository of something else
+    download_file(name, ADAPTER_CONFIG)  # for its error about a repository without an adapter
     return download_folder(name, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], "its adapter")
 
 
 def complete_lora(recipe: Recipe) -> Recipe:
-    """Returns `recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it
-    names none.
+    """Returns `recipe` with the adapter keys that it leaves open, as adapter_name_or_path has them.
 
-    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the
-    adapter's tensors are compared with the model's when they are read (models/lora.py).
+    A head of scores is added to modules_to_save, also without adapter_name_or_path. The names and
+    shapes of the adapter's tensors are compared with the model's later, when they are read
+    (models/lora.py).
 
-    Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts
-    the recipe.
+    Raises:
+        UserError: The adapter cannot be read, is of a kind that is not supported, or contradicts a
+            key that the recipe sets.
     """
-    recipe = _train_scores(recipe)
+    recipe = _save_scores(recipe)
     name = recipe.lora.adapter_name_or_path
     if name is None:
         return recipe
@@ -475,24 +525,32 @@ def complete_lora(recipe: Recipe) -> Recipe:
     problems = list(_find_contradictions(recipe, name, keys))
     if problems:
         raise UserError.of(problems)
-    taken = {key: value for key, value in keys.items() if key not in recipe.places}
-    return replace(recipe, lora=replace(recipe.lora, **taken))
+    missing_keys = {key: value for key, value in keys.items() if key not in recipe.places}
+    return replace(recipe, lora=replace(recipe.lora, **missing_keys))
 
 
 def _find_contradictions(recipe: Recipe, name: str, keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each key that the recipe sets otherwise than the adapter `name`."""
-    for key, of_adapter in keys.items():
-        if key not in COMPARED or key not in recipe.places:
+    """Yields a sentence for each key that the recipe sets to another value than the adapter has.
+
+    Args:
+        recipe: The recipe.
+        name: The adapter, for messages.
+        keys: The adapter's values of the recipe's keys.
+    """
+    for key, adapter_value in keys.items():
+        if key not in COMPARED_KEYS or key not in recipe.places:
             continue
-        asked = getattr(recipe.lora, key) or None
-        if asked != (of_adapter or None):
-            has = f"the adapter {name} has {json.dumps(of_adapter)}"
-            yield f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: {has}; leave {key} out"
+        recipe_value = getattr(recipe.lora, key) or None
+        if recipe_value != (adapter_value or None):
+            reason = f"the adapter {name} has {json.dumps(adapter_value)}"
+            place = recipe.place_of(key)
+            yield f"{place}: {key}: {json.dumps(recipe_value)}: {reason}; leave {key} out"
 
 
-def _train_scores(recipe: Recipe) -> Recipe:
-    """Returns `recipe`, under whose adapters a head of scores is trained whole: it has no values
-    before.
+def _save_scores(recipe: Recipe) -> Recipe:
+    """Returns `recipe` with a head of scores in modules_to_save, if it trains adapters beside one.
+
+    The head is new and has no weights in the base, so that it must be trained whole.
     """
     lora = recipe.lora
     if not (recipe.score_names and lora.use_peft) or SCORES in lora.modules_to_save:
@@ -501,9 +559,12 @@ def _train_scores(recipe: Recipe) -> Recipe:
 
 
 def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the keys of `Lora` as adapter_config.json has them."""
+    """Translates an adapter's config into the recipe's keys of `Lora`.
+
+    `folder`: that of the adapter, in whose weights some modules are looked up.
+    """
     saved = config.get("modules_to_save") or ()
-    # a name in peft's list is any end of a module's name
+    # peft takes a name in its list as any end of a module's name; the weights have the whole names
     if saved and (folder / ADAPTER_WEIGHTS).is_file():
         saved = _list_modules(folder, ".weight") or saved
     targets = _read_targets(config, folder)
@@ -531,10 +592,10 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read_targets(config: Mapping[str, Any], folder: Path) -> str | Names:
-    """Returns `lora_target_modules` as adapter_config.json has them.
+    """Returns `lora_target_modules` for an adapter's config.
 
-    Of a pattern, of excluded modules and of chosen layers they are the modules in the adapter's
-    file.
+    If the config chooses them by a pattern, by exclude_modules or by layers_to_transform, they are
+    the modules that have adapters in the weights.
     """
     targets = config.get("target_modules") or ()
     if targets == ALL_LINEAR:
@@ -542,21 +603,21 @@ def _read_targets(config: Mapping[str, Any], folder: Path) -> str | Names:
     saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
     if isinstance(targets, str) or excluded or config.get("layers_to_transform"):
-        targets = _list_modules(folder, ROTATION if config["peft_type"] == "OFT" else ".lora_A.")
+        marker = ROTATION if config["peft_type"] == "OFT" else ".lora_A."
+        targets = _list_modules(folder, marker)
     # config_for_peft (models/lora.py) names some layers by their weights.
     parameters = config.get("target_parameters") or ()
     layers = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
     return (*targets, *layers)
 
 
-def _list_modules(folder: Path, kind: str) -> Names:
-    """Lists modules in the adapter's file, by what their tensors' names contain.
+def _list_modules(folder: Path, marker: str) -> Names:
+    """Lists the modules whose tensors in an adapter's weights have `marker` in their names.
 
-    `kind`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.
+    `marker`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.
     """
-    short = {
-        name.removeprefix("base_model.model.")
-        for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]
-    }
-    chosen = {name for name in short if is_adapter(name) == (kind != ".weight")}
-    return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))
+    header, *_ = read_tensor_header(folder / ADAPTER_WEIGHTS)
+    names = {name.removeprefix(PEFT_PREFIX) for name in header}
+    candidates = {name for name in names if is_adapter(name) == (marker != ".weight")}
+    modules = {name.rpartition(marker)[0] for name in candidates}  # "" for names without `marker`
+    return tuple(sorted(modules - {""}))

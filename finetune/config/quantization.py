@@ -1,7 +1,6 @@
-"""Quantized weights: the recipe's keys, the schemes of QAT, how files are quantized, and a weight's
-bytes.
+"""Quantized weights: recipe keys, schemes of QAT, forms of quantized files, and bytes of a weight.
 
-No torch.
+Imports no torch.
 """
 
 import math
@@ -23,41 +22,44 @@ from finetune.errors import UserError, name_page
 class Scheme:
     """How a linear layer is quantized.
 
-    The weights' scales are symmetric. Inputs that are rounded to whole numbers have a scale and an
-    offset a token; in blocks they are rounded as the weights are.
+    The scales of weights are symmetric: they have no offset. Inputs rounded to whole numbers have a
+    scale and an offset for each token. A scheme with blocks rounds inputs as it rounds weights.
     """
 
     weight_bits: int
     input_bits: int | None = None  # None: inputs are not rounded
-    is_float: bool = False
-    block: int | None = None  # numbers under a scale of one byte; None: as qat_group_size says
-    is_ternary: bool = False  # weights are -1, 0 or 1 times one number for all of a layer's
-    # why what it trains cannot be quantized, and so not compared with what was trained
+    is_float: bool = False  # codes are floats; False: codes are whole numbers
+    # numbers that share a scale of one byte; None: qat_group_size gives the number
+    block: int | None = None
+    is_ternary: bool = False  # weights are -1, 0 or 1, times one scale for the whole layer
+    # why QAT refuses the scheme: where torchao can quantize with it, since elsewhere the quantized
+    # model cannot be compared with the trained one; empty: QAT accepts the scheme
     refused: str = ""
-    not_exported: str = ""  # why what it trains is not written in its format
+    # why compressed-tensors exports cannot hold a model trained with the scheme; empty: they can
+    not_exported: str = ""
 
-    def group_of(self, given: int | None) -> int | None:
-        """Returns how many numbers of a row have one scale; None: all of them, or of the layer.
+    def group_of(self, qat_group_size: int | None) -> int | None:
+        """Returns how many numbers of a row share one scale.
 
-        `given`: qat_group_size.
+        Returns None if the whole row, or for a ternary scheme the whole layer, shares one.
         """
         if self.is_ternary:
             return None
-        return self.block or given
+        return self.block or qat_group_size
 
     def stored_bytes(self, itemsize: int, group: int | None) -> float:
-        """Counts the bytes of a number in an export: its code, and its part of a scale.
+        """Counts the bytes of one weight in an export: a code and a share of a scale.
 
         Args:
-            itemsize: Bytes of a scale. Blocks have scales of one byte.
-            group: Numbers under one scale; None: so many that their scale does not count.
+            itemsize: Bytes of a scale, unless the scheme has blocks with scales of one byte.
+            group: Weights that share a scale; None: a whole row, whose scale is not counted.
         """
         if self.block:
             return self.weight_bits / 8 + 1 / self.block
-        # beside rounded inputs a code has a byte of its own
-        code = 1 if self.input_bits else self.weight_bits / 8
-        scale = itemsize / group if group else 0
-        return code + scale
+        # where inputs are rounded, each code has a byte of its own
+        code_bytes = 1 if self.input_bits else self.weight_bits / 8
+        scale_bytes = itemsize / group if group else 0
+        return code_bytes + scale_bytes
 
 
 WITH_MSLK = "torchao packs 4-bit weights with kernels of the mslk package, on a GPU"
@@ -86,10 +88,12 @@ SCHEMES: Mapping[str, Scheme] = {
         not_exported="the plain export holds what was trained, which the package onebitllms packs",
     ),
 }
+# The schemes of a compressed-tensors export. fp8-fp8 is among them although QAT refuses it.
 EXPORTED = (
     "fp8-fp8",
     *(name for name, scheme in SCHEMES.items() if not scheme.refused and not scheme.not_exported),
 )
+# The schemes of QAT.
 TRAINED = tuple(name for name, scheme in SCHEMES.items() if not scheme.refused)
 if TYPE_CHECKING:
     SchemeName = str
@@ -97,10 +101,10 @@ else:
     SchemeName = Literal[tuple(SCHEMES)]
 
 
-# A key: its type and marks, then its help and default.
+# Each key below has a type, marks and a help text in `Annotated`, and then a default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
+    """The keys of QLoRA: LoRA adapters on a base model that bitsandbytes keeps in 4 or 8 bits."""
 
     load_in_4bit: Annotated[
         bool,
@@ -134,7 +138,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationAware:
-    """Training for a model that will be quantized, by torchao (QAT): docs/quantization.md."""
+    """The keys of QAT: training of a model that torchao will quantize. See docs/quantization.md."""
 
     quantization_aware_training: Annotated[
         SchemeName | None,
@@ -163,25 +167,27 @@ class QuantizationAware:
 
 LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
 QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}
-# numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross
-# rows
+# Numbers of a 4-bit weight that share a scale. They are counted in row-major order over the whole
+# weight, so a block may begin in one row and end in the next.
 BLOCK = 64
-CARD_BYTES = 1 << 14  # of a model card, within which its front matter ends
-NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
+NESTED_BLOCK = 256  # scales that share a scale themselves, with bnb_4bit_use_double_quant
+CARD_CHARACTERS = 1 << 14  # how much of a model card is searched for the name of the base model
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBytes:
-    """The bytes of one quantized weight in memory."""
+    """The bytes in memory of one weight that bitsandbytes quantizes."""
 
-    codes: int  # the numbers: two in a byte at 4 bits, one at 8 bits
-    scales: int
+    codes: int  # bytes of the quantized numbers: two numbers a byte at 4 bits, one at 8 bits
+    scales: int  # bytes of the scales, and of the scales of scales
 
 
 def quantized_bytes(
     rows: int, columns: int, quantization: Quantization, block: int = BLOCK
 ) -> QuantizedBytes:
-    """Returns the bytes of a weight [rows, columns], which loading and the plan must agree on.
+    """Counts the bytes of a quantized weight [rows, columns], for the loader and for the plan.
+
+    `block`: numbers that share a scale at 4 bits.
 
     >>> quantized_bytes(4096, 4096, Quantization(load_in_4bit=True))
     QuantizedBytes(codes=8388608, scales=1048576)
@@ -192,29 +198,32 @@ def quantized_bytes(
     """
     numbers = rows * columns
     if quantization.bits == 8:
-        return QuantizedBytes(numbers, rows * FP32)
+        return QuantizedBytes(codes=numbers, scales=rows * FP32)
+    codes = math.ceil(numbers / 2)
     blocks = math.ceil(numbers / block)
     if not quantization.bnb_4bit_use_double_quant:
-        return QuantizedBytes(math.ceil(numbers / 2), blocks * FP32)
-    # A byte for each scale, filled up to where an fp32 number may begin; their own scales; and the
-    # mean of all of them.
-    nested = math.ceil(blocks / FP32) * FP32 + (math.ceil(blocks / NESTED_BLOCK) + 1) * FP32
-    return QuantizedBytes(math.ceil(numbers / 2), nested)
+        return QuantizedBytes(codes, scales=blocks * FP32)
+    # Each scale is a code of one byte. Padding makes their bytes a multiple of 4, since fp32
+    # numbers follow: a scale for each NESTED_BLOCK codes, and the mean of the scales.
+    scale_codes = math.ceil(blocks / FP32) * FP32
+    nested_scales = math.ceil(blocks / NESTED_BLOCK) * FP32
+    return QuantizedBytes(codes, scales=scale_codes + nested_scales + FP32)
 
 
 def divide_quantization(numbers: int, quantization: Quantization) -> Quantization:
-    """Returns how a rank keeps the `numbers` of its own experts.
+    """Returns the quantization of the experts of one rank, under expert parallelism.
 
-    Scales stay in fp32 where a rank's share would cut a block of scales that are quantized again.
+    Double quantization is switched off if the border between two ranks would cut a block of
+    NESTED_BLOCK scales. `numbers`: how many weights the experts of one rank have.
     """
-    is_cut = quantization.bnb_4bit_use_double_quant and numbers % (BLOCK * NESTED_BLOCK)
-    if is_cut:
+    cuts_block = quantization.bnb_4bit_use_double_quant and numbers % (BLOCK * NESTED_BLOCK)
+    if cuts_block:
         return replace(quantization, bnb_4bit_use_double_quant=False)
     return quantization
 
 
 def describe_quantization(quantization: Quantization) -> str:
-    """Names a quantization, for messages.
+    """Names a quantization to 4 or 8 bits, for messages.
 
     >>> describe_quantization(Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True))
     '4 bits (nf4, double quantization)'
@@ -229,8 +238,12 @@ def describe_quantization(quantization: Quantization) -> str:
 
 
 def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) -> Quantization:
-    """Returns the quantization of a base to 4 bits (`quant_type`: fp4, else nf4), to 8 bits, or to
-    none.
+    """Makes a `Quantization` with `bits` bits a number; `bits` None: nothing is quantized.
+
+    Args:
+        bits: 4, 8 or None.
+        quant_type: At 4 bits "fp4"; anything else means nf4.
+        double: At 4 bits, whether scales are quantized too.
     """
     return Quantization(
         load_in_4bit=bits == 4,
@@ -241,7 +254,10 @@ def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) 
 
 
 def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
-    """Reads how a run's base is quantized from its recipe as files hold it."""
+    """Reads how the base of a run is quantized from the recipe as a mapping.
+
+    Values of the mapping are not validated, so only a literal true switches a key on.
+    """
     bits: Literal[4, 8] | None = None
     if recipe.get("load_in_4bit") is True:
         bits = 4
@@ -253,31 +269,31 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
 
 
 def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
-    """Returns the key that asks for a quantization of the base, or of the teacher."""
+    """Returns the recipe key that asks for this quantization of the base or the teacher."""
     if of_teacher:
         return "teacher_load_in_4bit"
     return f"load_in_{quantization.bits}bit"
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """Reads how a teacher is kept: as its files are quantized, else as the recipe says.
+    """Returns the quantization of a teacher in memory: that of the files, else the recipe's.
 
-    `settings`: the `quantization_config` of its config.
+    `settings`: `quantization_config` of the teacher's config.json; None if it has none.
     """
     stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
     return stored or quantize_teacher(method)
 
 
 def quantize_teacher(method: Method) -> Quantization:
-    """Reads how the recipe says that a teacher is kept."""
+    """Returns the quantization that the recipe asks for a teacher whose files have none."""
     if method.teacher_load_in_4bit:
         return quantize_to(4, double=True)
     return Quantization()
 
 
-# What the files of other kinds hold for a weight, by method, or format of compressed-tensors, or
-# ModelOpt's algorithm. All are read as plain numbers: FP8 blocks and MXFP4 by
-# models/quantized_weights.py, the others by models/packed_weights.py.
+# Forms of quantized files that are dequantized when they are read -> their tensors in words. A form
+# is named by quant_method, for compressed-tensors by format, and for ModelOpt by quant_algo.
+# models/quantized_weights.py reads FP8 blocks and MXFP4, models/packed_weights.py the rest.
 PUBLISHED = {
     "mxfp4": "MXFP4 (blocks of 32 numbers in 4 bits, as _blocks and _scales)",
     "fp8": "FP8 (blocks with a scale each, as weight and weight_scale_inv)",
@@ -295,11 +311,15 @@ PUBLISHED = {
     "NVFP4": "NVFP4 (blocks of 16 numbers in 4 bits, as weight, weight_scale and weight_scale_2)",
     "FP8": "FP8 with a scale for each tensor, as weight and weight_scale",
 }
-PACKED_BITS = (2, 4, 8)  # that divide a word
+PACKED_BITS = (2, 4, 8)  # they divide the 32 bits of a packed integer
 
 
 def read_published_form(settings: Any) -> str | None:
-    """Returns the kind of `PUBLISHED` that a `quantization_config` names; None for any other kind.
+    """Returns the name in `PUBLISHED` for the files that a `quantization_config` describes.
+
+    Returns None for any other form, and for variants of a form that are not read: other bits, AWQ
+    without zero points, or another layout. `settings`: a mapping, a configuration object of
+    transformers, or None.
 
     >>> read_published_form({"quant_method": "gptq", "bits": 4})
     'gptq'
@@ -309,12 +329,12 @@ def read_published_form(settings: Any) -> str | None:
         settings = settings.to_dict()
     if not isinstance(settings, Mapping):
         return None
-    method = settings.get("quant_method")
-    method = str(getattr(method, "value", method))
+    quant_method = settings.get("quant_method")
+    quant_method = str(getattr(quant_method, "value", quant_method))  # an enum or text
     name = {
         "compressed-tensors": str(settings.get("format")),
         "modelopt": str(settings.get("quant_algo")),
-    }.get(method, method)
+    }.get(quant_method, quant_method)
     is_other_awq = name == "awq" and (
         str(settings.get("version") or "gemm").lower() != "gemm"
         or settings.get("zero_point") is False
@@ -323,14 +343,16 @@ def read_published_form(settings: Any) -> str | None:
         "gptq",
         "gptq_v2",
     )
-    has_bits = name not in ("gptq", "awq", "pack-quantized") or find_bits(settings) in PACKED_BITS
-    is_known = name in PUBLISHED and has_bits and not (is_other_awq or is_other_gptq)
-    return name if is_known else None
+    is_packed = name in ("gptq", "awq", "pack-quantized")
+    has_readable_bits = not is_packed or find_bits(settings) in PACKED_BITS
+    is_readable = name in PUBLISHED and has_readable_bits
+    return name if is_readable and not (is_other_awq or is_other_gptq) else None
 
 
 def find_bits(settings: Mapping[str, Any]) -> int:
-    """Returns the bits of a packed number, by a `quantization_config`; 0 where it names several or
-    none.
+    """Returns the bits of one packed number that a `quantization_config` states.
+
+    Returns 0 if it states none, or if groups of layers differ in them.
 
     >>> find_bits({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}})
     4
@@ -339,23 +361,23 @@ def find_bits(settings: Mapping[str, Any]) -> int:
     if not isinstance(groups, Mapping):
         bits = settings.get("bits") or settings.get("w_bit")
         return bits if isinstance(bits, int) else 0
-    named = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    only = named.pop() if len(named) == 1 else None
-    return only if isinstance(only, int) else 0
+    bits_of_groups = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
+    bits = bits_of_groups.pop() if len(bits_of_groups) == 1 else None
+    return bits if isinstance(bits, int) else 0
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
-    """Reads how files are quantized by bitsandbytes from their `quantization_config`.
+    """Reads how bitsandbytes quantized a model's files from `quantization_config`.
 
     Args:
-        settings: The section of the model's config.
-        name: The model, for errors.
+        settings: `quantization_config` of config.json; None if it has none.
+        name: The model's name, for errors.
 
     Returns:
-        None where they are not quantized, or are read as plain numbers (see `PUBLISHED`).
+        None if the files are not quantized, or have a form of `PUBLISHED`, which is dequantized.
 
     Raises:
-        UserError: They are quantized in another way.
+        UserError: The files are quantized in another way, or `settings` is no mapping.
     """
     if settings is None or read_published_form(settings) is not None:
         return None
@@ -384,6 +406,7 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
         )
     if in_8_bits:
         return quantize_to(8)
+    # bitsandbytes' default is fp4, that of `quantize_to` nf4
     if settings.get("bnb_4bit_quant_type") == "nf4":
         quant_type = "nf4"
     else:
@@ -392,11 +415,14 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
 
 
 def _find_unquantized(name: str) -> str:
-    """Names the model that a quantized one was made from, as the card in its folder says."""
+    """Describes in words the model that a quantized model was made from.
+
+    It is named after `base_model` of the model card, if `name` is a folder with such a card.
+    """
     card = Path(name) / "README.md"
     text = ""
     if card.is_file():
-        text = card.read_text("utf-8", "replace")[:CARD_BYTES]
+        text = card.read_text("utf-8", "replace")[:CARD_CHARACTERS]
     base_model = re.search(r"^base_model:\s*(?:-\s*)?[\"']?([\w.-]+/[\w.-]+)", text, re.MULTILINE)
     if base_model:
         return f"{base_model[1]}, by its model card"

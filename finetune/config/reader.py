@@ -1,5 +1,6 @@
-"""Recipe files, read strictly: every mistake is reported at once, with its line and what was
-probably meant.
+"""Reads recipe files strictly, and reports all mistakes at once.
+
+Each message has the line of the mistake and, if it can be guessed, what was meant.
 """
 
 import difflib
@@ -54,10 +55,12 @@ from finetune.files.json_files import parse_json
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
-    """Returns overrides as `key=value` texts, in whichever way they were written.
+    """Rewrites the overrides of a command line as `key=value` texts.
 
-    Raises `UserError` for a key that is none, but close to one of the command's own `options`
-    (num_processes, ...).
+    They may be written `key=value`, `--key=value`, `--key value`, or `--key` for true.
+
+    Raises `UserError` for an unknown `--key` that resembles one of `options`, the option names of
+    the command (num_processes, ...).
 
     >>> read_overrides(
     ...     ["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"]
@@ -65,25 +68,34 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
     """
     overrides: list[str] = []
-    waiting = None  # a `--key` that has not met its value yet
+    pending_key = None  # of a `--key`, whose value may be the next argument
     for argument in arguments:
         if argument.startswith("--"):
-            overrides += [f"{waiting}=true"] if waiting else []
-            name, equals, value = argument[2:].partition("=")
+            if pending_key:
+                overrides.append(f"{pending_key}=true")
+            name, equals, value = argument.removeprefix("--").partition("=")
             key = name.replace("-", "_")
             _refuse_misspelled_option(name, key, options)
-            waiting = None if equals else key
-            overrides += [f"{key}={value}"] if equals else []
-        elif waiting:
-            overrides.append(f"{waiting}={argument}")
-            waiting = None
+            if equals:
+                overrides.append(f"{key}={value}")
+                pending_key = None
+            else:
+                pending_key = key
+        elif pending_key:
+            overrides.append(f"{pending_key}={argument}")
+            pending_key = None
         else:
             overrides.append(argument)
-    return overrides + ([f"{waiting}=true"] if waiting else [])
+    if pending_key:
+        overrides.append(f"{pending_key}=true")
+    return overrides
 
 
 def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
-    """Returns the entry that a `key=value` text stands for, and what is wrong with it."""
+    """Reads a `key=value` text: returns (entry, problems).
+
+    The entry is None if the text has no `=`. `place`: where the text stands, for messages.
+    """
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
@@ -94,6 +106,13 @@ def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
 
 
 def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
+    """Raises `UserError` if `key` is no recipe key and resembles an option of the command.
+
+    Args:
+        name: The key as it was written, without the dashes before it.
+        key: The same with underscores.
+        options: The option names of the command.
+    """
     known = recipe_keys()
     if key in known:
         close = []
@@ -107,14 +126,18 @@ def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> 
 
 
 class Hints(Protocol):
-    """Hints about other tools' keys: a module, of a room above this one, with these functions."""
+    """The functions of a module that knows the files and keys of other tools.
+
+    The module belongs to a package that imports this one, so it is passed to `add_hints`.
+    """
 
     def find_writer(self, file: Mapping[str, Any], /) -> str | None:
-        """Returns the tool that a file was written for; None where it may be a recipe."""
+        """Returns the name of the tool that `file` was written for; None if it may be a recipe."""
 
     def explain_key(self, key: str, /) -> tuple[str, str] | None:
-        """Explains another tool's key: (our key, a sentence without the key); None where it is
-        nobody's.
+        """Explains a key of another tool: (the recipe key that replaces it, a sentence).
+
+        The sentence does not name `key`. Returns None if no tool has such a key.
         """
 
 
@@ -122,14 +145,15 @@ _hints: list[Hints] = []
 
 
 def add_hints(hints: Hints) -> None:
-    """Adds to every later error of the reader what `hints` knows.
+    """Makes the reader use `hints` in all later errors.
 
-    Call it where a process begins.
+    Entry points call it when they are imported; a second call has no effect.
     """
     if hints not in _hints:
         _hints.append(hints)
 
 
+# Type of a pydantic error -> what the key expects; {gt} and such come from the error's context.
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -148,20 +172,24 @@ EXPECTED = {
     "too_long": "a list of at most {max_length}",
     "missing": "a list with one more entry",
 }
-NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
+NOT_FINITE = ("nan", "inf", "infinity")  # YAML reads these as text; the numbers are .nan and .inf
+# YAML reads these words as true and false, unless they are in quotes.
 YES = {"true", "yes", "on"}
-NO = {"false", "no", "off"}  # without quotes, and not text, in YAML
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # of an adapter
+NO = {"false", "no", "off"}
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # the name of an adapter
 
 
-def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
-    """Says in a sentence why a key does not take a value.
+def explain_misfit(error: ValidationError, value: Any, extra_value: Any = None) -> str:
+    """Returns a sentence on why a key does not accept a value.
 
-    `also`: a value outside its bounds that it takes.
+    Args:
+        error: pydantic's error for the value.
+        value: The value as it was written.
+        extra_value: A value that the key accepts outside its bounds; None: there is none.
 
     >>> from pydantic import TypeAdapter
     >>> try: TypeAdapter(int | None).validate_python("8", strict=True)
-    ... except ValidationError as error: what_is_wrong(error, "8")
+    ... except ValidationError as error: explain_misfit(error, "8")
     '"8" does not fit; a whole number is expected; in quotes it is text: write 8'
     """
     details: list[Any] = error.errors(include_url=False)
@@ -169,17 +197,23 @@ def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
     if takes_number and isinstance(value, str) and value.lower().lstrip("+-") in NOT_FINITE:
         return f"{value} does not fit; a finite number is expected"
     expected = " or ".join(
-        dict.fromkeys(_expected(detail["type"], detail.get("ctx", {})) for detail in details)
+        # a union of types has an error for each type, and two may expect the same
+        dict.fromkeys(
+            _describe_expected(detail["type"], detail.get("ctx", {})) for detail in details
+        )
     )
-    if also is not None and any(
+    if extra_value is not None and any(
         detail["type"].startswith(("greater_than", "less_than")) for detail in details
     ):
-        expected += f", or {_shown(also)},"
-    return f"{_shown(value)} does not fit; {expected} is expected{_hint(details, value)}"
+        expected += f", or {_format_value(extra_value)},"
+    fix = _suggest_fix(details, value)
+    return f"{_format_value(value)} does not fit; {expected} is expected{fix}"
 
 
-def _expected(kind: str, context: Mapping[str, Any]) -> str:
+def _describe_expected(kind: str, context: Mapping[str, Any]) -> str:
+    """Describes the values that a key accepts, by the type and context of a pydantic error."""
     if kind == "literal_error":
+        # pydantic writes 'a', 'b' or 'c' with the quotes
         return f"one of {str(context['expected']).replace(chr(39), '').replace(' or ', ', ')}"
     if kind == "string_pattern_mismatch":
         return "a slice such as ::4" if ":" in context["pattern"] else "a file's name"
@@ -188,12 +222,12 @@ def _expected(kind: str, context: Mapping[str, Any]) -> str:
     return kind.replace("_", " ")
 
 
-def _hint(details: Any, value: Any) -> str:
-    """What to write instead of a value that does not fit, after a semicolon; empty if unknown.
+def _suggest_fix(details: Any, value: Any) -> str:
+    """Returns "; " and what to write in place of a value that does not fit; "" if unknown.
 
     Args:
-        details: Of pydantic's error.
-        value: As it was written.
+        details: `errors()` of pydantic's error.
+        value: The value as it was written.
     """
     kinds = {detail["type"] for detail in details}
     if isinstance(value, float) and "int_type" in kinds and value.is_integer():
@@ -205,8 +239,9 @@ def _hint(details: Any, value: Any) -> str:
     if kinds & {"int_type", "float_type"}:
         return f"; in quotes it is text: write {value}" if _is_quoted_number(value) else ""
     if "literal_error" in kinds:
-        stated = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
-        close = difflib.get_close_matches(value.lower(), re.findall("'([^']*)'", stated), n=1)
+        expected = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
+        choices = re.findall("'([^']*)'", expected)
+        close = difflib.get_close_matches(value.lower(), choices, n=1)
         if close:
             return f"; did you mean {close[0]}?"
     if "tuple_type" in kinds:
@@ -215,20 +250,23 @@ def _hint(details: Any, value: Any) -> str:
 
 
 def _is_quoted_number(value: str) -> bool:
+    """Whether a text is a number as JSON writes it, true and false included."""
     try:
         return isinstance(parse_json(value.lower()), int | float)
     except ValueError:
         return False
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Writes a value as JSON for a message, cut off at 80 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
 def shipped_folder(name: str) -> Path:
-    """Returns the folder `name` (`recipes` or `accelerate_configs`): the checkout's own, or the
-    installed package's.
+    """Returns the folder `name` (`recipes` or `accelerate_configs`) that ships with the package.
+
+    It is inside an installed package, and beside the package in a checkout.
     """
     package = Path(__file__).resolve().parents[1]
     installed = package / name
@@ -236,39 +274,45 @@ def shipped_folder(name: str) -> Path:
 
 
 RECIPES = shipped_folder("recipes")
-# What makes a text a local path rather than a hub name, so that a missing file is reported before
-# anything is loaded.
+# A text with one of these is a local path, not a hub name. The reader reports it if the file is
+# missing.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """Values that fit the schema; the keys that were meant but did not; and what is wrong, one
-    sentence each.
-    """
+    """The result of checking entries against the keys of the schema."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # key -> a value that fits
+    # keys without a usable value, and keys that an unknown name probably stands for
     unusable: set[str] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # sentences with their places
 
 
 def find_file(name: str, folder: Path, what: str) -> Path:
-    """Returns the file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    """Finds a file by its path, or by its name in `folder`; either may lack .yaml.
+
+    `what`: what the file is, for messages, such as "recipe".
+
+    Raises `UserError` if `name` is empty, a folder, or no such file.
+    """
     article = "an" if what[0] in "AEIOU" else "a"
     if not name:
         raise UserError(
             f"the name of {article} {what} is empty; give a path, or a name of those in {folder}"
         )
+    # the path that is returned stands in messages: relative to the working directory if possible
     is_within = folder.is_relative_to(Path.cwd())
-    shown = folder.relative_to(Path.cwd()) if is_within else folder
-    for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
-        if candidate.is_file():
-            return candidate
+    short_folder = folder.relative_to(Path.cwd()) if is_within else folder
+    for parent in (Path(), short_folder):
+        for candidate in (parent / name, parent / f"{name}.yaml"):
+            if candidate.is_file():
+                return candidate
     if Path(name).is_dir():
-        of_run = Path(name) / "recipe.yaml"
-        if of_run.is_file() and folder == RECIPES:
-            hint = f"did you mean {of_run}?"
+        recipe_of_run = Path(name) / "recipe.yaml"
+        if recipe_of_run.is_file() and folder == RECIPES:
+            hint = f"did you mean {recipe_of_run}?"
         else:
             hint = f"name the {what}'s file"
         raise UserError(f"{name}: a folder, not {article} {what}; {hint}")
@@ -284,11 +328,13 @@ def find_file(name: str, folder: Path, what: str) -> Path:
 
 
 def expect_recipe(recipe: Any, *, may_have_adapters: bool = False) -> Recipe:
-    """Returns the recipe; of a file or a name in recipes/, the recipe that it holds.
+    """Returns `recipe`, or reads it if it is a file or a name in recipes/.
+
+    A file need not name `datasets`.
 
     Raises:
-        UserError: For anything else, for what is wrong with the file, and for one of several
-            adapters where there may be one alone.
+        UserError: `recipe` is neither, the file has mistakes, or the recipe has `adapters` and
+            `may_have_adapters` is false.
     """
     if isinstance(recipe, str | Path):
         recipe = read_recipe(str(recipe), [], needs_data=False)
@@ -311,13 +357,16 @@ def read_recipe(
     needs_data: bool = True,
     place: str = COMMAND_LINE,
 ) -> Recipe:
-    """Reads the recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid
-    over it.
+    """Reads a recipe from a file and overrides, which replace keys of the file.
 
-    Without a name it reads the overrides alone. `needs_data`: whether they must name `datasets`.
-    `place`: where the overrides stand, for errors.
+    Args:
+        name: The file: a path, or a name in recipes/; None: the overrides are the recipe.
+        overrides: `key=value` texts.
+        needs_data: Whether a recipe without `datasets` is a mistake.
+        place: Where the overrides stand, for messages.
 
-    Raises `UserError` naming every mistake in the file and the overrides, one a line.
+    Raises:
+        UserError: Lists all mistakes of the file and the overrides, one a line.
     """
     path = Path(place) if name is None else find_file(name, RECIPES, "recipe")
     try:
@@ -325,133 +374,147 @@ def read_recipe(
     except UserError:
         _refuse_another_tools_file(path)
         raise
-    in_file = {entry.key: entry for entry in entries}
-    if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
+    by_key = {entry.key: entry for entry in entries}
+    if by_key.keys() & ACCELERATE_KEYS and not by_key.keys() & recipe_keys().keys():
         raise UserError(
             f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe"
         )
     for text in overrides:
-        entry, unreadable = read_override(text, place)
-        problems += unreadable
+        entry, override_problems = read_override(text, place)
+        problems += override_problems
         if entry is not None:
-            in_file[entry.key] = entry
-    checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
+            by_key[entry.key] = entry
+    checked = _check_entries(by_key.values(), recipe_keys(), path.resolve().parent)
     method = checked.values.get("method", DEFAULT_METHOD)
     checked.values.update(
-        {key: value for key, value in METHODS[method].defaults.items() if key not in in_file}
+        {key: value for key, value in METHODS[method].defaults.items() if key not in by_key}
     )
-    _add_prompts(checked, in_file)
+    _add_empty_prompts(checked, by_key)
     sections = {}
     for section, schema in SECTIONS.items():
-        given = {
+        section_values = {
             key: checked.values[key] for key in keys_of(schema, section) if key in checked.values
         }
-        sections[section] = schema(**given)
+        sections[section] = schema(**section_values)
     recipe = Recipe(
-        path=str(path), places={key: entry.where for key, entry in in_file.items()}, **sections
+        path=str(path), places={key: entry.where for key, entry in by_key.items()}, **sections
     )
     if not needs_data and not checked.values.get("datasets"):
-        checked.unusable.add("datasets")
-    if problems := [*problems, *checked.problems, *_judge(recipe, checked.unusable)]:
+        checked.unusable.add("datasets")  # the rule that requires data is then skipped
+    problems += [*checked.problems, *_find_problems(recipe, checked.unusable)]
+    if problems:
         if name is not None:
             _refuse_another_tools_file(path)
         raise UserError.of(problems)
     return recipe
 
 
-def _judge(recipe: Recipe, unusable: Collection[str]) -> list[str]:
-    """Lists what is wrong with a recipe, or with what each of `adapters` makes of it."""
+def _find_problems(recipe: Recipe, unusable: Collection[str]) -> list[str]:
+    """Lists the problems of a recipe, or of the recipes of its `adapters`, each problem once.
+
+    `unusable`: keys with a problem of their own; rules that read such a key are skipped.
+    """
     problems = []
-    for each, own in _with_adapters(recipe):
-        problems += own
-        problems += map(str, find_recipe_problems(each, unusable))
+    for adapter_recipe, entry_problems in _make_adapter_recipes(recipe):
+        problems += entry_problems
+        problems += map(str, find_recipe_problems(adapter_recipe, unusable))
     return list(dict.fromkeys(problems))
 
 
 def split_adapters(recipe: Recipe) -> tuple[Recipe, ...]:
-    """Returns a recipe for each of `adapters`, which rules judge and whose `alone` is trained; the
-    recipe itself without any.
+    """Returns a recipe for each of `adapters`; the recipe itself if it has none.
+
+    The recipes still have the key `adapters`, because rules read it; `Recipe.alone` is without it.
 
     Raises:
-        UserError: For what is wrong with an entry.
+        UserError: Lists what is wrong with the entries of `adapters`.
     """
-    each = _with_adapters(recipe)
-    if problems := [problem for _, own in each for problem in own]:
+    pairs = _make_adapter_recipes(recipe)
+    problems = [problem for _, entry_problems in pairs for problem in entry_problems]
+    if problems:
         raise UserError.of(problems)
-    return tuple(own for own, _ in each)
+    return tuple(adapter_recipe for adapter_recipe, _ in pairs)
 
 
-def _with_adapters(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
-    """Returns the recipe with the keys of each of `adapters` laid over it, and what is wrong with
-    them.
+def _make_adapter_recipes(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
+    """Makes (recipe, problems of the entry) for each entry of `adapters`.
+
+    The recipe itself is the only one if it has no `adapters`, or if an adapter has an unusable
+    name, which is then the problem.
     """
     adapters = recipe.lora.adapters
     if not adapters:
         return [(recipe, [])]
     place = f"{recipe.place_of('adapters')}: adapters"
-    names = [str(own.get("name", "")) for own in adapters]
-    unfit = [name for name in names if not FOLDER_NAME.fullmatch(name) or names.count(name) > 1]
-    if unfit:
-        return [
-            (
-                recipe,
-                [
-                    f"{place}: name: {json.dumps(unfit[0])} does not fit; each adapter needs a "
-                    "name of its own of letters, digits, - and _, which is that of its folder"
-                ],
+    names = [str(adapter.get("name", "")) for adapter in adapters]
+    for name in names:
+        if not FOLDER_NAME.fullmatch(name) or names.count(name) > 1:
+            problem = (
+                f"{place}: name: {json.dumps(name)} does not fit; each adapter needs a "
+                "name of its own of letters, digits, - and _, which is that of its folder"
             )
-        ]
-    return [_with_adapter(recipe, own, f"{place}: {own['name']}") for own in adapters]
+            return [(recipe, [problem])]
+    return [
+        _make_adapter_recipe(recipe, adapter, f"{place}: {adapter['name']}") for adapter in adapters
+    ]
 
 
-def _with_adapter(recipe: Recipe, own: Mapping[str, Any], place: str) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the keys of one of `adapters` laid over it, and what is wrong with
-    them.
+def _make_adapter_recipe(
+    recipe: Recipe, adapter: Mapping[str, Any], place: str
+) -> tuple[Recipe, list[str]]:
+    """Replaces keys of a recipe by those of one entry of `adapters`: returns (recipe, problems).
+
+    The adapter's run gets a folder and a name made of those of the whole run and the adapter's
+    name. `place`: where the entry stands, for messages.
     """
     problems = []
     entries = []
-    for key, value in own.items():
+    for key, value in adapter.items():
         if key in recipe_keys().keys() - adapter_keys().keys():
             problems.append(
                 f"{place}: {key}: is the same for all adapters, which share a base and its "
                 "batches; write it once in the recipe"
             )
         elif key != "name":
-            entry, unreadable = read_value(json.dumps(value, default=str), key, place, NESTED)
-            problems += unreadable
+            # JSON is YAML: as text, the value becomes an entry like those of a command line
+            entry, value_problems = read_value(json.dumps(value, default=str), key, place, NESTED)
+            problems += value_problems
             entries.append(entry)
-    checked = _check(entries, recipe_keys(), Path(recipe.path).resolve().parent)
+    checked = _check_entries(entries, recipe_keys(), Path(recipe.path).resolve().parent)
     values = {
         **checked.values,
-        "output_dir": str(recipe.folder / own["name"]),
-        "run_name": f"{recipe.name}-{own['name']}",
+        "output_dir": str(recipe.folder / adapter["name"]),
+        "run_name": f"{recipe.name}-{adapter['name']}",
     }
     sections = {}
     for section, schema in SECTIONS.items():
-        given = {key: values[key] for key in keys_of(schema, section) if key in values}
-        sections[section] = replace(getattr(recipe, section), **given)
+        changes = {key: values[key] for key in keys_of(schema, section) if key in values}
+        sections[section] = replace(getattr(recipe, section), **changes)
     places = {**recipe.places, **{entry.key: entry.where for entry in entries}}
     return replace(recipe, places=places, **sections), problems + checked.problems
 
 
-def _add_prompts(checked: _Checked, given: Mapping[str, Entry]) -> None:
-    """Adds the data of a recipe that names none, where an environment asks itself: empty
-    prompts.
+def _add_empty_prompts(checked: _Checked, by_key: Mapping[str, Entry]) -> None:
+    """Adds a data set of empty prompts to a recipe with an environment and without `datasets`.
+
+    The environment then writes the prompts. Adds a problem to `checked` if max_steps is not set.
+    `by_key`: the entries of the file and the overrides.
     """
-    if not checked.values.get("environment") or "datasets" in given:
+    if not checked.values.get("environment") or "datasets" in by_key:
         return
     count = checked.values.get("global_batch_size") or EMPTY_PROMPTS
     checked.values["datasets"] = (DatasetSource(path=write_prompts(count)),)
     if not checked.values.get("max_steps"):
-        where = given["environment"].where
+        where = by_key["environment"].where
         checked.problems.append(
             f"{where}: environment: without datasets nothing says how long to train; set max_steps"
         )
 
 
 def _refuse_another_tools_file(path: Path) -> None:
-    """Raises `UserError` if the file was written for another tool: a sentence instead of one for
-    each of its keys.
+    """Raises `UserError` if the file was written for another tool.
+
+    This one sentence replaces a problem for each key of the file.
     """
     file = find_yaml(path, is_foreign=True)
     tool = next(filter(None, (hints.find_writer(file) for hints in _hints)), None)
@@ -463,16 +526,17 @@ def _refuse_another_tools_file(path: Path) -> None:
         )
 
 
-def _model_folder(name: str) -> str:
-    """Returns `name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
+def _resolve_checkpoint(name: str) -> str:
+    """Returns the folder model/ if `name` is a checkpoint of a run (step-00000100), else `name`."""
     model = Path(name) / "model"
     is_checkpoint = (Path(name) / "manifest.json").is_file() and (model / "config.json").is_file()
     return str(model) if is_checkpoint else name
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe as a flat mapping with every key filled in: what recipe.yaml of a run
-    holds.
+    """Returns all keys of the recipe, defaults included, as one flat mapping of plain values.
+
+    It is the content of recipe.yaml in a run's folder.
     """
     flat: dict[str, Any] = {}
     for section in SECTIONS:
@@ -486,8 +550,14 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
 
 
-def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
-    """Returns the entries' values in the types of the schema, and what is wrong with them."""
+def _check_entries(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
+    """Converts the entries to the types of the schema, and collects their problems.
+
+    Args:
+        entries: Of a recipe, or of an entry of `datasets`.
+        known: The keys that may stand there.
+        folder: The recipe's folder, in which files are looked for too.
+    """
     checked = _Checked()
     for entry in entries:
         key = known.get(entry.key)
@@ -499,15 +569,15 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
         readable = entry.value is not UNREADABLE
         problems = []
         if readable:
-            problems = _check_value(entry, key, folder, checked.values)
+            problems = _add_value(entry, key, folder, checked.values)
         if problems or not readable:
             checked.unusable.add(entry.key)
             checked.problems.extend(problems)
     return checked
 
 
-EMPTY_PROMPTS = 1024  # where the batch size is not known yet
-OF_VERIFIERS = (
+EMPTY_PROMPTS = 1024  # of `_add_empty_prompts`, if the recipe sets no global_batch_size
+WHY_NO_VERIFIERS = (
     "the package verifiers plays its episodes by agent programs that ask a server for text, so "
     "that what was sampled would be encoded again; write a class with reset, tools and "
     "get_reward, around its task"
@@ -515,84 +585,94 @@ OF_VERIFIERS = (
 
 
 class _Unfit(ValueError):
-    """A value that its key cannot take; the message is the sentence after the key's name."""
+    """Its key does not accept a value; the text follows the key's name in the message."""
 
 
-def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
-    """Puts the entry's value into `values`, or returns what is wrong with it."""
+def _add_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
+    """Adds the entry's value to `values` in the type of the key, or returns its problems."""
+    # the schema's lists are tuples
     value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
     if entry.key in NESTED and isinstance(value, tuple):
         value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
         if problems:
             return problems
     try:
-        values[entry.key] = _read_as(value, entry, key, folder)
+        values[entry.key] = _convert_value(value, entry, key, folder)
     except _Unfit as error:
         return [f"{entry.where}: {entry.key}: {error}"]
     return []
 
 
-def _read_as(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
-    """Returns the value in the type of the key.
+def _convert_value(value: Any, entry: Entry, key: Key, folder: Path) -> Any:
+    """Returns `value` in the type of the key, with the files that it names found.
 
-    Raises `_Unfit` where it does not fit, or names what is not there.
+    Raises `_Unfit` if the value does not fit, or names a file that does not exist.
     """
     if _holds_nul(value):
         raise _Unfit("holds a NUL character, which no text and no name has; remove it")
-    also = key.read_as.written if key.read_as is not None else None
-    if key.read_as is not None and value == also and type(value) is type(also):
-        value = key.read_as.meant
+    extra_value = None  # accepted beside the values of the key's type
+    if key.read_as is not None:
+        extra_value = key.read_as.written
+        # the types too, since True == 1 and False == 0
+        if value == extra_value and type(value) is type(extra_value):
+            value = key.read_as.meant
     if key.is_rewards and isinstance(value, tuple):
         value = tuple(map(_write_reward, value))
     try:
-        value = _type_of(entry.key, key.section).validate_python(value, strict=True)
+        value = _make_validator(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
         explained = explain_value(entry.key, value)
-        raise _Unfit(explained or what_is_wrong(error, entry.value, also)) from None
+        raise _Unfit(explained or explain_misfit(error, entry.value, extra_value)) from None
     if key.is_patterns:
-        for problem in filter(None, map(find_problem, value or ())):
-            raise _Unfit(problem)
-    return _locate(value, key, folder)
+        for pattern in value or ():
+            problem = find_problem(pattern)
+            if problem:
+                raise _Unfit(problem)
+    return _locate_value(value, key, folder)
 
 
 def _holds_nul(value: Any) -> bool:
-    """Whether a NUL character stands anywhere in a value."""
+    """Whether a NUL character is anywhere in a value, keys of mappings included."""
     if isinstance(value, Mapping):
-        return any(_holds_nul(part) for pair in value.items() for part in pair)
+        return any(_holds_nul(text) for pair in value.items() for text in pair)
     if isinstance(value, list | tuple):
         return any(map(_holds_nul, value))
     return isinstance(value, str) and "\0" in value
 
 
-def _locate(value: Any, key: Key, folder: Path) -> Any:
-    """Finds the files that a key's value names, from here or the recipe's folder.
+def _locate_value(value: Any, key: Key, folder: Path) -> Any:
+    """Replaces names of files in a key's value by the paths of files that exist.
 
-    Raises `_Unfit` where one is not there.
+    They are looked for from the working directory, then from `folder`, the recipe's. A value
+    that names no files is returned as it is.
+
+    Raises `_Unfit` if a file does not exist.
     """
     if value is None:
         return None
     if key.is_rewards:
         return tuple(_locate_reward(name, folder) for name in value)
     if key.is_python_name:
-        served = SERVED_ENVIRONMENTS if key.name == "environment" else ()
-        return _locate_functions(value, folder, served)
+        served_prefixes = SERVED_ENVIRONMENTS if key.name == "environment" else ()
+        return _locate_functions(value, folder, served_prefixes)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
     return value
 
 
 def _locate_functions(
-    value: str | Sequence[str] | Mapping[str, str], folder: Path, served: Names
+    value: str | Sequence[str] | Mapping[str, str], folder: Path, served_prefixes: Names
 ) -> str | Names | dict[str, str]:
-    """Returns the names of functions with their files found, from here or the recipe's folder.
+    """Replaces the file in each FILE.py:NAME of a key's value by a path that exists.
 
-    Names that begin with one of `served` stay as they are.
+    `served_prefixes`: how the name of an environment on a server begins; such a name stays as it
+    is. Empty for any key but `environment`.
     """
 
     def find(name: str) -> str:
-        if served and name.startswith("verifiers:"):
-            raise _Unfit(f"{name}: {OF_VERIFIERS}")
-        return name if name.startswith(served) else locate(name, folder)
+        if served_prefixes and name.startswith("verifiers:"):
+            raise _Unfit(f"{name}: {WHY_NO_VERIFIERS}")
+        return name if name.startswith(served_prefixes) else locate(name, folder)
 
     try:
         if isinstance(value, str):
@@ -605,7 +685,10 @@ def _locate_functions(
 
 
 def _write_reward(value: Any) -> Any:
-    """Returns an entry of `rewards` as a recipe holds it: a judge's mapping becomes text."""
+    """Returns an entry of `rewards` with a judge as JSON text, as a `Recipe` holds it.
+
+    A judge may be a mapping or such a text. Anything else is returned as it is.
+    """
     try:
         if isinstance(value, str) and is_judge(value):
             value = parse_json(value)
@@ -615,15 +698,18 @@ def _write_reward(value: Any) -> Any:
 
 
 def _locate_reward(value: str, folder: Path) -> str:
-    """Returns an entry of `rewards` with its file found.
+    """Replaces the file or folder in an entry of `rewards` by a path that exists.
 
-    The entry is a judge, a function that ships or is in a file, or the folder or name of a model.
+    The entry is a judge, a reward that ships, FILE.py:NAME, or the folder or hub name of a reward
+    model. Judges, rewards that ship and hub names stay as they are.
     """
     if is_judge(value):
         return value
     is_folder = any(path.is_dir() for path in (Path(value).expanduser(), folder / value))
-    if value not in SHIPPED_REWARDS and ".py" not in value and ("/" in value or is_folder):
+    is_function = value in SHIPPED_REWARDS or ".py" in value
+    if not is_function and ("/" in value or is_folder):
         return _locate_file(value, folder)
+    # a name that fits nothing comes here too, for the error that lists what would fit
     try:
         return locate(value, folder, SHIPPED_REWARDS)
     except ValueError as error:
@@ -631,12 +717,15 @@ def _locate_reward(value: str, folder: Path) -> str:
 
 
 def _locate_file(value: str, folder: Path) -> str:
-    """Returns a path that exists, or a hub name; Jinja text and an address stay as they are."""
+    """Returns the path that `value` names; a hub name, a URL or Jinja text as it is.
+
+    Raises `_Unfit` if it is a local path and does not exist, or cannot be read.
+    """
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:
-        path = _located(value, folder)
-    except OSError as error:  # a folder on the way is closed to us, say
+        path = _find_path(value, folder)
+    except OSError as error:  # for example a parent folder without permission
         raise _Unfit(f"{value}: cannot be read: {error.strerror or error}") from None
     if path is None:
         raise _Unfit(f"{value}: no such file or folder, here or in the recipe's folder")
@@ -646,17 +735,27 @@ def _locate_file(value: str, folder: Path) -> str:
 def _check_sources(
     items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
 ) -> tuple[tuple[Any, ...], list[str]]:
-    """Returns (the items of a list of sources as `schema`, what is wrong with the others)."""
+    """Makes a `schema` (`DatasetSource`) of each item of `datasets` or `eval_datasets`.
+
+    Args:
+        items: Each a list of entries, as `read_entries` reads a mapping; other items are problems.
+        schema: The class to make.
+        entry: The recipe's entry that holds the items.
+        folder: The recipe's folder.
+
+    Returns:
+        (sources, problems). Items with a problem have no source.
+    """
     sources = []
     problems = []
     for item in items:
-        if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
+        if not (isinstance(item, list) and all(isinstance(part, Entry) for part in item)):
             problems.append(
                 f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such "
                 "as `- path: data.jsonl`"
             )
             continue
-        checked = _check(item, keys_of(schema), folder)
+        checked = _check_entries(item, keys_of(schema), folder)
         problems += checked.problems
         if not {"path", "function"} & (checked.values.keys() | checked.unusable):
             where = item[0].where if item else entry.where
@@ -669,8 +768,11 @@ def _check_sources(
 
 
 @cache
-def _type_of(key: str, section: str) -> TypeAdapter[Any]:
-    """Returns the type of a key of a section of the recipe, or without one of `datasets`."""
+def _make_validator(key: str, section: str) -> TypeAdapter[Any]:
+    """Makes pydantic's validator of a key.
+
+    `section`: the key's section of the recipe; empty for a key of an entry of `datasets`.
+    """
     if section:
         known = keys_of(SECTIONS[section], section)
     else:
@@ -678,37 +780,35 @@ def _type_of(key: str, section: str) -> TypeAdapter[Any]:
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def _located(value: str, folder: Path) -> str | None:
-    """Returns a local path that exists, from here or the recipe's folder; a possible hub name as it
-    is; else None.
+def _find_path(value: str, folder: Path) -> str | None:
+    """Finds a file, a folder or the matches of a glob, from the working directory, then `folder`.
+
+    Returns the path. If nothing exists, returns `value` if it may be a hub name, else None.
     """
-    here = Path(value).expanduser()
-    for candidate in (here, folder / value):
-        if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
-            return _model_folder(str(candidate))
+    is_glob = any(letter in value for letter in "*?[")
+    for candidate in (Path(value).expanduser(), folder / value):
+        if candidate.exists() or (is_glob and _has_match(candidate)):
+            return _resolve_checkpoint(str(candidate))
     if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS):
         return None
     return value
 
 
-def _matches(pattern: Path) -> bool:
-    """Whether a glob matches a file or folder."""
+def _has_match(pattern: Path) -> bool:
+    """Whether a glob, relative or absolute, matches any file or folder."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
 
 
 def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """Explains a key that is unknown where it stands.
+    """Explains a key that is not among `known`: returns (key that was meant, sentence).
 
     Args:
-        key: As it was written.
-        known: The keys at that place: the recipe's, or those of an entry of `datasets`.
-
-    Returns:
-        The key that was probably meant, else `key`; and a sentence for the user.
+        key: The unknown key as it was written. It is also returned if no better key is found.
+        known: The keys that may stand there: the recipe's, or those of an entry of `datasets`.
     """
-    is_at_top = "path" not in known
-    explained = _explain_at_top(key) if is_at_top else None
+    is_at_top = "path" not in known  # a recipe has no key `path`, an entry of `datasets` has
+    explained = _explain_recipe_key(key) if is_at_top else None
     if explained is not None:
         meant, sentence = explained
         return meant, f"{key}: {sentence}"
@@ -722,14 +822,17 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     return key, f"{key}: no such key; {listed}"
 
 
-def _explain_at_top(key: str) -> tuple[str, str] | None:
-    """Explains a name that is known, though it is no key of a recipe."""
+def _explain_recipe_key(key: str) -> tuple[str, str] | None:
+    """Explains a name that means something, though a recipe has no such key.
+
+    Returns (key that was meant, a sentence without `key`); None for a name that means nothing.
+    """
     if key in {field.name for field in fields(DatasetSource)}:
         example = f"datasets=[{{path: ..., {key}: ...}}]"
         return key, f"a key of each entry of datasets; write it there, as in {example}"
     if key in MEANT:
-        ours, sentence = MEANT[key]
-        return ours or key, sentence
+        meant, sentence = MEANT[key]
+        return meant or key, sentence
     hints_on_key = (hints.explain_key(key) for hints in _hints)
     hint = next((hint for hint in hints_on_key if hint is not None), None)
     if hint is not None and key not in ACCELERATE_KEYS:
@@ -751,8 +854,9 @@ def _explain_at_top(key: str) -> tuple[str, str] | None:
 
 
 def explain_value(key: str, value: object) -> str | None:
-    """Returns a sentence on another tool's value of a key that is the same here; None where it is
-    not known.
+    """Returns a sentence on a value that `key` does not accept, but that users often write.
+
+    It says what to write, or why the value is refused. Returns None for any other value.
 
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
@@ -780,8 +884,8 @@ def explain_value(key: str, value: object) -> str | None:
             if facts.losses
         )
         return f"{value}: no such loss; there are {'; '.join(known)}"
-    ours = OTHER_VALUES.get(key, {}).get(value)
-    refused = REFUSED_VALUES.get(key, {}).get(value)
-    if ours is not None:
-        return f"{value}: another tool's name; here it is {ours}"
-    return None if refused is None else f"{value}: {refused}"
+    replacement = OTHER_VALUES.get(key, {}).get(value)
+    if replacement is not None:
+        return f"{value}: another tool's name; here it is {replacement}"
+    reason = REFUSED_VALUES.get(key, {}).get(value)
+    return None if reason is None else f"{value}: {reason}"

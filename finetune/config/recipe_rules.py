@@ -1,6 +1,6 @@
-"""The rules of a recipe: its keys among themselves, and quantized training and exports.
+"""Rules on a recipe alone: what its keys require of each other.
 
-Torch-free.
+A few rules on QAT and exports also need the model. Imports no torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,19 @@ from finetune.config.rule import Case, Rule, all_of, is_set, model_rule, no_effe
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
-# bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
+# Below this rate most updates of bf16 weights round to nothing: bf16 numbers near 0.02 are
+# 1.2e-4 apart, and an update of less than half of that is lost.
 SMALLEST_BF16_RATE = 1e-5
-LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
+# From here on a learning rate is probably a mistake, since Adam moves every parameter by about it.
+LARGEST_RATE = 1.0
 
 
-def _function_beside(entry: str, key: str) -> Rule:
+def _exclude_function(entry: str, key: str) -> Rule:
+    """Makes the rule that a source with `function` does not set `key`, such as path.
+
+    `entry`: `datasets` or `eval_datasets`.
+    """
+
     def has_both(case: Case) -> bool:
         default = keys_of(DatasetSource)[key].default
         return any(source.function and getattr(source, key) != default for source in case[entry])
@@ -38,28 +45,37 @@ def _function_beside(entry: str, key: str) -> Rule:
 
 
 def _find_schedule_problems(case: Case) -> list[str]:
+    """Lists what is wrong with lr_scheduler_kwargs for the recipe's schedule."""
     return find_schedule_problems(case["lr_scheduler_type"], case["lr_scheduler_kwargs"] or {})
 
 
-def _is_no_date(case: Case) -> bool:
+def _has_wrong_date(case: Case) -> bool:
+    """Whether chat_template_date is set and not a date in ISO form."""
     text = case["chat_template_date"]
+    if text is None:
+        return False
     try:
-        return text is not None and not date.fromisoformat(text)
+        date.fromisoformat(text)
     except ValueError:
         return True
+    return False
 
 
 def _evaluates(case: Case) -> bool:
-    """Whether a held-out loss is measured between start and end."""
+    """Whether the run measures held-out losses between its start and its end."""
     run = case.recipe.run
     return run.eval_strategy == "epoch" or run.eval_steps is not None
 
 
-def _holds_out(case: Case) -> bool:
+def _has_held_out_rows(case: Case) -> bool:
     return bool(case["eval_datasets"]) or case["eval_split_size"] is not None
 
 
-def _interval_without_effect(strategy: str, steps: str) -> Rule:
+def _require_steps_strategy(strategy: str, steps: str) -> Rule:
+    """Makes the rule that an interval has no effect unless its strategy is `steps`.
+
+    `strategy` and `steps` are the two keys, such as save_strategy and save_steps.
+    """
     return recipe_rule(
         f"{steps} with another {strategy}",
         steps,
@@ -70,7 +86,8 @@ def _interval_without_effect(strategy: str, steps: str) -> Rule:
     )
 
 
-def _needs_evaluation(key: str) -> Rule:
+def _require_evaluation(key: str) -> Rule:
+    """Makes the rule that `key` needs held-out losses between the start and the end of a run."""
     return recipe_rule(
         f"{key} without held-out losses",
         key,
@@ -83,45 +100,52 @@ def _needs_evaluation(key: str) -> Rule:
 
 
 QAT = "quantization_aware_training"
-OFF: Mapping[str, Any] = {QAT: None}
+NO_QAT: Mapping[str, Any] = {QAT: None}
 
 
 def has_qat(case: Case) -> bool:
+    """Whether the recipe trains with QAT."""
     return case[QAT] is not None
 
 
-def _is_refused(name: str, row: ExportFormat, case: Case) -> bool:
-    return name in case["export_formats"] and bool(row.refuses(case))
+def _exports_refused_model(name: str, export_format: ExportFormat, case: Case) -> bool:
+    """Whether the recipe asks for the format `name`, and the format cannot hold the model."""
+    return name in case["export_formats"] and bool(export_format.refuses(case))
 
 
 def exports(name: str) -> Callable[[Case], bool]:
-    """A condition: a run ends with an export in the format `name`."""
+    """Makes the condition that a run ends with an export in the format `name`."""
     return lambda case: case["export_at_end"] and name in case["export_formats"]
 
 
-def _own_group(case: Case) -> int | None:
+def _find_group_size(case: Case) -> int | None:
+    """Returns how many numbers share a scale under the scheme of QAT; see `Scheme.group_of`."""
     return SCHEMES[case[QAT]].group_of(case["qat_group_size"])
 
 
-def _uneven_widths(case: Case) -> list[int]:
-    """Returns the inputs of linear layers that the group size does not divide, by the sizes that a
-    config names.
+def _list_input_sizes(case: Case) -> tuple[int, int, int]:
+    """Returns the numbers of inputs of the model's linear layers, as its config gives them.
+
+    They are the sizes of hidden states, of all heads together and of an MLP's inner states. The
+    last is 0 if the config gives no such size.
     """
     model = case.model
-    group = case["qat_group_size"]
-    widths = {model.hidden, model.heads * model.head_size, model.intermediate} - {0}
-    return sorted(width for width in widths if group is not None and width % group)
+    return model.hidden, model.heads * model.head_size, model.intermediate
+
+
+def _find_undivided_sizes(case: Case) -> list[int]:
+    """Returns the numbers of inputs that qat_group_size does not divide, sorted; each once."""
+    group_size = case["qat_group_size"]
+    if group_size is None:
+        return []
+    return sorted({size for size in _list_input_sizes(case) if size % group_size})
 
 
 def _advise_group_size(case: Case) -> str:
-    model = case.model
-    return (
-        "set it to a divisor of "
-        f"{gcd(model.hidden, model.heads * model.head_size, model.intermediate)}, or to null"
-    )
+    return f"set it to a divisor of {gcd(*_list_input_sizes(case))}, or to null"
 
 
-# What every recipe needs; asked only when one is read.
+# What every recipe must have. These rules apply only when a recipe file is read.
 REQUIRED: tuple[Rule, ...] = (
     recipe_rule(
         "two models",
@@ -292,7 +316,7 @@ RULES: tuple[Rule, ...] = (
         "arguments of the schedule",
         "lr_scheduler_kwargs",
         "lr_scheduler_type",
-        when=lambda c: _find_schedule_problems(c),
+        when=_find_schedule_problems,  # any message is a problem
         message=_find_schedule_problems,
     ),
     recipe_rule(
@@ -316,6 +340,7 @@ RULES: tuple[Rule, ...] = (
         "a warm-up longer than the run",
         "warmup_steps",
         "max_steps",
+        # 1e99: the run's length is not known
         when=lambda c: (c["warmup_steps"] or 0) > (c.steps or c["max_steps"] or 1e99),
         message=lambda c: (
             f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} "
@@ -364,14 +389,14 @@ RULES: tuple[Rule, ...] = (
     ),
     # Data and evaluation
     *(
-        _function_beside(entry, key)
+        _exclude_function(entry, key)
         for entry in ("datasets", "eval_datasets")
         for key in ("path", "name", "split")
     ),
     recipe_rule(
         "no date",
         "chat_template_date",
-        when=_is_no_date,
+        when=_has_wrong_date,
         message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
     ),
     recipe_rule(
@@ -404,7 +429,7 @@ RULES: tuple[Rule, ...] = (
         "eval_strategy",
         "eval_datasets",
         "eval_split_size",
-        when=lambda c: _evaluates(c) and not _holds_out(c),
+        when=lambda c: _evaluates(c) and not _has_held_out_rows(c),
         message=lambda c: (
             f"{'eval_strategy' if c['eval_strategy'] == 'epoch' else 'eval_steps'}, but no "
             "held-out rows"
@@ -416,7 +441,7 @@ RULES: tuple[Rule, ...] = (
         "exact_match_samples",
         "eval_datasets",
         "eval_split_size",
-        when=lambda c: c["exact_match_samples"] and not _holds_out(c),
+        when=lambda c: c["exact_match_samples"] and not _has_held_out_rows(c),
         message="exact_match_samples, but no held-out rows",
         advice="set eval_datasets or eval_split_size",
     ),
@@ -426,10 +451,10 @@ RULES: tuple[Rule, ...] = (
         is_set("exact_match_samples", to=0),
         "exact_match_samples",
     ),
-    _needs_evaluation("early_stopping_patience"),
-    _needs_evaluation("keep_best_checkpoint"),
-    _interval_without_effect("eval_strategy", "eval_steps"),
-    _interval_without_effect("save_strategy", "save_steps"),
+    _require_evaluation("early_stopping_patience"),
+    _require_evaluation("keep_best_checkpoint"),
+    _require_steps_strategy("eval_strategy", "eval_steps"),
+    _require_steps_strategy("save_strategy", "save_steps"),
     recipe_rule(
         "profile_steps backwards",
         "profile_steps",
@@ -451,7 +476,7 @@ RULES: tuple[Rule, ...] = (
             "compared with the one that was trained"
         ),
         advice=f"use one of {', '.join(TRAINED)}",
-        fix=OFF,
+        fix=NO_QAT,
     ),
     *(
         no_effect(key.name, f"without {QAT}", lambda c: not has_qat(c), QAT)
@@ -497,19 +522,20 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         model_rule(
-            f"a model that is not exported as {row.title}",
+            f"a model that is not exported as {export_format.title}",
             "export_formats",
-            when=partial(_is_refused, name, row),
-            message=f"export_formats: {name}: {row.refused}",
+            when=partial(_exports_refused_model, name, export_format),
+            message=f"export_formats: {name}: {export_format.refused}",
             advice="remove it",
         )
-        for name, row in EXPORT_FORMATS.items()
-        if row.refused
+        for name, export_format in EXPORT_FORMATS.items()
+        if export_format.refused
     ),
     recipe_rule(
         "rounding after the end",
         "fake_quant_after_n_steps",
         "max_steps",
+        # 1e99: the run's length is not known
         when=lambda c: c["fake_quant_after_n_steps"] >= (c.steps or c["max_steps"] or 1e99),
         message=lambda c: (
             f"fake_quant_after_n_steps: {c['fake_quant_after_n_steps']}: the run ends after "
@@ -522,12 +548,12 @@ RULES: tuple[Rule, ...] = (
         "a scheme with blocks of its own",
         "qat_group_size",
         QAT,
-        when=lambda c: has_qat(c) and _own_group(c) != c["qat_group_size"],
+        when=lambda c: has_qat(c) and _find_group_size(c) != c["qat_group_size"],
         message=lambda c: (
             f"qat_group_size: {c['qat_group_size']}: {c[QAT]} has a scale for "
-            f"{_own_group(c) or 'all'} numbers"
+            f"{_find_group_size(c) or 'all'} numbers"
         ),
-        advice=lambda c: f"set qat_group_size: {_own_group(c) or 'null'}",
+        advice=lambda c: f"set qat_group_size: {_find_group_size(c) or 'null'}",
     ),
     recipe_rule(
         "a trained scheme that is not exported",
@@ -561,10 +587,11 @@ RULES: tuple[Rule, ...] = (
         "qat_group_size",
         QAT,
         "model_name_or_path",
-        when=lambda c: has_qat(c) and _uneven_widths(c),
+        when=lambda c: has_qat(c) and _find_undivided_sizes(c),
         message=lambda c: (
             f"qat_group_size: {c['qat_group_size']} does not divide "
-            f"{' and '.join(map(str, _uneven_widths(c)))}, the inputs of linear layers of {c.name}"
+            f"{' and '.join(map(str, _find_undivided_sizes(c)))}, the inputs of linear layers of "
+            f"{c.name}"
         ),
         advice=_advise_group_size,
         fix={"qat_group_size": None},

@@ -1,6 +1,6 @@
-"""What entries of `rewards` and `environment` name: rewards that ship, models, judges, servers.
+"""Names in `rewards` and `environment`: which ones are rewards that ship, models or servers.
 
-The process of rewards reads this too, and starts in half the time without pydantic.
+Imports no pydantic: the process of rewards imports this module, and pydantic doubles its start.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from finetune.config.judge import is_judge, read_judge
 from finetune.constants import EXPORT
 
-# Rewards that ship: name -> what it gives. The functions are in rollout/shipped_rewards.py.
+# Reward that ships -> the value that it gives. The functions are in rollout/shipped_rewards.py.
 SHIPPED_REWARDS: Mapping[str, str] = {
     "exact_answer": (
         "1 where the completion, without the white space around it, is the row's answer"
@@ -26,15 +26,15 @@ SHIPPED_REWARDS: Mapping[str, str] = {
 }
 
 
-# how an environment is named that is no file's
+# How the name of an environment on a server begins; any other name is FILE.py:NAME.
 SERVED_ENVIRONMENTS = ("openenv:",)
 
-# what a reward that ships imports
+# Reward that ships -> the package that it imports, if it needs one.
 REWARD_PACKAGES: Mapping[str, str] = {"math_verify": "math_verify"}
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether an entry of `rewards` is a model, and no function.
+    """Whether an entry of `rewards` is a reward model: neither a function nor a judge.
 
     >>> [
     ...     name
@@ -47,8 +47,10 @@ def is_reward_model(name: str) -> bool:
 
 
 def name_of_reward(name: str) -> str:
-    """Returns the name of an entry of `rewards` in metrics: a function's own, that of a model's
-    folder or run, a judge's own or that of its model.
+    """Returns the name that an entry of `rewards` has in metrics.
+
+    A function has its own name, a judge its `title`. A model has the name of its folder; an export
+    of a run has that of the run's folder.
 
     >>> [
     ...     name_of_reward(name)
@@ -59,8 +61,9 @@ def name_of_reward(name: str) -> str:
     if is_judge(name):
         return read_judge(name).title
     if not is_reward_model(name):
-        return name.rpartition(":")[2]
-    parts = name.rstrip("/").split("/")
-    if parts[-1] == EXPORT and len(parts) > 1:
-        return parts[-2]
-    return parts[-1]
+        _, _, function_name = name.rpartition(":")
+        return function_name
+    *parents, folder = name.rstrip("/").split("/")
+    if folder == EXPORT and parents:
+        return parents[-1]
+    return folder

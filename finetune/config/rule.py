@@ -1,6 +1,6 @@
-"""A rule about what works together: the case that it judges, and the problem that it finds.
+"""Rules on a run: the case that a rule judges, the rule, and the problem that it finds.
 
-Imports no torch.
+Below them are the makers of rules and the conditions that several rules share. Imports no torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,8 @@ Need = Literal["layout", "model", "machine"]
 class Case:
     """A run to judge.
 
-    A rule reads `layout`, `model` and `machine` only where it says that it needs them.
+    `layout`, `model` and `machine` are None while they are not known. A rule that reads one of them
+    names it in `Rule.needs`, and is skipped in such a case.
     """
 
     recipe: Recipe
@@ -30,21 +31,26 @@ class Case:
     model: ModelFacts
     machine: MachineFacts
     ranks: int = 1
-    steps: int | None = None  # of the run, where the data has been read or max_steps says it
+    steps: int | None = None  # optimizer steps of the run; None: not known yet
     is_teacher: bool = False  # whether `model` is the teacher
-    images: str | None = None  # the family of the whole model, once rows with images have been read
+    # model_type of the whole vision-language model; None: no row with images has been read
+    images: str | None = None
 
     @property
     def shards(self) -> int:
-        """Ranks that hold a replica of the model, or of a stage's layers, between them under
-        FSDP2.
+        """Number of ranks that shard one replica of the model under FSDP2.
+
+        With pipeline parallelism it is a replica of one stage's layers.
         """
         return self.ranks // (
             self.layout.pipeline_parallel_size * (self.layout.replicate_size or 1)
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Returns the value of a recipe's key, or the attribute of this name."""
+        """Returns the value of the recipe key `key`; if there is no such key, the attribute.
+
+        Messages use it for {learning_rate}, {name} or {layout.source}.
+        """
         recipe_key = recipe_keys().get(key)
         if recipe_key is None:
             return getattr(self, key)
@@ -52,7 +58,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The model, for messages."""
+        """The model's name, or the teacher's, for messages; "model_config" if it has none."""
         if self.is_teacher:
             name = self.recipe.method.teacher_model_name_or_path
         else:
@@ -61,11 +67,13 @@ class Case:
 
     @property
     def method_facts(self) -> MethodFacts:
+        """The facts about the recipe's method."""
         return self.recipe.method_facts
 
     @property
     def quantization(self) -> Quantization:
-        """How the model is kept: as its files are quantized, else as the recipe says."""
+        """The model's quantization in memory: that of its files, else the recipe's."""
+        # `model` is None while it is not known
         stored: Quantization | None = getattr(self.model, "quantization", None)
         if stored:
             return stored
@@ -75,24 +83,24 @@ class Case:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a vision tower is loaded with the model."""
+        """Whether the run loads a vision-language model with its vision tower."""
         return self.model.vision and not self.recipe.model.drop_vision
 
     @property
     def load_key(self) -> str:
-        """The key that asks for the quantization."""
+        """The recipe key that asks for `quantization`."""
         return name_load_key(self.quantization, of_teacher=self.is_teacher)
 
     @property
     def global_batch_size(self) -> int:
-        """Rows in an optimizer step over all ranks."""
+        """Number of rows in an optimizer step, over all ranks."""
         return compute_global_batch_size(
             self.recipe.batch, self.ranks // self.layout.ranks_per_batch
         )
 
     @property
     def precision(self) -> str:
-        """`mixed_precision` as the Accelerate file has it."""
+        """`mixed_precision` as the Accelerate file writes it: "fp8" if products are in FP8."""
         if self.layout.fp8 is not None:
             return "fp8"
         return self.layout.mixed_precision
@@ -103,13 +111,13 @@ Condition = Callable[[Case], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A problem that a rule found. `place` is a file with its line, or the command line."""
+    """A problem that a rule found."""
 
-    rule: str
-    place: str
-    sentence: str
-    fix: Mapping[str, Any] | None = None
-    is_note: bool = False
+    rule: str  # the rule's name
+    place: str  # FILE:LINE, a file, or the command line
+    sentence: str  # what is wrong and what to do
+    fix: Mapping[str, Any] | None = None  # key -> a value that solves it; None: none is known
+    is_note: bool = False  # worth a line, but no reason to stop
 
     def __str__(self) -> str:
         return f"{self.place}: {self.sentence}"
@@ -117,65 +125,69 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that does not work, or has no effect.
-
-    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at
-    the first that was set. `message` says what is wrong; `{key}` in it is the value of a Case. What
-    to do is `advice`, else "set" each key of `fix`.
-    """
+    """One thing that does not work, or has no effect."""
 
     name: str
+    # the keys of the recipe or the Accelerate file that the rule reads; a problem is reported at
+    # the first that is set
     keys: Names
-    when: Condition
+    when: Condition  # whether `case` has the problem
+    # what is wrong: a text in which {key} is `case[key]`, or a function that may return several
     message: str | Callable[[Case], str | list[str]]
-    advice: str | Callable[[Case], str] = ""
-    fix: Mapping[str, Any] | None = None
-    needs: tuple[Need, ...] = ()
-    of_teacher: bool = False  # whether a teacher must keep it too
-    is_note: bool = False  # worth a line, no reason to stop
+    advice: str | Callable[[Case], str] = ""  # what to do; empty: set the keys of `fix`
+    fix: Mapping[str, Any] | None = None  # key -> a value that solves the problem
+    needs: tuple[Need, ...] = ()  # the parts of `Case` that the rule reads beside the recipe
+    of_teacher: bool = False  # whether the rule applies to the teacher too
+    is_note: bool = False  # worth a line, but no reason to stop
 
     def check(self, case: Case) -> Iterable[Problem]:
-        """Returns the problems of `case` by this rule."""
+        """Returns the problems that the rule finds in `case`; empty if `when` does not hold."""
         if not self.when(case):
             return []
         if isinstance(self.message, str):
-            messages: str | list[str] = self.message.format_map(case)
+            messages = [self.message.format_map(case)]
         else:
-            messages = self.message(case)
-        if isinstance(messages, str):
-            messages = [messages]
+            text = self.message(case)
+            messages = [text] if isinstance(text, str) else text
         if isinstance(self.advice, str):
             advice = self.advice
         else:
             advice = self.advice(case)
         if not advice and self.fix is not None:
             advice = "set " + " and ".join(
-                f"{key}: {_in_yaml(value)}" for key, value in self.fix.items()
+                f"{key}: {_format_yaml(value)}" for key, value in self.fix.items()
             )
         end = f"; {advice}" if advice else ""
         start = "teacher_model_name_or_path: " if case.is_teacher else ""
         place = _find_place(self.keys, case)
-        make = partial(Problem, rule=self.name, place=place, fix=self.fix, is_note=self.is_note)
-        return [make(sentence=start + message + end) for message in messages]
+        make_problem = partial(
+            Problem, rule=self.name, place=place, fix=self.fix, is_note=self.is_note
+        )
+        return [make_problem(sentence=start + message + end) for message in messages]
 
 
 def _find_place(keys: Names, case: Case) -> str:
-    """Returns where the first of `keys` stands that somebody set; the file where all are
-    defaults.
+    """Returns the place of the first of `keys` that is set.
+
+    If all have their defaults, returns the file to which the first key belongs: the recipe or the
+    Accelerate file. A problem of the teacher is reported at the teacher's key.
     """
     recipe = case.recipe
     layout = case.layout
-    of_teacher = ("teacher_model_name_or_path",) if case.is_teacher else ()
-    for key in (*of_teacher, *keys):
+    if case.is_teacher:
+        keys = ("teacher_model_name_or_path", *keys)
+    for key in keys:
         if key in recipe.places:
             return recipe.places[key]
         if layout is not None and layout.place_of(key) != layout.source:
             return layout.place_of(key)
-    of_layout = layout is not None and all(key not in recipe_keys() for key in keys[:1])
-    return layout.source if of_layout else recipe.path
+    if layout is not None and (not keys or keys[0] not in recipe_keys()):
+        return layout.source
+    return recipe.path
 
 
-def _in_yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
+    """Writes a value of a recipe as YAML, for an advice."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -183,31 +195,42 @@ def _in_yaml(value: Any) -> str:
     return str(value)
 
 
-def recipe_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """Returns a rule on the recipe alone."""
-    return Rule(name=name, keys=keys, **others)
+def recipe_rule(name: str, *keys: str, **fields: Any) -> Rule:
+    """Makes a rule that reads the recipe alone. `fields`: the other fields of `Rule`."""
+    return Rule(name=name, keys=keys, **fields)
 
 
-def layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """Returns a rule on the layout."""
-    return Rule(name=name, keys=keys, needs=("layout",), **others)
+def layout_rule(name: str, *keys: str, **fields: Any) -> Rule:
+    """Makes a rule that reads the recipe and the layout."""
+    return Rule(name=name, keys=keys, needs=("layout",), **fields)
 
 
-def model_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """Returns a rule on the model."""
-    return Rule(name=name, keys=keys, needs=("model",), **others)
+def model_rule(name: str, *keys: str, **fields: Any) -> Rule:
+    """Makes a rule that reads the recipe and the model."""
+    return Rule(name=name, keys=keys, needs=("model",), **fields)
 
 
-def model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """Returns a rule on the model under a layout."""
-    return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
+def model_layout_rule(name: str, *keys: str, **fields: Any) -> Rule:
+    """Makes a rule that reads the recipe, the layout and the model."""
+    return Rule(name=name, keys=keys, needs=("layout", "model"), **fields)
 
 
-def no_effect(key: str, without: str, when: Condition, *reads: str, is_note: bool = False) -> Rule:
-    """A rule: `key` has no effect; `without` says why, and what would give it one."""
+def no_effect(
+    key: str, without: str, when: Condition, *other_keys: str, is_note: bool = False
+) -> Rule:
+    """Makes the rule that a key that is set has no effect.
+
+    Args:
+        key: The key.
+        without: Why, as the end of the sentence "KEY has no effect ...". If it begins with
+            "without", the advice is to set what it names or to remove the key.
+        when: When the key has no effect.
+        other_keys: The keys that `when` reads.
+        is_note: See `Rule`.
+    """
     return Rule(
         name=f"{key} without effect: {without}",
-        keys=(key, *reads),
+        keys=(key, *other_keys),
         when=lambda case: is_set(key)(case) and when(case),
         message=f"{key} has no effect {without}",
         advice=f"set it, or remove {key}" if without.startswith("without") else f"remove {key}",
@@ -216,7 +239,7 @@ def no_effect(key: str, without: str, when: Condition, *reads: str, is_note: boo
 
 
 def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
-    """A condition: `key` has the value `to`, or without one any other value than its default."""
+    """Makes the condition that `key` is `to`; without `to`, that it is not its default."""
 
     def check(case: Case) -> bool:
         value = case[key]
@@ -228,23 +251,27 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
 
 
 def all_of(*conditions: Condition) -> Callable[[Case], bool]:
-    """A condition: all of `conditions` hold."""
+    """Makes the condition that all of `conditions` hold."""
     return lambda case: all(condition(case) for condition in conditions)
 
 
 def has_tp(case: Case) -> bool:
+    """Whether the layout has tensor parallelism."""
     return case.layout.divides_matrices
 
 
 def has_sp(case: Case) -> bool:
+    """Whether the layout has sequence parallelism."""
     return case.layout.sequence_parallel_size > 1
 
 
 def has_ep(case: Case) -> bool:
+    """Whether the layout has expert parallelism."""
     return case.layout.expert_parallel_size > 1
 
 
 def has_pp(case: Case) -> bool:
+    """Whether the layout has pipeline parallelism."""
     return case.layout.pipeline_parallel_size > 1
 
 
@@ -257,6 +284,7 @@ def has_fp8(case: Case) -> bool:
 
 
 def is_quantized(case: Case) -> bool:
+    """Whether the model, or the teacher if the case is its, is kept in 4 or 8 bits."""
     return case.quantization.bits is not None
 
 
@@ -266,8 +294,8 @@ def samples(case: Case) -> bool:
 
 
 def samples_itself(case: Case) -> bool:
-    """Whether the model in training samples them, not a server."""
+    """Whether the model in training samples the completions, rather than a vLLM server."""
     return case.recipe.samples_itself
 
 
-BF16 = {"mixed_precision": "bf16"}
+BF16 = {"mixed_precision": "bf16"}  # the `fix` of several rules

@@ -1,10 +1,10 @@
-"""The recipe: every key, its type, its default and its help, once.
+"""The recipe: the type, default and help text of each key.
 
-No torch here, so that a check answers at once.
+A recipe file is flat. The classes below, its sections, group the keys by the package that reads
+them: `recipe.optimization.learning_rate` is the file's `learning_rate`. The string in a key's
+annotation is its help text, from which docs/recipes.md and `--help` are made.
 
-A recipe file is flat; the classes below only say which package reads which key. `Recipe` gathers
-them: `recipe.optimization.learning_rate` is the file's `learning_rate`. The string in each
-annotation is the key's help, the documentation page and `--help` are made from it.
+Imports no torch, so that checking a recipe is fast.
 """
 
 from collections.abc import Mapping
@@ -49,22 +49,23 @@ from finetune.constants import ALL_LINEAR, HEADS
 
 @dataclass(frozen=True, slots=True)
 class FormatFacts:
-    """The facts about a data format that the rest of the package needs."""
+    """All facts about a data format."""
 
-    says: str  # what its rows are, in a recipe that `finetune init` writes
-    is_chat: bool = False  # a chat template renders its rows
-    columns: tuple[tuple[str, ...], ...] = ()  # by all of any of these a row of it is recognized
-    note: str = ""  # on the first of these, where the known formats are listed
-    may_be_rated: bool = False  # whether other columns may say how good its answer is
+    says: str  # what its rows are: a comment in recipes that `finetune init` writes
+    is_chat: bool = False  # whether a chat template renders its rows
+    # sets of columns; a row with all columns of one set is recognized as this format
+    columns: tuple[tuple[str, ...], ...] = ()
+    note: str = ""  # on the columns of the first set, for the list of known formats
+    may_be_rated: bool = False  # whether a row may have further columns that rate its answer
 
     def fits(self, present: set[str]) -> bool:
-        """Whether a row with these columns is recognized as one of the format."""
+        """Whether a row with values in the columns `present` is recognized as this format."""
         return any(present.issuperset(columns) for columns in self.columns)
 
 
 TURNS = "conversations; the model's chat template writes their turns"
 FORMATS: Mapping[str, FormatFacts] = {
-    # The first that fits is a row's.
+    # The order counts: a row has the first format that fits.
     "messages": FormatFacts(
         TURNS,
         is_chat=True,
@@ -108,7 +109,8 @@ FORMATS: Mapping[str, FormatFacts] = {
         note="texts: a list of {user, assistant}",
     ),
 }
-# These and the names in reports that `type` does not take: see `ParsedRow.rendering`.
+# Names of formats in reports: those above, and names that the key `type` does not accept. See
+# `ParsedRow.rendering`.
 RENDERINGS: Mapping[str, FormatFacts] = {
     **FORMATS,
     "preference": FormatFacts(
@@ -132,7 +134,7 @@ else:
     FormatName = Literal[tuple(FORMATS)]
 
 
-# A key: its type and marks, then its help and default.
+# Each key below has a type, marks and a help text in `Annotated`, and then a default.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """Low-rank adapters instead of full fine-tuning."""
@@ -165,7 +167,7 @@ class Lora:
         tuple[str, ...],
         SameOnResume,
         "Parameters that get adapters, by the end of their names: those that hold all experts of "
-        "a layer of a mixture (experts.gate_up_proj, experts.down_proj). Not under FSDP1.",
+        "a mixture's layer (experts.gate_up_proj, experts.down_proj). Not under FSDP1.",
     ] = ()
     rank_pattern: Annotated[
         dict[str, Positive] | None,
@@ -194,40 +196,41 @@ class Lora:
         int | None,
         Gt(1),
         SameOnResume,
-        "Rotate the inputs of the adapted layers in blocks of so many numbers, in place of adding "
+        "Rotate the inputs of the adapted layers in blocks of this many numbers, instead of adding "
         "products of low rank (OFT, as peft trains it).",
     ] = None
     adapters: Annotated[
         tuple[dict[str, Any], ...],
-        "Several adapters that one run trains in turn on one base in memory, each as a run alone, "
-        "in a folder of its name: a list of {name: sql, datasets: ..., learning_rate: ...}, with "
-        "the keys of data, adapter and optimization in which they differ.",
+        "Several adapters that one run trains in turn on one base in memory, each as in a run "
+        "alone, in a folder of its name: a list of {name: sql, datasets: ..., learning_rate: ...}, "
+        "with the keys of data, adapter and optimization in which they differ.",
     ] = ()
 
     @property
     def adapts_all(self) -> bool:
-        """Whether all linear layers but the output head get adapters."""
+        """Whether lora_target_modules includes all-linear."""
         return ALL_LINEAR in self.lora_target_modules
 
     @property
     def named_targets(self) -> tuple[str, ...]:
-        """The names in lora_target_modules."""
+        """The names in lora_target_modules other than all-linear."""
         if isinstance(self.lora_target_modules, str):
             return ()
         return tuple(name for name in self.lora_target_modules if name != ALL_LINEAR)
 
     @property
     def adapts_head(self) -> bool:
-        """Whether lora_target_modules names an output head that is not trained whole."""
+        """Whether lora_target_modules names an output head, and modules_to_save does not."""
         heads = (name for name in self.named_targets if name.rpartition(".")[2] in HEADS)
         return any(name not in self.modules_to_save for name in heads)
 
     @property
     def is_fused(self) -> bool:
-        """Whether every adapter is computed with its layer (models/fused_lora.py), and the rest is
-        frozen.
+        """Whether the run trains only adapters that are fused with their layers.
+
+        models/fused_lora.py computes such an adapter and its layer in one operation.
         """
-        others = (
+        unfused = (
             self.lora_dropout
             or self.use_dora
             or self.modules_to_save
@@ -235,7 +238,7 @@ class Lora:
             or self.oft_block_size
             or self.adapts_head
         )
-        return self.use_peft and not others
+        return self.use_peft and not unfused
 
 
 PipelineSchedule = Literal["1f1b", "interleaved_1f1b"]
@@ -253,9 +256,9 @@ class DatasetSource:
     function: Annotated[
         str | None,
         PythonName,
-        "A function of a file of yours that yields the rows, such as my_data.py:rows. The same "
-        "rows at each call: they are read again where they are counted, and their tokens are kept "
-        "until the file changes.",
+        "A function in a file of yours that yields the rows, such as my_data.py:rows. It must "
+        "yield the same rows at each call: they are read again to be counted, and their tokens are "
+        "kept until the file changes.",
     ] = None
     name: Annotated[str | None, "The hub data set's configuration."] = None
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
@@ -273,11 +276,11 @@ class DatasetSource:
     ] = 1.0
     max_samples: Annotated[
         Positive | None,
-        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, "
-        "since to draw them it would have to be read to its end.",
+        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first rows are "
+        "read, since a draw would need all of them.",
     ] = None
     messages_column: Annotated[
-        str | None, "The column that holds the messages, where it is not named as usual."
+        str | None, "The column that holds the messages, if it has an unusual name."
     ] = None
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = (
@@ -287,22 +290,23 @@ class DatasetSource:
     chosen_column: Annotated[
         str | None,
         "The column that holds the better answer of a pair, or the conversation that ends in it; "
-        "of retrieval the document that answers the query, which prompt_column names.",
+        "for retrieval, the document that answers the query in prompt_column.",
     ] = None
     rejected_column: Annotated[
-        str | None, "The column that holds the worse one, or the negatives."
+        str | None,
+        "The column that holds the worse answer of a pair; for retrieval, the negatives.",
     ] = None
     label_column: Annotated[
         str | None,
         (
-            "The column that rates an answer: true for a good one, false for a bad one; or that "
-            "names a row's class."
+            "The column that rates an answer (true for a good one, false for a bad one), or that "
+            "names the class of a row."
         ),
     ] = None
     image_folder: Annotated[
         str | None,
         FileName,
-        "Where the paths of images begin; null: the folder of the file that names them.",
+        "The folder from which paths of images start; null: that of the file that names them.",
     ] = None
     alpaca_prompt: Annotated[
         bool,
@@ -318,19 +322,19 @@ class DatasetSource:
     ] = False
     chat_template_kwargs: Annotated[
         dict[str, Any] | None,
-        "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
-        "chat_template_kwargs come before these.",
+        "What the chat template reads beside the messages, such as {enable_thinking: false}. A "
+        "row's own chat_template_kwargs prevail over these.",
     ] = None
 
     @property
     def origin(self) -> str:
-        """Where the rows come from: the path, or the function."""
+        """The function that yields the rows, else the path that they are read from."""
         return self.function or self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """From files to rows of tokens."""
+    """The keys about data, from files to rows of tokens."""
 
     datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
     eval_datasets: Annotated[
@@ -341,8 +345,8 @@ class Data:
         Gt(0),
         SameOnResume,
         (
-            "Held out from datasets where no eval_datasets are named: a share below 1, else a "
-            "count of rows."
+            "Rows to hold out from datasets if there are no eval_datasets: a share below 1, else a "
+            "number of rows."
         ),
     ] = None
     chat_template: Annotated[
@@ -355,9 +359,9 @@ class Data:
     chat_template_date: Annotated[
         str | None,
         SameOnResume,
-        "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, "
-        "SmolLM3's, Granite's do); null: the day on which the run begins, for all of its ranks "
-        "and restarts.",
+        "The date, such as 2026-01-31, that a chat template writes as today's (those of Llama 3.2, "
+        "SmolLM3 and Granite do); null: the day on which the run begins, for all of its ranks and "
+        "restarts.",
     ] = None
     max_length: Annotated[
         int,
@@ -365,8 +369,8 @@ class Data:
         Le(1_000_000_000),
         SameOnResume,
         (
-            "Tokens in a row, and at most in an example; of a pair at most in each side, and a row "
-            "holds twice as many."
+            "Tokens in a row, and the most tokens in an example. Of a pair, the most in each of "
+            "the two; a row then holds twice as many."
         ),
     ] = 2048
     packing: Annotated[
@@ -393,8 +397,8 @@ class Data:
         bool,
         SameOnResume,
         (
-            "Train on the words of the answers' reasoning too; false: on the tags around it and "
-            "the rest."
+            "Train on the text of the reasoning in answers too; false: only on the tags around it "
+            "and on the rest."
         ),
     ] = True
     on_bad_row: Annotated[
@@ -405,43 +409,43 @@ class Data:
     labels: Annotated[
         tuple[str, ...],
         SameOnResume,
-        "The names of the classes, in the order of their scores. A row has one of them in "
-        "label_column, or its place in this list, from 0.",
+        "The names of the classes, in the order of their scores. A row has one of the names in "
+        "label_column, or the index of one in this list, from 0.",
     ] = ()
     problem_type: Annotated[
         Literal["single_label_classification", "multi_label_classification"],
         SameOnResume,
-        "Whether a row has one of labels, or a list of them, of which each is decided alone; by "
-        "transformers' names.",
+        "Whether a row has one of labels, or a list of them, each decided independently; named as "
+        "in transformers.",
     ] = SINGLE_LABEL
     step_separator: Annotated[
         str,
         SameOnResume,
-        "What is written behind each step of an answer; a step is scored at its last token.",
+        "The text after each step of an answer; a step is scored at its last token.",
     ] = "\n"
     pooling: Annotated[
         Pooling,
         SameOnResume,
-        "What of a document's last hidden states is its embedding: that of its last token, or the "
-        "mean of all, by sentence-transformers' names.",
+        "Which of a document's last hidden states is its embedding: that of its last token, or the "
+        "mean of all; named as in sentence-transformers.",
     ] = "lasttoken"
     query_prompt: Annotated[
         str,
         SameOnResume,
         (
-            "Before each query that is embedded or ranked by, such as an instruction; an export "
-            "names it to sentence-transformers."
+            "The text before each query, such as an instruction; an export saves it for "
+            "sentence-transformers."
         ),
     ] = ""
     document_prompt: Annotated[
-        str, SameOnResume, "Before each document that is embedded or ranked."
+        str, SameOnResume, "The text before each document that is embedded or ranked."
     ] = ""
     num_negatives: Annotated[
         int,
         Ge(0),
         SameOnResume,
-        "How many documents beside one are read of each query: of embed, those that do not answer "
-        "it. The first ones are read; each row needs as many.",
+        "How many further documents are read for each query; with method: embed, documents that do "
+        "not answer it. Each row needs as many; of more, the first are read.",
     ] = 0
     streaming: Annotated[
         bool, SameOnResume, "Read the data while training instead of before; needs max_steps."
@@ -459,7 +463,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Which model is trained, and from what."""
+    """The keys about the model: where it comes from, which parts train, how it is computed."""
 
     model_name_or_path: Annotated[
         str | None,
@@ -471,8 +475,8 @@ class Model:
         dict[str, Any] | None,
         SameOnResume,
         (
-            "An inline architecture to train from random weights, as in config.json; model_type is "
-            "required."
+            "An architecture to train from random weights, with the keys of config.json; "
+            "model_type is required."
         ),
     ] = None
     model_revision: Annotated[
@@ -481,8 +485,8 @@ class Model:
     drop_vision: Annotated[
         bool,
         SameOnResume,
-        "Of a vision-language checkpoint train the language model alone, as the family's text "
-        "class: the export is that class's, and takes no images.",
+        "Train only the language model of a vision-language checkpoint, in the family's text "
+        "class. The export has that class too, and takes no images.",
     ] = False
     train_mtp: Annotated[
         bool,
@@ -503,19 +507,20 @@ class Model:
     special_tokens: Annotated[
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
         SameOnResume,
-        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own "
-        "are wanted; a token that it lacks is added.",
+        "The bos_token, eos_token, pad_token or unk_token to use in place of the tokenizer's own; "
+        "a token that it lacks is added.",
     ] = None
     eot_tokens: Annotated[
         tuple[str, ...],
         SameOnResume,
-        "Tokens that end a turn, beside the eos_token: special ones, at which generation with the "
-        "exported model stops.",
+        "Special tokens that end a turn, beside the eos_token; generation with the exported model "
+        "stops at them.",
     ] = ()
     pad_vocab_to_multiple_of: Annotated[
         Positive,
         SameOnResume,
-        "Where the tokens outgrow the embedding, it and the head get a multiple of this many rows.",
+        "If there are more tokens than rows in the embedding, it and the head get a multiple of "
+        "this many rows.",
     ] = 64
     trust_remote_code: Annotated[bool, "Run code from the model's or tokenizer's repository."] = (
         False
@@ -538,7 +543,7 @@ class Model:
         tuple[str, ...],
         ModulePatterns,
         SameOnResume,
-        "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied "
+        "Freeze these modules, even if trainable_modules names them too; patterns as there. Tied "
         "weights are one tensor.",
     ] = ()
     attn_implementation: Annotated[
@@ -574,7 +579,7 @@ class Model:
     activation_checkpointing_every: Annotated[
         Positive,
         (
-            "Checkpoint every k-th decoder layer, where the Accelerate config turns activation "
+            "Checkpoint every k-th decoder layer, if the Accelerate config turns activation "
             "checkpointing on."
         ),
     ] = 1
@@ -626,7 +631,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """How many rows make a step, and how they are dealt out."""
+    """The keys about the rows of an optimizer step and their micro-batches."""
 
     global_batch_size: Annotated[
         Positive | None,
@@ -647,15 +652,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Where it goes, how often it is looked at, how it is kept."""
+    """The keys about a run's folder, seed, evaluations, logs and trackers."""
 
     run_name: Annotated[FileName | None, "The run's name; null: the recipe's file name."] = None
     output_dir: Annotated[FileName | None, "The run's folder; null: runs/<run_name>."] = None
     accelerate_config: Annotated[
-        str | None, FileOrName, "The Accelerate config where the command names none."
+        str | None, FileOrName, "The Accelerate config, if the command names none."
     ] = None
     seed: Annotated[
-        int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."
+        int, Ge(0), Lt(2**63), SameOnResume, "The seed of weights, data order and dropout."
     ] = 42
     deterministic: Annotated[
         bool,
@@ -683,22 +688,22 @@ class Run:
         int,
         Ge(0),
         (
-            "The number of held-out prompts answered greedily before and after training and "
-            "compared with the reference."
+            "How many held-out prompts the model answers greedily before and after training; the "
+            "answers are compared with the expected ones."
         ),
     ] = 0
     metrics: Annotated[
         tuple[str, ...],
         PythonName,
-        "Functions of files of yours, such as my_eval.py:score, beside the exact match: each gets "
-        "the prompt, the model's answer and the expected one, and returns a number, whose mean is "
+        "Functions in files of yours, such as my_eval.py:score, beside the exact match. Each gets "
+        "the prompt, the model's answer and the expected one, and returns a number; the mean is "
         "logged as metrics/score.",
     ] = ()
     sample_prompts: Annotated[
         tuple[str, ...],
         (
-            "Prompts that are answered greedily at every evaluation, to be read; each is a user's "
-            "turn."
+            "Prompts that the model answers greedily at every evaluation, for you to read; each is "
+            "a user's turn."
         ),
     ] = ()
     early_stopping_patience: Annotated[
@@ -717,7 +722,7 @@ class Run:
     callbacks: Annotated[
         tuple[str, ...],
         PythonName,
-        "Classes of files of yours, such as my_callbacks.py:Notify, whose on_start, on_step, "
+        "Classes in files of yours, such as my_callbacks.py:Notify, whose on_start, on_step, "
         "on_log, on_evaluate, on_save and on_end are called: docs/api.md.",
     ] = ()
     report_to: Annotated[
@@ -771,8 +776,8 @@ class Checkpoint:
     allow_changed_recipe: Annotated[
         bool,
         (
-            "Resume although the recipe changed in what decides the course of a run: data, model, "
-            "batch, horizon, seed."
+            "Resume even if keys changed that decide the course of a run: data, model, batch, "
+            "horizon, seed."
         ),
     ] = False
     export_at_end: Annotated[
@@ -784,26 +789,24 @@ class Checkpoint:
     ] = None
     export_formats: Annotated[
         tuple[ExportFormatName, ...],
-        "What is left under export/ when the training is done: safetensors, and beside it a GGUF "
-        "file, or a folder that is quantized, as finetune export --format does.",
+        "What is written to export/ when the training is done: safetensors, and beside it a GGUF "
+        "file or a quantized folder, as finetune export --format writes them.",
     ] = ("safetensors",)
     export_quantization: Annotated[
         SchemeName | None,
-        "Of export_formats: compressed-tensors, a scheme such as fp8-fp8 or int8-int8; null: "
-        "quantization_aware_training's.",
+        "The scheme of export_formats: compressed-tensors, such as fp8-fp8 or int8-int8; null: "
+        "that of quantization_aware_training.",
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A whole recipe.
+    """A whole recipe."""
 
-    `path` is its file; `places` has the place of each key that it or the command line set.
-    """
-
-    path: str
+    path: str  # its file; of a recipe without a file, where its keys were given
+    # key that was set -> FILE:LINE, or the command line
     places: Mapping[str, str] = field(default_factory=dict)
-    # a line for each name of published files that stands for another (module_names)
+    # a sentence for each module name that was replaced by transformers' name (module_names.py)
     renamed: tuple[str, ...] = ()
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
@@ -829,53 +832,59 @@ class Recipe:
 
     @property
     def alone(self) -> "Recipe":
-        """The recipe of one of several adapters, as that of a run alone."""
+        """The recipe without `adapters`: of one adapter, as if it were trained in a run alone."""
         return replace(self, lora=replace(self.lora, adapters=()))
 
     def place_of(self, key: str) -> str:
-        """Returns where `key` was set, for messages: a line of the file, the command line, or the
-        file itself.
+        """Returns where `key` was set, for messages: FILE:LINE or the command line.
+
+        Returns the file if the key has its default.
         """
         return self.places.get(key, self.path)
 
     @property
     def method_facts(self) -> MethodFacts:
-        """The facts about the recipe's method that data, training and plan need."""
+        """The facts about the recipe's method."""
         return METHODS[self.method.method]
 
     @property
     def has_reference(self) -> bool:
-        """Whether sampled completions are held to the model before training."""
+        """Whether a method that samples completions penalizes distance from a reference model.
+
+        The reference is the model before training.
+        """
         facts = self.method_facts
         return facts.samples and not facts.needs_teacher and self.method.beta > 0
 
     @property
     def teacher(self) -> Model | None:
-        """A frozen second model to load: the teacher, or the reference of a method that samples;
-        None without one.
+        """The frozen second model that the run loads; None if it loads none.
+
+        It is the teacher, or the reference of a method that samples.
         """
+        # else the model without its adapters is the reference, and no second model is loaded
         if self.has_reference and self.trains_base:
             dtype: Any = "float32" if self.lora.use_peft else self.model.dtype
             return replace(self.model, dtype=dtype, trainable_modules=(), frozen_modules=())
         name = self.method.teacher_model_name_or_path
         if not self.method_facts.needs_teacher or name is None:
             return None
-        revision = self.method.teacher_model_revision
-        own = self.model
+        student = self.model
         return Model(
             model_name_or_path=name,
-            model_revision=revision,
-            trust_remote_code=own.trust_remote_code,
-            dtype="float32" if self.lora.use_peft else own.dtype,
-            attn_implementation=own.attn_implementation,
-            torch_compile=own.torch_compile,
-            tf32=own.tf32,
+            model_revision=self.method.teacher_model_revision,
+            trust_remote_code=student.trust_remote_code,
+            dtype="float32" if self.lora.use_peft else student.dtype,
+            attn_implementation=student.attn_implementation,
+            torch_compile=student.torch_compile,
+            tf32=student.tf32,
         )
 
     @property
     def score_names(self) -> tuple[str, ...]:
-        """The names of the scores that the output head computes; none where it has the
-        vocabulary's.
+        """The names of the scores that the output head computes, in their order.
+
+        Empty if the method trains no head of scores.
         """
         if not self.method_facts.scores:
             return ()
@@ -887,7 +896,7 @@ class Recipe:
 
     @property
     def score_head(self) -> ScoreHead:
-        """The output head, where it computes scores, or values beside the vocabulary's."""
+        """What the output head computes: scores, or logits with or without a critic's values."""
         if self.method_facts.rows == "classes":
             return ScoreHead(self.score_names, self.data.problem_type)
         return ScoreHead(
@@ -898,10 +907,11 @@ class Recipe:
 
     @property
     def labels_are_indices(self) -> bool:
-        """Whether a label is one of the head's outputs, so that an export can be measured by their
-        cross entropy.
+        """Whether each label is the index of one of the head's outputs, such as a token or a class.
+
+        The loss of an export can then be measured as a cross entropy.
         """
-        if self.method_facts.masks:  # whose forward is another
+        if self.method_facts.masks:  # such a model predicts masked tokens, not the next ones
             return False
         facts = ROWS[self.method_facts.rows]
         has_several = self.data.problem_type == MULTI_LABEL
@@ -910,43 +920,45 @@ class Recipe:
 
     @property
     def samples_itself(self) -> bool:
-        """Whether the model in training samples the completions that it learns from, not a
-        server.
-        """
+        """Whether the model in training samples its completions, rather than a vLLM server."""
         return self.method_facts.samples and self.rollout.vllm_server_base_url is None
 
     @property
     def trains_base(self) -> bool:
-        """Whether more than new adapters is trained, so that a reference cannot be the model
-        without them.
+        """Whether the model without its adapters differs from the model before training.
+
+        Then it cannot be the reference. It differs if weights of the base are trained, or if the
+        adapters were trained before.
         """
         lora = self.lora
-        is_changed = lora.modules_to_save or lora.adapter_name_or_path or self.model.added_tokens
-        return not lora.use_peft or bool(is_changed)
+        differs = lora.modules_to_save or lora.adapter_name_or_path or self.model.added_tokens
+        return not lora.use_peft or bool(differs)
 
     @property
     def document_data(self) -> Data:
-        """`data`, with the limits of its documents: prompts leave room for completions, and none is
-        cut.
+        """`data` with the limits of the documents that are read from it.
+
+        If the method samples, a document is a prompt: max_length leaves room for the completion,
+        and a longer prompt is dropped unless the recipe sets overlength.
         """
         if not self.method_facts.samples:
             return self.data
-        most = self.data.max_length - self.rollout.max_completion_length
-        return replace(self.data, max_length=most, overlength=self.data.overlength or "drop")
+        prompt_length = self.data.max_length - self.rollout.max_completion_length
+        overlength = self.data.overlength or "drop"
+        return replace(self.data, max_length=prompt_length, overlength=overlength)
 
     @property
     def group_size(self) -> int:
-        """Documents in a group, which no batch takes apart."""
+        """Number of documents in a group, such as a pair; a batch holds whole groups."""
         return ROWS[self.method_facts.rows].count_documents(self.data.num_negatives)
 
     @property
     def row_tokens(self) -> int:
-        """Tokens in a packed row: max_length for each document of a group, so that any pair
-        fits.
-        """
+        """Number of tokens in a packed row: max_length for each document of a group."""
         return self.data.max_length * self.group_size
 
 
+# Section of a `Recipe` -> the dataclass of its keys.
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]
     for f in fields(Recipe)
@@ -954,14 +966,14 @@ SECTIONS: dict[str, type] = {
 }
 
 
-# The sections and keys in which one of several adapters may differ; all else is of the base.
+# The sections and keys in which the entries of `adapters` may differ.
 SECTIONS_OF_ADAPTERS = ("lora", "optimization")
 KEYS_OF_ADAPTERS = ("datasets", "eval_datasets", "eval_split_size", "seed")
 
 
 @cache
 def adapter_keys() -> dict[str, Key]:
-    """Returns the keys of an entry of `adapters`, but for its name."""
+    """Returns the keys that an entry of `adapters` may have beside its name: name -> key."""
     return {
         name: key
         for name, key in recipe_keys().items()
@@ -970,12 +982,13 @@ def adapter_keys() -> dict[str, Key]:
     }
 
 
+# Key whose value is a list of mappings -> the dataclass of a mapping.
 NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
 
 
 @cache
 def recipe_keys() -> dict[str, Key]:
-    """Returns every top-level key of a recipe file, by name."""
+    """Returns all keys at the top of a recipe file: name -> key."""
     return {
         name: key
         for section, schema in SECTIONS.items()
@@ -984,7 +997,10 @@ def recipe_keys() -> dict[str, Key]:
 
 
 def compute_global_batch_size(batch: Batch, world_size: int) -> int:
-    """Counts the rows of an optimizer step over all ranks."""
+    """Returns the number of rows in an optimizer step over all ranks.
+
+    `world_size`: the number of ranks, or of groups of ranks, that train on different rows.
+    """
     if batch.global_batch_size is not None:
         return batch.global_batch_size
     return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size

@@ -1,4 +1,4 @@
-"""Functions and classes of a user's own file, which a recipe names as `my_data.py:rows`."""
+"""Loads and calls functions and classes of a user's file: a recipe names them FILE.py:NAME."""
 
 import contextlib
 import difflib
@@ -16,15 +16,20 @@ from typing import Any
 
 from finetune.errors import Preempted, UserError
 
-OURS = str(Path(__file__).resolve().parents[1])
-MANY_ROWS = 100_000  # progress is printed from here on, at every tenfold
+PACKAGE = str(Path(__file__).resolve().parents[1])  # the folder of this package's own files
+MANY_ROWS = 100_000  # progress is printed at this row, and at ten times as many, and so on
 
 
 def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
-    """Finds the file of `FILE.py:NAME` from here or from the recipe's `folder`; returns a `known`
-    name as it is.
+    """Replaces the file in FILE.py:NAME by the path of a file that exists.
 
-    Raises `ValueError` with a sentence where the text names no function, or there is no such file.
+    Args:
+        text: FILE.py:NAME, or one of `known`, which is returned as it is.
+        folder: The recipe's folder, in which the file is looked for after the working directory.
+        known: Names of functions that need no file.
+
+    Raises:
+        ValueError: The text has another form, or there is no such file; with a sentence on it.
 
     >>> locate("my_data.py", Path())
     Traceback (most recent call last):
@@ -50,20 +55,21 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
 
 
 def file_of(name: str) -> Path:
-    """Returns the file of `FILE.py:NAME`."""
-    return Path(name.rpartition(":")[0])
+    """Returns the file of FILE.py:NAME."""
+    file, _, _ = name.rpartition(":")
+    return Path(file)
 
 
 def load(name: str) -> Any:
-    """Loads what `FILE.py:NAME` names.
+    """Loads the function or class that FILE.py:NAME names.
 
-    Runs the file once for all that it holds, and again once it was edited.
+    The file is run once for all its names, and again after it was edited.
 
     Raises:
-        UserError: Where the file cannot be run, or lacks the name; with the line.
+        UserError: The file cannot be run (with the line that failed), or has no such function.
     """
     path = file_of(name)
-    wanted = name.rpartition(":")[2]
+    _, _, wanted = name.rpartition(":")
     with explained(str(path)):
         module = _run_file(str(path.resolve()), path.stat().st_mtime_ns)
     if not callable(getattr(module, wanted, None)):
@@ -82,9 +88,9 @@ def load(name: str) -> Any:
 
 
 def read_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows that the function `FILE.py:NAME` yields.
+    """Calls the function that FILE.py:NAME names and yields its rows, each as `plain_row`.
 
-    Raises `UserError` for what it raises.
+    Raises `UserError` if the function fails, or yields something else than mappings.
     """
     function = load(name)
     with explained(name, function):
@@ -107,7 +113,8 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
                 f"{place}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': "
                 f"...}}"
             )
-        if number >= MANY_ROWS and str(number).strip("0") == "1":
+        is_power_of_ten = str(number).strip("0") == "1"
+        if number >= MANY_ROWS and is_power_of_ten:
             print(
                 f"{name}: {number:,} rows so far; one without an end requires streaming: true",
                 file=sys.stderr,
@@ -116,7 +123,7 @@ def read_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row of a user's code as a file has it: arrays and tensors as lists.
+    """Returns a row with arrays and tensors as lists, like a row that is read from a file.
 
     >>> import numpy
     >>> plain_row({"input_ids": numpy.arange(3), "source": "web"})
@@ -128,36 +135,34 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place_of(code: Any) -> str:
-    """Returns `FILE:LINE: ` of the definition of a user's function or class; empty where that is
-    not known.
-    """
+    """Returns "FILE:LINE: " of the definition of a function or class; "" if it is not known."""
     with suppress(TypeError, OSError):
         code = inspect.unwrap(code)
-        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
+        _, line = inspect.getsourcelines(code)
+        return f"{inspect.getsourcefile(code)}:{line}: "
     return ""
 
 
 @contextmanager
 def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iterator[None]:
-    """Turns what a user's code raises within it into a `UserError` that names the file and the
-    line.
+    """Turns exceptions of a user's code inside the block into a `UserError` with file and line.
 
     Args:
-        what: What is called, for the sentence.
-        code: The function or class that is called. Its definition is named where the call itself
-            fails.
-        is_isolated: Whether it runs in a process of its own. Then whatever it raises is its error:
-            the process has no Ctrl-C of a user's, and no plan that explains its memory.
+        what: What the block calls, for the message.
+        code: The function or class that the block calls. The message names its definition if the
+            call itself fails, so that no line of a user's file failed.
+        is_isolated: Whether the code runs in a process of its own. Otherwise Ctrl-C and torch's
+            OutOfMemoryError pass unchanged. `UserError` and `Preempted` do in any case.
     """
     try:
         yield
     except (UserError, Preempted):
         raise
     except BaseException as error:
-        # sys.exit(0) would end the run as done
+        # SystemExit is an error too: sys.exit(0) would end the run as if it were finished
         if not is_isolated and not isinstance(error, Exception | SystemExit):
             raise
-        # torch's, which is explained with the plan
+        # the caller explains torch's error with the plan of the memory
         if not is_isolated and type(error).__name__ == "OutOfMemoryError":
             raise
         place = _find_own_place(error) or place_of(code)
@@ -168,50 +173,55 @@ def explained(what: str, code: Any = None, *, is_isolated: bool = False) -> Iter
 
 
 def _find_own_place(error: BaseException) -> str:
-    """Returns `FILE:LINE: ` of the last line of a user's own file that an error came through.
+    """Returns "FILE:LINE: " of the innermost line of the user's file in an error's traceback.
 
-    The user's file is the first that is not ours. Libraries that it calls do not count. Returns ""
-    where the error came through no such file.
+    The user's file is the first in the traceback that is not part of this package. Libraries that
+    it calls do not count. Returns "" if the traceback has no such file.
     """
-    not_own = (OURS, "<frozen", contextlib.__file__)
-    places = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(not_own):
-            places.append((frame.filename, frame.lineno))
-    own = [place for place in places if place[0] == places[0][0]]
+    other_files = (PACKAGE, "<frozen", contextlib.__file__)
+    places = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(other_files)
+    ]
+    user_file = places[0][0] if places else ""
+    own_places = [(file, line) for file, line in places if file == user_file]
     if isinstance(error, SyntaxError) and error.filename:
-        own.append((error.filename, error.lineno))
-    if not own:
+        own_places.append((error.filename, error.lineno))
+    if not own_places:
         return ""
-    file, line = own[-1]
+    file, line = own_places[-1]
     return f"{file}:{line}: "
 
 
-_folders: list[str] = []  # of the files that were run, the latest first
+_folders: list[str] = []  # the folders of the files that were run, the latest first
 
 
 @lru_cache
 def _run_file(path: str, modified_ns: int) -> ModuleType:
-    """Runs a user's file and returns its module; again once its time `modified_ns` has changed.
+    """Runs a user's file and returns its module. The file may import files of its folder.
 
-    The file may import what stands beside it.
+    `modified_ns`: when the file was last changed. The result is cached, and a new time makes the
+    file run again.
     """
-    name = f"{path} of a recipe"  # no import finds it: a file named json.py replaces nothing
+    name = f"{path} of a recipe"  # no import has this name: a file json.py replaces no module
     folder = str(Path(path).parent)
-    # a module of that name beside another file is another module
-    for key, module in list(sys.modules.items()):
+    # A module from the folder of an earlier file is forgotten if this folder has a file of the same
+    # name: an import in `path` means the file beside it.
+    for module_name, module in list(sys.modules.items()):
         file = Path(getattr(module, "__file__", None) or "")
         if (
-            key == file.stem
+            module_name == file.stem
             and str(file.parent) in {*_folders} - {folder}
             and Path(folder, file.name).is_file()
         ):
-            del sys.modules[key]
-    rest = [each for each in sys.path if each not in _folders]
-    _folders[:] = [folder, *(each for each in _folders if each != folder)]
-    sys.path[:] = [*rest, *_folders]  # what stands beside it can be imported, after all else
+            del sys.modules[module_name]
+    other_paths = [entry for entry in sys.path if entry not in _folders]
+    _folders[:] = [folder, *(entry for entry in _folders if entry != folder)]
+    sys.path[:] = [*other_paths, *_folders]  # last, so that no user's file hides a library
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up here while the file runs
     spec.loader.exec_module(module)
     return module

@@ -1,6 +1,4 @@
-"""YAML with places: every `key: value` with its line, numbers as in YAML 1.2, and no key taken
-twice.
-"""
+"""Reads YAML strictly: keys have their lines and stand once, and numbers are those of YAML 1.2."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,74 +14,77 @@ from yaml.resolver import Resolver
 
 from finetune.errors import UserError
 
-LIMIT_BYTES = 2**18  # PyYAML reads about 80 KB a second
-# Where a key stands that is in no file.
+LIMIT_BYTES = 2**18  # of a file; PyYAML reads about 80 KB a second
+# Places of keys that are in no file.
 COMMAND_LINE = "command line"
 LOAD_RECIPE = "load_recipe"
-UNREADABLE = object()  # the value of an entry that is reported as a problem already
+UNREADABLE = object()  # in place of a value that could not be read and is reported as a problem
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One `key: value` as written in a file (or on the command line), with the place to name in an
-    error.
-
-    `places` has the place of each key of a value that is a mapping.
-    """
+    """One `key: value` of a file or the command line."""
 
     key: str
     value: Any
-    where: str
+    where: str  # its place, for messages: FILE:LINE or the command line
+    # if the value is a mapping: key of the mapping -> its place
     places: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Nodes(Composer, SafeConstructor, Resolver):
-    """YAML 1.2's numbers, and no aliases.
+    """Makes nodes and values of a parser's events, with numbers of YAML 1.2 and without aliases.
 
-    PyYAML alone reads 2e-5 as a string, 1:30 as 90 and 010 as 8. An alias can make a file of ten
-    lines a value of gigabytes, or of endless depth; recipes have no need of them.
+    PyYAML itself reads 2e-5 as text, 1:30 as 90 and 010 as 8. With aliases a file of ten lines
+    could be a value of gigabytes, or of endless depth, and recipes do not need them.
     """
 
-    reads_aliases = False  # of single values; those of lists and mappings stay refused
-    # of the parser
+    # whether aliases of single values are read; those of lists and mappings never are
+    reads_aliases = False
+    # methods of the parser, which a subclass adds
     check_event: Any
     peek_event: Any
     get_event: Any
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Makes the node of the next event; raises `ComposerError` for a refused alias."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            anchored = self.anchors.get(event.anchor)
-            if self.reads_aliases and isinstance(anchored, yaml.ScalarNode):
+            anchored_node = self.anchors.get(event.anchor)
+            if self.reads_aliases and isinstance(anchored_node, yaml.ScalarNode):
                 self.get_event()
-                return anchored
+                return anchored_node
             problem = "aliases (*name) are not read here; write the value out"
             raise ComposerError(None, None, problem, event.start_mark)
         return super().compose_node(parent, index)
 
 
 class _Loader(_Nodes, yaml.SafeLoader):
-    """PyYAML's own parser, whose errors say the most."""
+    """Reads with PyYAML's own parser, whose errors say the most."""
 
 
 class _ForeignLoader(_Loader):
-    """Aliases of single values too, which other tools' files use."""
+    """Reads aliases of single values too, for files of other tools."""
 
     reads_aliases = True
 
 
+# libyaml is optional when PyYAML is built
 if yaml.__with_libyaml__:
 
     class _FastLoader(_Nodes, yaml.cyaml.CParser):  # type: ignore[misc,name-defined]
-        """libyaml's parser, ten times as fast."""
+        """Reads with libyaml's parser, which is ten times as fast."""
 
         def __init__(self, text: str) -> None:
+            # one by one, since none of them calls super().__init__
             yaml.cyaml.CParser.__init__(self, text)  # type: ignore[attr-defined]
             Composer.__init__(self)
             SafeConstructor.__init__(self)
             Resolver.__init__(self)
 
     class _FastForeignLoader(_FastLoader):
+        """Reads aliases of single values too, for files of other tools."""
+
         reads_aliases = True
 
 
@@ -91,11 +92,13 @@ _NUMBERS = {
     "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$",
     "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",  # noqa: E501
 }
-_LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
+# A resolver gives a plain value its type by a pattern: {first character: [(type, pattern)]}. Those
+# of PyYAML are kept except for numbers, which are replaced, and dates, which stay text.
+_DROPPED_TAGS = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
 _Nodes.yaml_implicit_resolvers = {}
-for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _Nodes.yaml_implicit_resolvers[_first] = [
-        resolver for resolver in _resolvers if resolver[0] not in _LEFT_OUT
+for _first_character, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+    _Nodes.yaml_implicit_resolvers[_first_character] = [
+        (tag, pattern) for tag, pattern in _resolvers if tag not in _DROPPED_TAGS
     ]
 for _tag, _pattern in _NUMBERS.items():
     _Nodes.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
@@ -108,14 +111,15 @@ def read_entries(
 
     Args:
         path: The file.
-        nested: Keys under which a list of mappings is read as a list of lists of entries.
-        is_foreign: Whether it is another tool's file, which may have aliases of single values.
+        nested: Keys whose value is a list of mappings. Each mapping is read as a list of entries.
+        is_foreign: Whether the file is another tool's, which may have aliases of single values.
 
     Returns:
-        The entries with their places, and a sentence for each mistake in the form of the file.
+        (entries, problems). A problem is a sentence with its place, such as a key that stands
+        twice. Both are empty for an empty file.
 
     Raises:
-        UserError: The file cannot be read, or is not a mapping.
+        UserError: The file cannot be read, is no YAML, or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -133,7 +137,7 @@ def read_entries(
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if path.suffix == ".json":
-        # JSON has tabs between its tokens only, where PyYAML takes none
+        # JSON may have tabs between its tokens, and nowhere else; PyYAML accepts none
         text = text.replace("\t", " ")
     node = _compose(text, str(path), is_foreign=is_foreign)
     if node is None:
@@ -141,17 +145,14 @@ def read_entries(
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: a file of `key: value` lines is expected")
     problems: list[str] = []
-    entries = _entries_of(
+    entries = _read_mapping(
         node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems
     )
     return entries, problems
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file.
-
-    Raises `UserError`, for what is wrong with a value too.
-    """
+    """Returns the mapping in a YAML file; raises `UserError` for any problem in it."""
     entries, problems = read_entries(path)
     if problems:
         raise UserError.of(problems)
@@ -159,8 +160,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
-    """Reads what can be read of the mapping in a YAML file; empty where there is no such file, or
-    none in it.
+    """Returns those keys of a YAML file whose values are readable.
+
+    Returns an empty mapping if there is no such file, or no mapping in it.
     """
     try:
         entries, _ = read_entries(path, is_foreign=is_foreign)
@@ -172,11 +174,19 @@ def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
 def _compose(
     text: str, where: str, what: str = "YAML", is_foreign: bool = False
 ) -> yaml.Node | None:
-    """Returns the node of a text; None where it is empty.
+    """Parses a text to a YAML node; returns None if the text is empty.
 
-    Raises `UserError`, with the line in a file.
+    Args:
+        text: The text.
+        where: Its place, for messages.
+        what: What the text should be, for messages. "YAML" is a file, whose line is named too.
+        is_foreign: Whether aliases of single values are read.
+
+    Raises:
+        UserError: The text is no YAML.
     """
     if yaml.__with_libyaml__:
+        # after an error the slow parser below reads the text again, since its message is better
         with suppress(yaml.YAMLError, RecursionError):
             return yaml.compose(text, Loader=_FastForeignLoader if is_foreign else _FastLoader)
     try:
@@ -184,7 +194,7 @@ def _compose(
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark and what == "YAML" else ""
-        raise UserError(f"{where}{line}: not {what}: {_problem_of(error)}") from None
+        raise UserError(f"{where}{line}: not {what}: {_describe_problem(error)}") from None
     except RecursionError:
         raise UserError(f"{where}: nested too deep to be read") from None
 
@@ -192,7 +202,14 @@ def _compose(
 def read_value(
     text: str, key: str, where: str, nested: Iterable[str] = ()
 ) -> tuple[Entry, list[str]]:
-    """Reads `text` as the YAML value of `key` on a command line, with what is wrong with it."""
+    """Reads a text as the YAML value of `key`: returns (entry, problems).
+
+    Args:
+        text: The value, such as one on a command line.
+        key: Its key.
+        where: The place of both, for messages.
+        nested: See `read_entries`.
+    """
     problems: list[str] = []
     try:
         node = _compose(text, f"{where}: {key}", "a YAML value")
@@ -200,78 +217,94 @@ def read_value(
         return Entry(key, UNREADABLE, where), [str(error)]
     if node is None:
         return Entry(key, None, where), []
-    return _entry(key, node, where, lambda _: where, frozenset(nested), problems), problems
+    entry = _read_entry(key, node, where, lambda _: where, frozenset(nested), problems)
+    return entry, problems
 
 
-def _entries_of(
+def _read_mapping(
     node: yaml.MappingNode,
-    place: Callable[[yaml.Node], str],
+    find_place: Callable[[yaml.Node], str],
     nested: frozenset[str] | None,
     problems: list[str],
 ) -> list[Entry]:
-    """Returns the entries of a file, or with `nested` None of an item in one of its lists."""
+    """Reads the entries of a mapping, and adds what is wrong with them to `problems`.
+
+    Args:
+        node: The mapping.
+        find_place: Returns the place of a node, for messages.
+        nested: See `read_entries`; None for a mapping in such a list.
+        problems: Gets a sentence for each problem.
+    """
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
-        where = place(key_node)
+        where = find_place(key_node)
         if key in entries:
-            if nested is None:
-                first = ""
-            else:
-                first = f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
+            first = ""
+            if nested is not None:
+                _, _, first_line = entries[key].where.rpartition(":")
+                first = f", first at line {first_line}"
             problems.append(f"{where}: {key}: given twice{first}; keep one")
         else:
-            entries[key] = _entry(key, value_node, where, place, nested or frozenset(), problems)
+            entries[key] = _read_entry(
+                key, value_node, where, find_place, nested or frozenset(), problems
+            )
     return list(entries.values())
 
 
-def _entry(
+def _read_entry(
     key: str,
     node: yaml.Node,
     where: str,
-    place: Callable[[yaml.Node], str],
+    find_place: Callable[[yaml.Node], str],
     nested: frozenset[str],
     problems: list[str],
 ) -> Entry:
+    """Makes the entry of a key and the node of its value; see `_read_mapping`.
+
+    The value is `UNREADABLE` if it could not be read. `where`: the key's place.
+    """
     if key in nested and isinstance(node, yaml.SequenceNode):
         items: list[Any] = []
         for item in node.value:
-            is_mapping = isinstance(item, yaml.MappingNode)
-            items.append(
-                _entries_of(item, place, None, problems) if is_mapping else _construct(item)
-            )
+            if isinstance(item, yaml.MappingNode):
+                items.append(_read_mapping(item, find_place, None, problems))
+            else:
+                items.append(_construct(item))
         return Entry(key, items, where)
     problems += [
-        f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)
+        f"{find_place(key_node)}: {key_node.value}: given twice; keep one"
+        for key_node in _find_repeated_keys(node)
     ]
     places = {}
     if isinstance(node, yaml.MappingNode):
-        places = {str(k.value): place(k) for k, _ in node.value}
+        places = {str(key_node.value): find_place(key_node) for key_node, _ in node.value}
     try:
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:
-        problems.append(f"{where}: {key}: {_problem_of(error)}")
+        problems.append(f"{where}: {key}: {_describe_problem(error)}")
     except (ValueError, TypeError, RecursionError) as error:
-        # `!!int abc`, a number of 5,000 digits, a list as a key
+        # for example `!!int abc`, a number of 5,000 digits, or a list as a key
         problems.append(f"{where}: {key}: {error}")
     return Entry(key, UNREADABLE, where, places)
 
 
-def _repeated_keys(node: yaml.Node) -> Iterable[yaml.Node]:
-    """Yields the keys, at any depth, that their mapping has already."""
+def _find_repeated_keys(node: yaml.Node) -> Iterable[yaml.Node]:
+    """Yields each key that its mapping had before, from mappings at any depth."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _repeated_keys(item)
+            yield from _find_repeated_keys(item)
     elif isinstance(node, yaml.MappingNode):
-        seen = set()
+        keys = set()
         for key_node, value_node in node.value:
-            if str(key_node.value) in seen:
+            if str(key_node.value) in keys:
                 yield key_node
-            seen.add(str(key_node.value))
-            yield from _repeated_keys(value_node)
+            keys.add(str(key_node.value))
+            yield from _find_repeated_keys(value_node)
 
 
 def _construct(node: yaml.Node) -> Any:
+    """Returns the Python value of a node; raises as PyYAML's constructors do."""
     loader = _Loader("")
     try:
         return loader.construct_document(node)
@@ -279,5 +312,6 @@ def _construct(node: yaml.Node) -> Any:
         loader.dispose()
 
 
-def _problem_of(error: yaml.YAMLError) -> str:
+def _describe_problem(error: yaml.YAMLError) -> str:
+    """Returns the sentence of a PyYAML error on what is wrong, without places and context."""
     return str(getattr(error, "problem", None) or str(error).splitlines()[0])

@@ -1,5 +1,6 @@
-"""alignment-handbook's mixtures, in files for TRL's trainers: names of data sets with shares of
-their rows.
+"""Reads alignment-handbook's dataset mixtures, which stand in files for TRL's trainers.
+
+A mixture names data sets, each with the share of its rows that is trained on.
 """
 
 from pathlib import Path
@@ -10,22 +11,23 @@ from finetune.convert.entries import DataSetEntry, Sources, list_entries, make_s
 from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.value_conversion import Conversion
 
-DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
+ROWS_DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 
 
 def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sources]:
-    """Reads (the entries, those held out) of the older dataset_mixer.
+    """Reads `dataset_mixer`, the older key of mixtures: {data set: share of its rows}.
 
-    A share of whole percents is a slice, another one a weight.
+    Returns the recipe's entries for training and for evaluation; both are empty without the key.
+    Held-out splits are read whole, whatever the share.
     """
     mixer = settings.get("dataset_mixer")
     splits = settings.get("dataset_splits") or ["train", "test"]
     if not isinstance(mixer, dict) or not isinstance(splits, list):
         return [], []
-    names = settings.get("dataset_configs") or [None] * len(mixer)
-    if not isinstance(names, list) or len(names) != len(mixer):
+    configs = settings.get("dataset_configs") or [None] * len(mixer)
+    if not isinstance(configs, list) or len(configs) != len(mixer):
         raise WrongValue.of_key(
-            "dataset_configs", names, "a list with a name for each data set", "[default]"
+            "dataset_configs", configs, "a list with a name for each data set", "[default]"
         )
     shares = {
         path: read_number(f"dataset_mixer.{path}", share, "0.5", 0) for path, share in mixer.items()
@@ -33,24 +35,28 @@ def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sou
     train: Sources = []
     held_out: Sources = []
     for split in map(str, splits):
-        for (path, share), name in zip(shares.items(), names, strict=True):
+        for (path, share), config in zip(shares.items(), configs, strict=True):
             if share > 0 and "train" in split:
-                train += make_sources([path], name=name, **_cut(split, share))
+                train += make_sources([path], name=config, **_select_share(split, share))
             if share > 0 and "test" in split:
-                held_out += make_sources([path], name=name, split=split)
-    drawn = [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]
-    if drawn:
-        conversion.remarks.append(f"dataset_mixer: {', '.join(drawn)}   ({DRAWN})")
+                held_out += make_sources([path], name=config, split=split)
+    weighted = [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]
+    if weighted:
+        conversion.remarks.append(f"dataset_mixer: {', '.join(weighted)}   ({ROWS_DRAWN})")
     return train, held_out
 
 
-def _cut(split: str, share: float) -> dict[str, Any]:
-    """Returns the keys of an entry that read a share of a split.
+def _select_share(split: str, share: float) -> dict[str, Any]:
+    """Returns the keys with which a recipe's entry reads a share of a split.
 
-    >>> _cut("train", 0.5), _cut("train", 0.004), _cut("train", 1)
-    ({'split': 'train[:50%]'}, {'split': 'train', 'weight': 0.004}, {'split': 'train'})
+    Whole percents become a slice, the first rows of the split. Any other share becomes a weight.
+
+    >>> _select_share("train", 0.5), _select_share("train", 1)
+    ({'split': 'train[:50%]'}, {'split': 'train'})
+    >>> _select_share("train", 0.004)
+    {'split': 'train', 'weight': 0.004}
     """
-    percent = round(100 * share, 9)
+    percent = round(100 * share, 9)  # 100 * 0.07 is 7.000000000000001
     if share >= 1:
         return {"split": split}
     if percent % 1 == 0:
@@ -59,7 +65,11 @@ def _cut(split: str, share: float) -> dict[str, Any]:
 
 
 def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
-    """Lists the entries of its dataset_mixture, in TRL's names."""
+    """Lists the data sets of `dataset_mixture`, with their keys renamed to TRL's; empty without it.
+
+    Renamed are `id` to `path`, `config` to `name`, and a single column to `messages_column`. The
+    mixture's `test_split_size` becomes the recipe's `eval_split_size`.
+    """
     mixture = settings.get("dataset_mixture")
     if not isinstance(mixture, dict):
         return []

@@ -1,4 +1,7 @@
-"""A file as its tool reads it: without the keys that it does not read beside the others."""
+"""Reads a file as its own tool does: without the keys that have no effect beside its other keys.
+
+For instance Axolotl reads no `early_stopping_patience` in a file that names an `rl` method.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -10,43 +13,53 @@ from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.factory import is_of_bridge, is_of_mcore
 from finetune.convert.value_conversion import read_section
 
-TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")  # with transformers' arguments
-# _configure_custom_optimizer of Axolotl's core/builders/base.py passes optim_args on; of the others
-# transformers' Trainer reads them, and no AdamW of torch or bitsandbytes has any
-PASSED_ON = ("optimi_adamw", "ao_adamw_fp8", "adopt_adamw", "flash_adamw", "q_galore_adamw8bit")
-# logging_steps of transformers' and of TRL's arguments, which are eval_steps where a file has none
-LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
-STRATEGIES = ("eval_strategy", "evaluation_strategy")
-COSINES = ("cosine", "rex")  # rex is a cosine to the trainer until it makes the schedule
+# tools whose files hold transformers' TrainingArguments by name
+TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")
+# Optimizers to which _configure_custom_optimizer of Axolotl's core/builders/base.py passes
+# optim_args on, beside those of matrices. Transformers' Trainer makes the other optimizers, and
+# reads no optim_args for an AdamW of torch or bitsandbytes.
+CUSTOM_OPTIMIZERS = (
+    "optimi_adamw",
+    "ao_adamw_fp8",
+    "adopt_adamw",
+    "flash_adamw",
+    "q_galore_adamw8bit",
+)
+# the tools' default logging_steps; Trainer takes logging_steps for eval_steps where there is none
+DEFAULT_LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
+EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second is the older name
+# Axolotl's trainer takes rex for a cosine until it makes the schedule
+COSINE_SCHEDULES = ("cosine", "rex")
 
 
 def _takes_arguments(optimizer: str) -> bool:
-    """Whether Axolotl makes an optimizer with optim_args."""
+    """Whether Axolotl passes optim_args on to this optimizer."""
     facts = OPTIMIZERS.get(optimizer)
-    is_by_matrix = facts is not None and facts.count_matrix is not None
-    return optimizer in PASSED_ON or is_by_matrix
+    updates_matrices = facts is not None and facts.count_matrix is not None  # as Muon does
+    return optimizer in CUSTOM_OPTIMIZERS or updates_matrices
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
-    """Keys, dotted where they are nested, that `tools` do not read in a file of which `holds` is
-    true.
-    """
+class UnreadRule:
+    """Says that the `tools` do not read `keys` in a file for which `applies` is true."""
 
     tools: tuple[Tool, ...]
-    keys: tuple[str, ...]
-    holds: Callable[[ToolFile], bool]
+    keys: tuple[str, ...]  # dotted where they are nested
+    applies: Callable[[ToolFile], bool]
 
 
-UNREAD = (
-    # create_scheduler of its core/trainers/mixins/scheduler.py
-    Unread(
+# A comment names the tool's code by which a rule holds.
+UNREAD_RULES = (
+    # create_scheduler of core/trainers/mixins/scheduler.py
+    UnreadRule(
         ("Axolotl",),
         ("cosine_min_lr_ratio",),
-        lambda file: bool(file.get("lr_quadratic_warmup")) or _find_schedule(file) not in COSINES,
+        lambda file: (
+            bool(file.get("lr_quadratic_warmup")) or _find_schedule(file) not in COSINE_SCHEDULES
+        ),
     ),
-    # which its core/builders/causal.py alone passes on
-    Unread(
+    # core/builders/causal.py passes these on; the builder of trainers for `rl` does not
+    UnreadRule(
         ("Axolotl",),
         (
             "neftune_noise_alpha",
@@ -56,13 +69,13 @@ UNREAD = (
         ),
         lambda file: bool(file.get("rl")),
     ),
-    Unread(
+    UnreadRule(
         ("Axolotl",),
         ("optim_args.betas", "optim_args.eps", "optim_args.weight_decay"),
         lambda file: not _takes_arguments(str(file.get("optimizer"))),
     ),
-    # the same function, which passes both on or none
-    Unread(
+    # _configure_custom_optimizer passes on both adam_beta1 and adam_beta2, or neither
+    UnreadRule(
         ("Axolotl",),
         ("adam_beta1", "adam_beta2"),
         lambda file: (
@@ -70,50 +83,53 @@ UNREAD = (
             and not (file.get("adam_beta1") and file.get("adam_beta2"))
         ),
     ),
-    # get_warmup_steps of transformers 4; transformers 5 has the ratio decide wherever it is given
-    Unread(
+    # get_warmup_steps of transformers 4; in transformers 5 a ratio always decides
+    UnreadRule(
         TRAINERS,
         ("warmup_steps",),
         lambda file: file.get("warmup_steps") == 0 and bool(file.get("warmup_ratio")),
     ),
-    Unread(TRAINERS, ("neftune_noise_alpha",), lambda file: file.get("neftune_noise_alpha") == 0),
-    Unread(
+    UnreadRule(
+        TRAINERS, ("neftune_noise_alpha",), lambda file: file.get("neftune_noise_alpha") == 0
+    ),
+    # rotate_checkpoints of transformers deletes none for a limit of 0 or less
+    UnreadRule(
         (*TRAINERS, "Axolotl"),
         ("save_total_limit",),
         lambda file: file.get("save_total_limit") in (0, -1),
     ),
-    Unread(
+    UnreadRule(
         ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0
     ),
-    # null is 1.0 to its recipes/llm/train_ft.py, as no key is
-    Unread(
+    # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
+    UnreadRule(
         ("Automodel",),
         ("clip_grad_norm.max_norm",),
         lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
     ),
-    # null is stage: pt to its hparams/parser.py, as no key is
-    Unread(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
-    # of its train/dpo/trainer.py and train/kto/trainer.py alone
-    Unread(
+    # hparams/parser.py takes null for an absent key: packing is then on with stage: pt alone
+    UnreadRule(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
+    # read by train/dpo/trainer.py and train/kto/trainer.py alone
+    UnreadRule(
         ("LLaMA-Factory",),
         ("pref_ftx",),
         lambda file: file.get("stage", "sft") not in ("dpo", "kto"),
     ),
-    # of its train/sft/trainer.py alone
-    Unread(
+    # read by train/sft/trainer.py alone
+    UnreadRule(
         ("LLaMA-Factory",),
         ("use_dft_loss", "use_eaft_loss", "use_asft_loss"),
         lambda file: file.get("stage", "sft") != "sft",
     ),
-    # compute_loss of transformers' Trainer, beside a compute_loss_func
-    Unread(
+    # compute_loss of transformers' Trainer smooths no labels under a compute_loss_func
+    UnreadRule(
         ("LLaMA-Factory",),
         ("label_smoothing_factor",),
         lambda file: any(map(file.get, ("use_dft_loss", "use_eaft_loss", "use_asft_loss"))),
     ),
     # create_optimizer and the losses of mcore_adapter's trainer, and config_builder.py of
-    # LLaMA-Factory's train/megatron_bridge
-    Unread(
+    # train/megatron_bridge, have their own
+    UnreadRule(
         ("LLaMA-Factory",),
         (
             *("optim", "use_muon", "use_adam_mini", "use_apollo", "use_badam", "use_galore"),
@@ -123,14 +139,14 @@ UNREAD = (
         ),
         lambda file: is_of_mcore(file) or is_of_bridge(file),
     ),
-    # run_sft of its train/mca/workflow.py, which trains all weights
-    Unread(
+    # run_sft of train/mca/workflow.py trains all weights, whatever finetuning_type says
+    UnreadRule(
         ("LLaMA-Factory",),
         ("finetuning_type", "lora_alpha", "lora_rank"),
         lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
     ),
-    # config_builder.py and dataset_export.py of its train/megatron_bridge
-    Unread(
+    # config_builder.py and dataset_export.py of train/megatron_bridge
+    UnreadRule(
         ("LLaMA-Factory",),
         (
             *("lr_scheduler_kwargs", "neftune_noise_alpha", "rope_scaling"),
@@ -142,74 +158,84 @@ UNREAD = (
 
 
 def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[str]]:
-    """Returns a file without the keys that its tool does not read, and these keys.
+    """Returns a copy of the file without the keys that its tool does not read, and those keys.
+
+    The copy also has what the tool puts in place of some keys that are absent or null.
 
     >>> read_as_tool("TRL", {"warmup_steps": 0, "warmup_ratio": 0.1})
     ({'warmup_ratio': 0.1}, ['warmup_steps'])
     """
     file = deepcopy(dict(settings))
     if tool == "Automodel":
-        file = _read_none(file)
+        file = _replace_null_words(file)
         _rename_dtype(file)
-    dropped = [
+    unread = [
         key
-        for row in UNREAD
-        if tool in row.tools and row.holds(settings)
-        for key in row.keys
-        if _take(file, key)
+        for rule in UNREAD_RULES
+        if tool in rule.tools and rule.applies(settings)
+        for key in rule.keys
+        if _remove_key(file, key)
     ]
     if tool == "LLaMA-Factory" and is_of_mcore(settings):
         file["finetuning_type"] = "full"
     if tool == "Axolotl":
-        _fill_axolotl(file)
+        _replace_defaults_of_axolotl(file)
     elif not file.get("eval_steps"):
-        _fill_evaluation(tool, file)
-    return file, dropped
+        _set_eval_steps(tool, file)
+    return file, unread
 
 
-# translate_value of Automodel's components/config/loader.py
-WORDS_OF_NULL = ("none", "None")
+# translate_value of Automodel's components/config/loader.py reads these texts as null
+WORDS_FOR_NULL = ("none", "None")
 
 
-def _read_none(value: Any) -> Any:
-    """Takes the words of Automodel's for null as such."""
+def _replace_null_words(value: Any) -> Any:
+    """Replaces Automodel's words for null by None, in nested mappings and lists too."""
     if isinstance(value, dict):
-        return {key: _read_none(inner) for key, inner in value.items()}
+        return {key: _replace_null_words(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_read_none(inner) for inner in value]
-    return None if isinstance(value, str) and value in WORDS_OF_NULL else value
+        return [_replace_null_words(inner) for inner in value]
+    return None if isinstance(value, str) and value in WORDS_FOR_NULL else value
 
 
 def _rename_dtype(file: Mapping[str, Any]) -> None:
-    """Gives the weights' dtype the older of its two names, as from_pretrained of Automodel 0.7
-    reads them.
+    """Renames `model.dtype` to `model.torch_dtype`, the older name, in place.
+
+    from_pretrained of Automodel 0.7 reads both names.
     """
     model = file.get("model")
     if isinstance(model, dict) and model.get("dtype") is not None:
         model["torch_dtype"] = model.pop("dtype")
 
 
-def _fill_evaluation(tool: Tool, file: dict[str, Any]) -> None:
-    """Sets when Trainer measures the held-out loss where a file says no number of steps."""
-    if any(file.get(key) == "steps" for key in STRATEGIES) and tool in LOGGING_STEPS:
-        file["eval_steps"] = file.get("logging_steps") or LOGGING_STEPS[tool]
+def _set_eval_steps(tool: Tool, file: dict[str, Any]) -> None:
+    """Sets `eval_steps` to `logging_steps`, as Trainer does where it evaluates by steps.
+
+    `file` has no eval_steps.
+    """
+    is_by_steps = any(file.get(key) == "steps" for key in EVALUATION_STRATEGIES)
+    if is_by_steps and tool in DEFAULT_LOGGING_STEPS:
+        file["eval_steps"] = file.get("logging_steps") or DEFAULT_LOGGING_STEPS[tool]
 
 
-def _fill_axolotl(file: dict[str, Any]) -> None:
-    """Takes null as Axolotl does, where it is no absent key here."""
-    if file.get("max_grad_norm", 1.0) is None:
-        del file["max_grad_norm"]  # model_dump(exclude_none=True): the default of Trainer's
+def _replace_defaults_of_axolotl(file: dict[str, Any]) -> None:
+    """Replaces values that mean the default to Axolotl but something else to a recipe here."""
+    if "max_grad_norm" in file and file["max_grad_norm"] is None:
+        # model_dump(exclude_none=True) drops null, and Trainer clips by its default. Here null
+        # would switch clipping off.
+        del file["max_grad_norm"]
     for key in ("kto_desirable_weight", "kto_undesirable_weight"):
         if file.get(key) == 0:
-            file[key] = 1.0  # `or 1.0` of its core/builders/rl.py
+            file[key] = 1.0  # core/builders/rl.py reads the weight `or 1.0`
 
 
 def _find_schedule(file: ToolFile) -> str:
+    """Returns the schedule's name in an Axolotl file; cosine is the default."""
     return str(file.get("lr_scheduler") or "cosine")
 
 
-def _take(file: dict[str, Any], dotted: str) -> bool:
-    """Removes a key; returns whether it had a value."""
+def _remove_key(file: dict[str, Any], dotted: str) -> bool:
+    """Removes a key, nested where `dotted` has a dot; returns whether its value was not null."""
     section, _, name = dotted.rpartition(".")
-    inner: Any = file.get(section) if section else file
-    return isinstance(inner, dict) and inner.pop(name, None) is not None
+    mapping: Any = file.get(section) if section else file
+    return isinstance(mapping, dict) and mapping.pop(name, None) is not None

@@ -1,4 +1,6 @@
-"""The sharding, precision and memory that a file asks for, as an Accelerate file of ours."""
+"""Finds the sharding, the precision and the checkpointing that a file asks for, and names or writes
+the Accelerate file for them.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +10,6 @@ from typing import Any, Literal
 import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
-from finetune.config.layout import GROUP_KEYS
 from finetune.constants import ceil_div
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.value_conversion import read_section
@@ -16,60 +17,73 @@ from finetune.units import counted
 
 Precision = Literal["no", "bf16", "fp16"]
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
-LAUNCHED = re.compile(r"--config_file[ =](\S*fsdp\S*)")  # in those of LLaMA-Factory and ms-swift
+# an FSDP file of Accelerate in the launch command of a LLaMA-Factory or ms-swift file
+LAUNCHED_FSDP = re.compile(r"--config_file[ =](\S*fsdp\S*)")
 LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file")
-ZERO_STAGE = re.compile(r"'stage': (\d)|^[^{]*(?:z|zero|stage)[-_]?(\d)")  # in lower case
-COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
-FILES: Mapping[AskedSharding, str] = {
+# in lower case: the key in the text of DeepSpeed's settings, or the file's name, as in ds_z3.json
+ZERO_STAGE = re.compile(r"'stage': (\d)|^[^{]*(?:z|zero|stage)[-_]?(\d)")
+# the name of the recipe, in the comments of a torchtune file
+COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")
+SHIPPED_FILES: Mapping[AskedSharding, str] = {
     "full": "fsdp_full_shard_auto",
     "grad_op": "fsdp_shard_grad_op",
     "offload": "fsdp_cpu_offload",
     "hybrid": "fsdp_hybrid_shard",
 }
 
+# keys of Accelerate's parallelism_config
 SHARD_SIZE = "parallelism_config_dp_shard_size"
 REPLICATE_SIZE = "parallelism_config_dp_replicate_size"
-WRITTEN = "the Accelerate file"
-EXAMPLE = "the sizes of the groups in {} are an example; set them to yours"
-GROUPS = f"{SHARD_SIZE}: {{}} in the Accelerate file is for {{}} of ranks; set it to their number"
+TENSOR_SIZE = "parallelism_config_tp_size"
+CONTEXT_SIZE = "parallelism_config_cp_size"
+WRITTEN_FILE = "the Accelerate file"
+EXAMPLE_SIZES = "the sizes of the groups in {} are an example; set them to yours"
+NUMBER_OF_GROUPS = (
+    f"{SHARD_SIZE}: {{}} in the Accelerate file is for {{}} of ranks; set it to their number"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class AskedLayout:
-    """The layout that a file asks for. `precision` is Accelerate's mixed_precision."""
+    """The layout that another tool's file asks for."""
 
     sharding: AskedSharding
-    precision: Precision
-    checkpointing: bool
-    pure_bf16: bool = False  # parameters in bf16 too
-    keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
-    tensors: int = 1  # ranks that shard a layer's matrices
-    sequences: int = 1  # ranks that shard a row's tokens
-    experts: int = 1  # ranks that hold a layer's experts between them
-    replicas: int = 1  # groups of hybrid sharding, and the ranks in each; 1: it does not say
-    shards: int = 1
-    for_groups: bool = False  # sharded here alone, since groups of ranks are FSDP2's
-    fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
+    precision: Precision  # Accelerate's mixed_precision
+    checkpointing: bool  # of activations
+    pure_bf16: bool = False  # the parameters are trained in bf16 too
+    keeps_fp32: bool = False  # the parameters are trained in float32, whatever dtype is loaded
+    tensors: int = 1  # tensor parallel size: ranks that shard a layer's matrices
+    sequences: int = 1  # context parallel size: ranks that shard a row's tokens
+    experts: int = 1  # expert parallel size: ranks that share a layer's experts
+    replicas: int = 1  # number of groups in hybrid sharding; 1 where the file does not say
+    shards: int = 1  # ranks in each of these groups; 1 where the file does not say
+    # the file asks for no sharding, but groups of ranks need FSDP2 here
+    for_groups: bool = False
+    fp8: str = ""  # torchao's recipe for linear layers in FP8; empty without FP8
 
     @property
     def file(self) -> str | None:
-        """A shipped Accelerate file; None if a run without accelerate_config is the same (fp32, DDP
-        or one process).
+        """The name of the shipped Accelerate file that is nearest to the layout.
+
+        None for fp32 without sharding (DDP or one process), which needs no accelerate_config.
         """
         if self.sharding != "none":
-            return FILES[self.sharding]
+            return SHIPPED_FILES[self.sharding]
         if self.precision == "no":
             return None
         return "ddp_checkpointing" if self.checkpointing else "ddp"
 
     @property
     def groups(self) -> int:
-        """The fewest groups that share a layer's matrices and a row which hold all experts."""
+        """The smallest dp_shard_size with which a run has at least `experts` ranks.
+
+        A run has dp_shard_size groups of `tensors` * `sequences` ranks.
+        """
         return ceil_div(self.experts, self.tensors * self.sequences)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The file's changes to the shipped one, by Accelerate's keys; empty if none."""
+        """What the Accelerate file must change in the shipped one, by key; empty if nothing."""
         if self.file is None:
             return {}
         changes: dict[str, Any] = {}
@@ -80,8 +94,9 @@ class AskedLayout:
             }
         elif self.precision != "bf16":
             changes = {"mixed_precision": self.precision}
-        sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
-        mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
+        sizes = {TENSOR_SIZE: self.tensors, CONTEXT_SIZE: self.sequences}
+        mesh = {key: size for key, size in sizes.items() if size > 1}
+        # the order of the keys is that in the file: replicas and shards come first
         if self.sharding == "hybrid" and (mesh or self.shards > 1):
             mesh = {REPLICATE_SIZE: self.replicas, SHARD_SIZE: self.shards} | mesh
         elif mesh:
@@ -91,18 +106,15 @@ class AskedLayout:
         return changes
 
     def remarks(self) -> Iterator[str]:
-        """Yields what the user must still set in the Accelerate file for their machine, one
-        sentence each.
-        """
+        """Yields a sentence for each size in the Accelerate file that depends on the machine."""
         if self.sharding == "hybrid" and self.shards == 1:
-            yield EXAMPLE.format(WRITTEN if self.changes else f"{self.file}.yaml")
+            yield EXAMPLE_SIZES.format(WRITTEN_FILE if self.changes else f"{self.file}.yaml")
         elif self.sharding != "hybrid" and "parallelism_config" in self.changes:
-            yield GROUPS.format(self.groups, counted(self.groups, "group"))
+            yield NUMBER_OF_GROUPS.format(self.groups, counted(self.groups, "group"))
 
 
 def write_accelerate(layout: AskedLayout) -> str | None:
-    """Returns the text of the Accelerate file that `layout` needs; None where the shipped file is
-    that.
+    """Returns the text of the Accelerate file for `layout`; None if it needs no changed one.
 
     >>> print(write_accelerate(AskedLayout("none", "fp16", checkpointing=False)), end="")
     compute_environment: LOCAL_MACHINE
@@ -115,7 +127,7 @@ def write_accelerate(layout: AskedLayout) -> str | None:
 
 
 def read_shipped(name: str) -> dict[str, Any]:
-    """Reads an Accelerate file that this toolkit ships."""
+    """Reads the Accelerate file of that name (without .yaml) that this toolkit ships."""
     shipped: dict[str, Any] = yaml.safe_load(
         (ACCELERATE_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
     )
@@ -123,46 +135,56 @@ def read_shipped(name: str) -> dict[str, Any]:
 
 
 def read_layout(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
-    """Reads the layout of a file; `text` is the file with its comments, in which torchtune names
-    the recipe.
+    """Reads the layout that a file asks for.
+
+    `text` is the file with its comments: torchtune's name the recipe, others the launch command.
     """
     if tool == "torchtune":
         layout = _read_torchtune(settings, text)
     elif tool == "Automodel":
         layout = _read_automodel(settings)
     else:
-        layout = _read_trainer(tool, settings, text)
+        layout = _read_trainers_file(tool, settings, text)
+    # Accelerate's fp8 computes all other layers in bf16: beside fp16 or fp32 it is not taken over
     layout = replace(layout, fp8=_find_fp8(settings) if layout.precision == "bf16" else "")
-    if layout.tensors * layout.sequences * layout.experts > 1 and layout.sharding == "none":
+    shares_layers = layout.tensors * layout.sequences * layout.experts > 1
+    if shares_layers and layout.sharding == "none":
         layout = replace(layout, sharding="full", for_groups=True)
     return layout
 
 
 def _find_fp8(settings: ToolFile) -> str:
-    """Returns torchao's FP8 recipe, by default one scale for each tensor; empty where the file asks
-    for none.
+    """Returns torchao's FP8 recipe; empty where the file asks for no FP8.
+
+    The default, "tensorwise", has one scale for each tensor.
     """
     section = read_section(settings, "fp8")
     if section:
-        asks = section.get("enabled", True)
+        is_asked = section.get("enabled", True)
     else:
-        asks = settings.get("fp8") or settings.get("enable_fp8_training")
-    if not asks:
+        is_asked = settings.get("fp8") or settings.get("enable_fp8_training")
+    if not is_asked:
         return ""
     return str(section.get("recipe_name") or settings.get("fp8_recipe_name") or "tensorwise")
 
 
-def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
-    """Reads files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
+def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
+    """Reads a file with the keys of transformers' Trainer: TRL's, Axolotl's, LLaMA-Factory's or
+    ms-swift's.
+    """
     sharding = _find_sharding(tool, settings)
-    launched = LAUNCHED.search(text)
+    launched = LAUNCHED_FSDP.search(text)
     if tool in ("LLaMA-Factory", "ms-swift") and launched and sharding == "none":
-        sharding = "offload" if "offload" in launched[1] else "full"
+        launched_file = launched[1]
+        sharding = "offload" if "offload" in launched_file else "full"
     precision = _find_precision(tool, settings)
-    inner = _drop_prefix(read_section(settings, "fsdp_config"))
-    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or inner.get(
+    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    # on by default, but for Axolotl
+    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or fsdp_config.get(
         "activation_checkpointing"
     )
+    # Axolotl and ms-swift load the weights in bf16. They are trained in it unless DeepSpeed or
+    # Accelerate's FSDP makes a float32 copy, which `bf16: full` does without.
     is_full_bf16 = (
         tool == "Axolotl"
         and precision == "bf16"
@@ -187,7 +209,7 @@ def _read_trainer(tool: Tool, settings: ToolFile, text: str) -> AskedLayout:
 
 
 def count_sharing_ranks(settings: ToolFile) -> int:
-    """Returns how many ranks share a row, in files of Trainer's vocabulary."""
+    """Returns how many ranks share a row's tokens in a file with Trainer's keys; 1 by default."""
     sizes = (
         settings.get("context_parallel_size"),
         settings.get("sequence_parallel_degree"),  # the older name
@@ -198,33 +220,36 @@ def count_sharing_ranks(settings: ToolFile) -> int:
 
 
 def is_first_fsdp(settings: ToolFile) -> bool:
-    """Whether a file of Axolotl's asks for the first version of FSDP, by its number or by the list
-    of options, which 0.21 refuses.
+    """Whether an Axolotl file asks for FSDP1, which Axolotl 0.21 refuses.
+
+    A file asks by the version, or without one by the list of options under `fsdp`.
     """
-    inner = _drop_prefix(read_section(settings, "fsdp_config"))
-    asked = settings.get("fsdp_version") or inner.get("version")
-    return str(asked) == "1" or (asked is None and bool(settings.get("fsdp")))
+    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    version = settings.get("fsdp_version") or fsdp_config.get("version")
+    return str(version) == "1" or (version is None and bool(settings.get("fsdp")))
 
 
 def _keeps_loaded_dtype(settings: ToolFile) -> bool:
-    """Whether Axolotl's own fsdp2_prepare_model, which casts nothing to float32, takes the place of
-    Accelerate's. Version 0.21 has no other FSDP.
+    """Whether Axolotl shards by FSDP2, under which weights keep the dtype that they are loaded in.
+
+    Its own fsdp2_prepare_model then replaces Accelerate's and casts nothing to float32.
     """
     is_sharded = bool(read_section(settings, "fsdp_config")) and not settings.get("deepspeed")
     return is_sharded and not is_first_fsdp(settings)
 
 
 def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
+    """Returns the mixed precision of a file with Trainer's keys; "no" is float32."""
     asks_fp16 = settings.get("fp16") is True or settings.get("float16") is True
     asks_bf16 = any(settings.get(key) for key in ("bf16", "bfloat16", "pure_bf16"))
     if tool == "ms-swift":
-        # the model's own, which is bfloat16 as a rule
+        # without torch_dtype it is the dtype of the model's files, as a rule bfloat16
         dtype = str(settings.get("torch_dtype") or "bfloat16")
-        # _init_mixed_precision of its arguments/base_args/model_args.py
-        is_half = dtype in ("float16", "float32") and not asks_bf16
-        asks_fp16 = asks_fp16 or (is_half and settings.get("fp16") is not False)
+        # _init_mixed_precision of arguments/base_args/model_args.py trains all but bfloat16 in fp16
+        implies_fp16 = dtype in ("float16", "float32") and not asks_bf16
+        asks_fp16 = asks_fp16 or (implies_fp16 and settings.get("fp16") is not False)
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
-    # TRL's true, and Axolotl's auto
+    # bf16 is true by default in TRL, and "auto" in Axolotl
     is_default = tool in ("TRL", "Axolotl") and "bf16" not in settings and not asks_fp16
     if asks_bf16 or is_default:
         return "bf16"
@@ -232,13 +257,14 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
 
 
 def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
+    """Returns the sharding that a file with Trainer's keys asks for."""
     deepspeed = str(settings.get("deepspeed") or "").lower()
     if deepspeed:
         sharding = _read_deepspeed(deepspeed)
     else:
         sharding = _read_fsdp(settings)
     asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
-    # TRL's is in the Accelerate file of the launch
+    # TRL leaves the sharding to the Accelerate file of the launch: fully sharded is assumed
     if sharding == "none" and (asks_fsdp2 or tool == "TRL"):
         sharding = "full"
     if _read_size(settings.get("dp_replicate_size")) > 1 and sharding != "none":
@@ -247,52 +273,67 @@ def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
 
 
 def find_zero_stage(file: Any) -> int | None:
-    """Reads the stage of ZeRO off the name or the text of DeepSpeed's file; None where it says
-    none.
+    """Returns the stage of ZeRO by the path, the text or the settings of a DeepSpeed file.
+
+    None where these name no stage.
 
     >>> find_zero_stage("ds_z2_offload_config.json"), find_zero_stage("ds_config.json")
     (2, None)
     >>> find_zero_stage({"zero_optimization": {"stage": 3}})
     3
     """
-    named = ZERO_STAGE.search(str(file).lower())
-    return int(named[1] or named[2]) if named else None
+    match = ZERO_STAGE.search(str(file).lower())
+    if match is None:
+        return None
+    by_key, by_name = match.groups()
+    return int(by_key or by_name)
+
+
+# a section of a DeepSpeed file, in lower case, that offloads nothing
+NOTHING_OFFLOADED = re.compile(r"""["']offload_\w+["']: *\{[^{}]*["']device["']: *["']none["']""")
 
 
 def _read_deepspeed(file: str) -> AskedSharding:
+    """Returns the sharding by the path or the text, in lower case, of a DeepSpeed file.
+
+    A file that names no stage is taken for stage 2.
+    """
     stage = find_zero_stage(file)
     if stage == 0:
         return "none"
-    if "offload" in file:
+    if "offload" in NOTHING_OFFLOADED.sub("", file):
         return "offload"
     return "full" if stage == 3 else "grad_op"
 
 
 def _read_fsdp(settings: ToolFile) -> AskedSharding:
+    """Returns the sharding by `fsdp` and `fsdp_config`; "none" where a file has neither."""
     fsdp = settings.get("fsdp")
     if isinstance(fsdp, list):
         options = " ".join(map(str, fsdp))
     else:
-        options = str(fsdp or "")
-    inner = _drop_prefix(read_section(settings, "fsdp_config"))
-    strategy = str(inner.get("sharding_strategy", "")).upper()
-    if not options and not inner:
+        # ms-swift has the path of a file here: its folders' names say nothing
+        options = str(fsdp or "").split("/")[-1]
+    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    strategy = str(fsdp_config.get("sharding_strategy", "")).upper()
+    if not options and not fsdp_config:
         return "none"
-    if "offload" in options or inner.get("offload_params") is True:
+    if "offload" in options or fsdp_config.get("offload_params") is True:
         return "offload"
     if "HYBRID" in strategy or "hybrid" in options:
         return "hybrid"
     if strategy == "NO_SHARD":
         return "none"
-    keeps = (
-        inner.get("reshard_after_forward") is False
+    keeps_gathered = (
+        fsdp_config.get("reshard_after_forward") is False
         or strategy == "SHARD_GRAD_OP"
         or "shard_grad_op" in options
     )
-    return "grad_op" if keeps else "full"
+    return "grad_op" if keeps_gathered else "full"
 
 
 def _read_torchtune(settings: ToolFile, text: str) -> AskedLayout:
+    """Reads the layout of a torchtune file; in bf16 its parameters are in bf16 too."""
     dtype = str(settings.get("dtype", "bf16"))
     precision: Precision = "no"
     if dtype == "bf16":
@@ -312,6 +353,10 @@ def _read_torchtune(settings: ToolFile, text: str) -> AskedLayout:
 
 
 def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
+    """Returns the sharding of a torchtune file; fully sharded unless it says otherwise.
+
+    A recipe for one device, by the command in the comments of `text`, shards nothing.
+    """
     command = COMMAND.search(text)
     if command is not None and command[1].endswith("single_device"):
         return "none"
@@ -325,15 +370,16 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
 
 
 def _read_automodel(settings: ToolFile) -> AskedLayout:
+    """Reads the layout of an Automodel file, whose mixed precision is always bf16."""
     distributed = read_section(settings, "distributed")
     dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
-    is_pure = "32" not in dtype and not trains_copy(settings)
+    is_pure_bf16 = "32" not in dtype and not trains_copy(settings)
     return AskedLayout(
         _find_automodel_sharding(distributed),
         "bf16",
         checkpointing=bool(distributed.get("activation_checkpointing")),
-        pure_bf16=is_pure,
-        keeps_fp32=not is_pure,
+        pure_bf16=is_pure_bf16,
+        keeps_fp32=not is_pure_bf16,
         tensors=_read_size(distributed.get("tp_size")),
         sequences=_read_size(distributed.get("cp_size")),
         experts=_read_size(distributed.get("ep_size")),
@@ -342,7 +388,7 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
 
 
 def trains_copy(settings: ToolFile) -> bool:
-    """Whether an optimizer of Automodel's trains a copy of weights in 16 bits, in more."""
+    """Whether Automodel's optimizer trains a copy, in more bits, of weights that are in 16 bits."""
     if "32" in str(read_section(settings, "model").get("torch_dtype")):
         return False
     optimizer = read_section(settings, "optimizer")
@@ -353,6 +399,7 @@ def trains_copy(settings: ToolFile) -> bool:
 
 
 def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
+    """Returns the sharding by the section `distributed`; fully sharded unless it says otherwise."""
     if distributed.get("strategy") == "ddp":
         return "none"
     if "CPUOffload" in str(distributed.get("offload_policy")):
@@ -365,9 +412,10 @@ def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
 
 
 def _drop_prefix(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """Drops the prefix "fsdp_" from keys, which files have with it and without."""
     return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
 
 
 def _read_size(value: Any) -> int:
-    """Returns the ranks in a dimension; 1 where the file does not say."""
+    """Returns the number of ranks under a key; 1 for None and for what is no number above 1."""
     return value if isinstance(value, int) and value > 1 else 1

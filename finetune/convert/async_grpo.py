@@ -1,7 +1,6 @@
-"""Files of torchtune's asynchronous GRPO: their sections in the keys of its other files, and what
-they mean here.
+"""Converts the files of torchtune's asynchronous GRPO, which nest their keys in four sections.
 
-Its source: recipes/dev/async_grpo_full_finetune_distributed.py and torchtune/dev/rl.
+The recipe there is recipes/dev/async_grpo_full_finetune_distributed.py, with torchtune/dev/rl.
 """
 
 from collections.abc import Mapping
@@ -13,18 +12,18 @@ from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.value_conversion import Conversion, read_section
 
 SECTIONS = ("orchestration", "inference", "training", "postprocessing")
-# A section and its key -> a key of torchtune's other files, or of TRL's trainer for GRPO.
-RENAMED: Mapping[tuple[str, str], str] = {
+# (section, key in it) -> the same key in torchtune's other files, or in TRL's for GRPO.
+RENAMED_KEYS: Mapping[tuple[str, str], str] = {
     ("orchestration", "num_steps"): "max_steps",
     ("inference", "group_size"): "num_generations",
     ("inference", "max_generated_tokens"): "max_completion_length",
     ("inference", "temperature"): "temperature",
-    ("inference", "top_k"): "top_k",
     ("training", "ppo_epochs"): "num_iterations",
     ("training", "steps_before_weight_sync"): "max_staleness",
     ("postprocessing", "ref_checkpointer"): "ref_checkpointer",
 }
-SAME = (  # in the section training as in torchtune's other files
+# keys of the section `training` that torchtune's other files have at their top level
+TRAINING_KEYS = (
     "checkpointer",
     "optimizer",
     "clip_grad_norm",
@@ -36,7 +35,9 @@ SAME = (  # in the section training as in torchtune's other files
     "custom_sharded_layers",
     "seed",
 )
-READ_HERE: Mapping[str, tuple[str, ...]] = {
+# Keys of each section that this module reads, or that have no effect here. Other keys that are not
+# renamed are reported.
+KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "orchestration": (
         "num_inference_workers",
         "num_postprocessing_workers",
@@ -51,59 +52,80 @@ READ_HERE: Mapping[str, tuple[str, ...]] = {
         "total_batch_size",
         "steps_before_weight_sync",
         "queue_maxsize",
+        "top_k",  # torchtune's SyncLLMCollector does not pass it on to vLLM
     ),
     "training": ("batch_size", "loss"),
     "postprocessing": (),
 }
 FREE_RUNNING = (
-    "completions are sampled without end there, and are as old as it happens: the oldest are "
-    "dropped where the queue is full; here each is sampled once, by weights that are at most "
-    "max_staleness steps older"
+    "completions are sampled without end there, by each inference worker of all prompts, and are "
+    "as old as it happens: the oldest are dropped where the queue is full; here those of a prompt "
+    "are sampled once, by weights that are at most max_staleness steps older"
 )
+# an element of torchrl's replay buffer is one completion; the oldest make room for new ones
 DRAWN = (
-    "drawn from the newest completions at random, one maybe several times, on each training worker "
-    "there; here each completion of a step is trained on once"
+    "drawn at random from the newest completions, as many as replay_buffer_size says ({}), one "
+    "maybe several times, on each training worker there; here each completion of a step is trained "
+    "on once"
+)
+NEWEST = (
+    "the newest completion alone, this many times, on each training worker there, for "
+    "replay_buffer_size is 1; here each completion of a step is trained on once"
+)
+# LinearGRPOLoss, and batched_logits_to_logprobs of torchtune's PostProcessingWorker
+UNTEMPERED = (
+    "the loss divides the reference's logits by it there, and not the trained model's; both here"
 )
 NOT_CLIPPED = "not used there: the ratio is of a token's probability to itself, and always 1"
 SECOND_UPDATE = "the ratio is 1 in each update on the same completions there, clipped here"
-PROMPT_TOKENS = 512  # where max_seq_len leaves no room for a prompt
-WIDEST = 1e6  # of the ratio of a whole completion, within which geometric_mask changes nothing
+PROMPT_TOKENS = 512  # room for a prompt where max_seq_len leaves none
+# importance_sampling_clip_max: so high that geometric_mask masks no completion
+NO_CLIPPING = 1e6
 
 
 def is_async(settings: ToolFile) -> bool:
+    """Whether a torchtune file is one of asynchronous GRPO, by its section `orchestration`."""
     return isinstance(settings.get("orchestration"), dict)
 
 
 def rename_async(settings: ToolFile) -> dict[str, Any]:
-    """Returns the settings with the keys of its sections beside those of torchtune's other
-    files; what the table does not know stays in its section.
+    """Returns the settings with the sections' keys at the top level, named as in other files.
+
+    A key that neither RENAMED_KEYS nor TRAINING_KEYS has stays in its section.
     """
-    renamed = {"dtype": "bf16", **settings}  # the dtype is no key of such a file
+    flat = {"dtype": "bf16", **settings}  # such a file has no key for the dtype
     for name in SECTIONS:
-        unread = dict(read_section(settings, name))
-        for key in [key for key in unread if (name, key) in RENAMED]:
-            renamed[RENAMED[name, key]] = unread.pop(key)
-        for key in [key for key in unread if name == "training" and key in SAME]:
-            renamed[key] = unread.pop(key)
-        renamed[name] = unread
-    return renamed
+        section = dict(read_section(settings, name))
+        for key in [key for key in section if (name, key) in RENAMED_KEYS]:
+            flat[RENAMED_KEYS[name, key]] = section.pop(key)
+        for key in [key for key in section if name == "training" and key in TRAINING_KEYS]:
+            flat[key] = section.pop(key)
+        flat[name] = section
+    return flat
 
 
 def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what several keys together mean, and each difference."""
+    """Sets the recipe's keys that the tables do not, and reports each difference.
+
+    `settings` are those that `rename_async` returns.
+    """
     recipe = conversion.recipe
     training = read_section(settings, "training")
     loss = read_section(training, "loss")
     iterations = int(read_number("training.ppo_epochs", settings.get("num_iterations", 1), "1", 1))
     steps = int(read_number("orchestration.num_steps", settings.get("max_steps"), "250", 1))
     recipe |= {
-        "loss_type": "grpo",  # the mean over completions of the mean of each
+        "loss_type": "grpo",  # averages each completion over its tokens, then all completions
         "beta": loss.get("kl_coeff", 0.1),
         "importance_sampling_correction": "geometric_mask",
-        "importance_sampling_clip_max": WIDEST,
+        "importance_sampling_clip_max": NO_CLIPPING,
     }
     conversion.add_difference("training.loss.epsilon", loss.get("epsilon", 0.1), NOT_CLIPPED)
+    temperature = settings.get("temperature", 1.0)
+    if temperature != 1.0:
+        conversion.add_difference("inference.temperature", temperature, UNTEMPERED)
     if iterations != 1:
+        # max_steps counts updates here, which are as many for each of torchtune's steps
         recipe["max_steps"] = steps * iterations
         conversion.add_difference("training.ppo_epochs", iterations, SECOND_UPDATE)
     conversion.add_difference(
@@ -118,53 +140,65 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
         "vllm_server_base_url: start the server of http://localhost:8000 as docs/online.md says, "
         "or several, in place of num_inference_workers"
     )
-    for name, known in READ_HERE.items():
+    for name, known_keys in KNOWN_KEYS.items():
         for key, value in read_section(settings, name).items():
-            if key not in known:
+            if key not in known_keys:
                 conversion.add_difference(f"{name}.{key}", value, "not known here")
 
 
 def _set_batch(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets the prompts of a step: each training worker there takes a batch of completions."""
+    """Sets the number of prompts in a step, and reports how a step draws its completions there.
+
+    Each training worker there takes a batch of completions. A prompt has a group of them.
+    """
     orchestration = read_section(settings, "orchestration")
     workers = read_number(
         "orchestration.num_training_workers", orchestration.get("num_training_workers", 1), "2", 1
     )
-    completions = read_number(
+    batch_size = read_number(
         "training.batch_size", read_section(settings, "training").get("batch_size", 1), "16", 1
     )
-    group = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
-    conversion.recipe["global_batch_size"] = max(1, int(completions * workers) // int(group))
-    conversion.add_difference("training.batch_size", completions, DRAWN)
+    group_size = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
+    prompts = int(batch_size * workers) // int(group_size)
+    conversion.recipe["global_batch_size"] = max(1, prompts)
+    buffer = read_number("replay_buffer_size", orchestration.get("replay_buffer_size", 1), "1", 1)
+    note = NEWEST if buffer == 1 else DRAWN.format(int(buffer))
+    conversion.add_difference("training.batch_size", batch_size, note)
 
 
 def _set_length(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the lengths of a completion and of a prompt with it, and says which prompts are dropped.
+
+    Without a max_seq_len above the completion's length, a prompt gets PROMPT_TOKENS.
+    """
     recipe = conversion.recipe
-    completion = int(
+    completion_length = int(
         read_number(
             "inference.max_generated_tokens", settings.get("max_completion_length"), "512", 1
         )
     )
-    recipe["max_completion_length"] = completion
-    longest = read_section(settings, "tokenizer").get("max_seq_len") or 0
-    longest = int(read_number("tokenizer.max_seq_len", longest, "1024", 0))
-    if longest <= completion:
-        recipe["max_length"] = completion + PROMPT_TOKENS
-    note = f"prompts of over {recipe['max_length'] - completion} tokens are dropped here"
+    recipe["max_completion_length"] = completion_length
+    asked_length = read_section(settings, "tokenizer").get("max_seq_len") or 0
+    max_seq_len = int(read_number("tokenizer.max_seq_len", asked_length, "1024", 0))
+    # a longer max_seq_len is the recipe's max_length already, by the table of keys
+    if max_seq_len <= completion_length:
+        recipe["max_length"] = completion_length + PROMPT_TOKENS
+    note = f"prompts of over {recipe['max_length'] - completion_length} tokens are dropped here"
     conversion.remarks.append(f"max_length: {recipe['max_length']}   ({note})")
 
 
 def _add_rewards(functions: Any, conversion: Conversion) -> None:
-    """Names a function for each of the file's, and says how torchtune's own class is called in
-    it.
+    """Names a reward function of `my_rewards.py` for each reward of the file.
+
+    What is to do then is to write these functions, each around torchtune's own class.
     """
     if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
         raise WrongValue.of_key("reward_functions", functions, "a list of components", "[]")
     rewards = []
-    for section in functions:
-        values = dict(section)
-        module, _, name = str(values.pop("_component_", "")).rpartition(".")
-        arguments = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    for component in functions:
+        keywords = dict(component)
+        module, _, name = str(keywords.pop("_component_", "")).rpartition(".")
+        arguments = ", ".join(f"{key}={value!r}" for key, value in keywords.items())
         rewards.append(f"my_rewards.py:{name}")
         conversion.to_do.append(
             f"reward_functions: write in my_rewards.py: def {name}(completions, completion_ids, "

@@ -1,4 +1,8 @@
-"""What only several keys of an Axolotl file together determine."""
+"""Converts what several keys of an Axolotl file determine together, and reports what Axolotl does
+otherwise than a run here.
+
+The paths in the comments are those of Axolotl's source, below src/axolotl.
+"""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +12,7 @@ from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
-from finetune.convert.as_read import PASSED_ON
+from finetune.convert.as_read import CUSTOM_OPTIMIZERS
 from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
@@ -41,7 +45,7 @@ BY_KERNELS = (
 )
 
 
-WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
+LOSS_WATCHED = "a run whose loss stays above it is stopped there; here one whose loss is not finite"
 OFFLOADED = {
     "offload": "activation_offload: to host memory",
     "offload_disk": "activation_offload: to host memory here, to a disk there",
@@ -60,16 +64,16 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     if offload in OFFLOADED:
         recipe["activation_offload"] = True
         conversion.add_remark("gradient_checkpointing", offload, OFFLOADED[offload])
-    # masked diffusion divides each row by its own labels
+    # the trainers of pairs have another loss; masked diffusion divides each row by its own labels
     if not any(map(settings.get, OF_PAIRS)) and find_masked_diffusion(settings) is None:
         conversion.remarks.append(_describe_mean(settings))
-    _adapt_axolotls_warmup(settings, conversion)
+    _adapt_warmup(settings, conversion)
     _set_trained_tokens(settings, conversion)
     _report_axolotl_rows(settings, conversion)
     _report_axolotl_numerics(settings, conversion)
     threshold = settings.get("loss_watchdog_threshold")
     if threshold:
-        conversion.add_remark("loss_watchdog_threshold", threshold, WATCHED)
+        conversion.add_remark("loss_watchdog_threshold", threshold, LOSS_WATCHED)
     _report_new_adapter(settings, conversion)
     _report_cut_answers(settings, conversion)
     if settings.get("nf4_backend") == "torchao":
@@ -78,53 +82,59 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     _report_decay(settings, conversion)
 
 
-# whose AxolotlMambaTrainer, until 0.19, has the ids of a batch as its labels, and MambaDataCollator
-OF_ALL_TOKENS = "mamba"
+# The family that AxolotlMambaTrainer and MambaDataCollator train until 0.19: all ids of a batch are
+# labels.
+MAMBA_FAMILY = "mamba"
 ALL_TRAINED = (
     "0.19 trains on prompts too, whatever this key says, and on the padding of a shorter row in a "
     "batch; {}"
 )
-# the class of the package mamba_ssm, which 0.21 reads no more; the hub has its weights as
-# transformers reads them too
+# the class of the package mamba_ssm, which 0.21 does not read; the hub has the same weights in
+# transformers' format
 MAMBA_SSM = "MambaLMHeadModel"
-OF_MAMBA_SSM = re.compile(r"state-spaces/mamba-(130m|370m|790m|1\.4b|2\.8b)")
+MAMBA_SSM_MODEL = re.compile(r"state-spaces/mamba-(130m|370m|790m|1\.4b|2\.8b)")
 AS_TRANSFORMERS = "the same weights as transformers reads them: {}-hf"
 
 
 def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets which tokens of a row are trained where the model decides it, and its end decides."""
+    """Sets and reports which tokens Axolotl trains: all of Mamba's rows, else which ends of turns.
+
+    A model of the package mamba_ssm is replaced by the same one for transformers.
+    """
     name = name_model(settings)
-    is_old = settings.get("model_type") == MAMBA_SSM
-    if is_old and OF_MAMBA_SSM.fullmatch(name):
+    is_mamba_ssm = settings.get("model_type") == MAMBA_SSM
+    if is_mamba_ssm and MAMBA_SSM_MODEL.fullmatch(name):
         conversion.recipe["model_name_or_path"] = f"{name}-hf"
         conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(name))
-    if guess_family(name) == OF_ALL_TOKENS and not any(map(settings.get, OF_PAIRS)):
-        here = (
-            "prompts are trained here, padding never" if is_old else "neither 0.21 nor a run here"
-        )
+    if guess_family(name) == MAMBA_FAMILY and not any(map(settings.get, OF_PAIRS)):
+        if is_mamba_ssm:
+            here = "prompts are trained here, padding never"
+        else:
+            here = "neither 0.21 nor a run here"
         conversion.add_remark(
             "train_on_inputs", settings.get("train_on_inputs"), ALL_TRAINED.format(here)
         )
-    if is_old:
+    if is_mamba_ssm:
         conversion.recipe["assistant_only_loss"] = False
     else:
         report_turn_ends(settings, conversion)
 
 
 def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
-    total = settings.get("batch_size")
-    micro = settings.get("micro_batch_size") or 1
-    is_given = "gradient_accumulation_steps" in settings
-    if isinstance(total, int) and isinstance(micro, int) and not is_given:
-        recipe["gradient_accumulation_steps"] = max(1, total // micro)
+    """Sets gradient_accumulation_steps by `batch_size`, the rows of a step on one process."""
+    batch_size = settings.get("batch_size")
+    micro_batch_size = settings.get("micro_batch_size") or 1
+    is_set = "gradient_accumulation_steps" in settings
+    if isinstance(batch_size, int) and isinstance(micro_batch_size, int) and not is_set:
+        recipe["gradient_accumulation_steps"] = max(1, batch_size // micro_batch_size)
 
 
-# _build_adapters of Axolotl's loaders/model.py, which makes the config of an adapter alone
+# _build_adapters of loaders/model.py, which under these methods only makes the adapter's config
 NEW_UNDER_TRL = (
     "not loaded there under this rl: a new adapter is trained; here this one is trained further"
 )
 TRAINED_BY_TRL = ("dpo", "ipo", "kto")
-# transform_fn of its prompt_strategies/dpo/chat_template.py until 0.19, by str.find
+# transform_fn of prompt_strategies/dpo/chat_template.py until 0.19, by str.find
 ANSWERS_FOUND = (
     "in 0.19 an answer is looked for in the text that the template makes of it: with white space "
     "around it that the template trims it is lost, but for a last character, and one that is found "
@@ -134,14 +144,15 @@ ANSWERS_FOUND = (
 
 
 def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how Axolotl cuts the answers of pairs out of a template's text."""
-    kinds = find_texts(settings, "type")
-    is_cut = settings.get("rl") in ("dpo", "ipo", "simpo")
-    if is_cut and any(kind.startswith("chat_template") for kind in kinds):
+    """Reports that Axolotl may lose a part of a pair's answers, which it finds by their text."""
+    types = find_texts(settings, "type")
+    cuts_answers_out = settings.get("rl") in ("dpo", "ipo", "simpo")
+    if cuts_answers_out and any(each.startswith("chat_template") for each in types):
         conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
 
 
 def _report_new_adapter(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that Axolotl trains a new adapter in place of the one in `lora_model_dir`."""
     adapter = settings.get("lora_model_dir")
     if adapter and settings.get("adapter") and settings.get("rl") in TRAINED_BY_TRL:
         conversion.add_difference("lora_model_dir", adapter, NEW_UNDER_TRL)
@@ -154,7 +165,7 @@ DIONS_MUON = (
 
 
 def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how Axolotl's optimizers of matrices differ, where the file has one."""
+    """Reports how Axolotl's optimizers of matrices, such as Muon, differ from those here."""
     optim = str(conversion.recipe.get("optim"))
     if optim not in OPTIMIZERS or not OPTIMIZERS[optim].count_matrix:
         return
@@ -164,7 +175,7 @@ def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
 
 
-# create_optimizer_grouped_parameters of its core/trainers/mixins/optimizer.py, for optimizers that
+# create_optimizer_grouped_parameters of core/trainers/mixins/optimizer.py, for optimizers that
 # Trainer does not know
 EMBEDDINGS_SPARED = (
     "under this optimizer the embedding and the output head are not decayed there, nor copies of "
@@ -173,16 +184,21 @@ EMBEDDINGS_SPARED = (
 
 
 def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the matrices that Axolotl does not decay under an optimizer of its own."""
+    """Reports that embedding and head do not decay under an optimizer that Axolotl makes itself."""
     recipe = conversion.recipe
     decay = recipe.get("weight_decay")
-    trains_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
-    if decay and trains_them and settings.get("optimizer") in PASSED_ON:
+    # under adapters, only modules_to_save may hold such matrices
+    may_train_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
+    if decay and may_train_them and settings.get("optimizer") in CUSTOM_OPTIMIZERS:
         conversion.add_remark("weight_decay", decay, EMBEDDINGS_SPARED)
 
 
 def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
-    """Names the adapted layers where two keys do, and none where parameters alone are adapted."""
+    """Sets the layers that get adapters where `lora_target_modules` does not name them alone.
+
+    `lora_target_linear` adds all linear layers to them. With lora_target_parameters alone, no layer
+    gets adapters.
+    """
     names = convert_names(settings.get("lora_target_modules")) or ()
     if settings.get("lora_target_linear"):
         recipe["lora_target_modules"] = convert_targets([ALL_LINEAR, *names])
@@ -190,12 +206,14 @@ def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:
         recipe["lora_target_modules"] = []
 
 
-TWO_STEPS = "a warm-up of one step is one of two there"  # of its core/builders/base.py
-# its utils/schemas/config.py; a plugin of diffusion reads it as warmup_ratio before
+# core/builders/base.py
+TWO_STEPS = "a warm-up of one step is one of two there"
+# utils/schemas/config.py; the plugin of diffusion reads a share as warmup_ratio before that
 SHARE_REFUSED = "0.21 refuses a share of the steps under this key; it is taken as one here"
 
 
-def _adapt_axolotls_warmup(settings: ToolFile, conversion: Conversion) -> None:
+def _adapt_warmup(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets a warm-up of one step to two, as Axolotl does, and reports a share of the steps."""
     recipe = conversion.recipe
     if recipe.get("warmup_steps") == 1:
         recipe["warmup_steps"] = 2
@@ -210,7 +228,7 @@ BEST_ON_STEPS = "no best one is kept there unless eval_steps divides save_steps"
 
 
 def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets when it saves and evaluates, and whether the best checkpoint is kept."""
+    """Sets how often checkpoints are saved and evaluated, and whether the best one is kept."""
     recipe = conversion.recipe
     epochs = convert_number(settings.get("num_epochs") or 1)
     for key, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
@@ -220,10 +238,11 @@ def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
             and isinstance(epochs, int | float)
             and per_epoch * epochs > 1
         ):
-            recipe[ours] = 1 / (per_epoch * epochs)  # else at the end only, there too
-    # null is not False, which its core/builders/causal.py asks
-    asks_best = settings.get("load_best_model_at_end", False) is not False
-    if asks_best and _loads_best(recipe):
+            # a share of all steps; without the key it happens at the end alone, in both tools
+            recipe[ours] = 1 / (per_epoch * epochs)
+    # core/builders/causal.py asks whether it is False, so null asks for the best checkpoint too
+    asks_for_best = settings.get("load_best_model_at_end", False) is not False
+    if asks_for_best and _loads_best(recipe):
         recipe["keep_best_checkpoint"] = True
     elif settings.get("load_best_model_at_end"):
         recipe.pop("keep_best_checkpoint", None)
@@ -235,7 +254,7 @@ def _adapt_axolotl_saves(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _loads_best(recipe: Mapping[str, Any]) -> bool:
-    """Whether Axolotl loads the best checkpoint at the end: of saves that are evaluated."""
+    """Whether Axolotl loads the best checkpoint at the end: it does if every save is evaluated."""
     saves = recipe.get("save_steps")
     evaluations = recipe.get("eval_steps")
     if not isinstance(saves, int | float) or not isinstance(evaluations, int | float):
@@ -243,28 +262,27 @@ def _loads_best(recipe: Mapping[str, Any]) -> bool:
     return evaluations > 0 and saves % evaluations == 0
 
 
-# Axolotl's core/builders/base.py: average_tokens_across_devices = False
+# average_tokens_across_devices = False of core/builders/base.py
 RANKS_ALIKE = (
     "loss: on several processes the mean of each over its labels counts alike there{}; here it is "
     "the mean over those of the whole step"
 )
-# model_accepts_loss_kwargs of its core/trainers/base.py, which was False for every model
+# model_accepts_loss_kwargs of core/trainers/base.py, which was False for every model in 0.19
 EACH_IN_19 = ", and in 0.19 that of each micro-batch too"
-# _num_items of its integrations/context_parallel/trainer.py
+# _num_items of integrations/context_parallel/trainer.py
 GROUPS_ALIKE = (
     "loss: of several groups of ranks that share a row the mean of each over its labels counts "
     "alike there{}; here it is the mean over those of the whole step"
 )
-# deepspeed_sp_compute_loss of transformers, and _get_num_items_in_batch of its
-# core/trainers/base.py
+# deepspeed_sp_compute_loss of transformers, and _get_num_items_in_batch of core/trainers/base.py
 MICRO_BATCHES_OF_GROUPS = (
     "loss: the mean over its labels of each micro-batch of a group of ranks that share a row "
     "counts alike there; here it is the mean over those of the whole step"
 )
-# whose flag monkeypatch/gemma4_loss_kwargs.py of Axolotl sets
+# families whose accepts_loss_kwargs is set by monkeypatch/gemma4_loss_kwargs.py
 COUNTED_IN_21 = ("gemma4", "gemma4_unified")
-# lce_forward of Axolotl's integrations/liger/models, which take no count of the step's labels:
-# deepseekv2.py, for which Trainer divides by the micro-batches, and jamba.py, for which it does not
+# Families whose lce_forward, in integrations/liger/models, takes no count of the step's labels.
+# Trainer divides the loss by the number of micro-batches for deepseekv2.py, but not for jamba.py.
 UNCOUNTED_BY_LIGER = {
     "deepseek_v2": MICRO_BATCHES_ALIKE,
     "jamba": (
@@ -275,7 +293,10 @@ UNCOUNTED_BY_LIGER = {
 
 
 def _describe_mean(settings: ToolFile) -> str:
-    """What the loss of a step is the mean of, in Axolotl's trainer of answers."""
+    """Returns the note on what the loss of a step averages in Axolotl's trainer of answers.
+
+    That is seldom the mean over all labels of the step, as it is here.
+    """
     if any(map(settings.get, LABEL_LOSSES["Axolotl"])):
         return RANKS_ALIKE.format("")  # a compute_loss_func gets the count of the step's labels
     shares_rows = count_sharing_ranks(settings) > 1
@@ -287,21 +308,25 @@ def _describe_mean(settings: ToolFile) -> str:
         return UNCOUNTED_BY_LIGER[family]
     if has_own_loss(name) and guess_vision_family(name) not in COUNTED_IN_21:
         return MICRO_BATCHES_ALIKE
-    return (GROUPS_ALIKE if shares_rows else RANKS_ALIKE).format(EACH_IN_19)
+    note = GROUPS_ALIKE if shares_rows else RANKS_ALIKE
+    return note.format(EACH_IN_19)
 
 
-# model_accepts_loss_kwargs = False of LLaMA-Factory's train/sft/trainer.py, where the model has a
-# processor, and of transformers' classes with a tower, which Axolotl loads for text too
-LOSS_OF_ITS_OWN = re.compile(
+# accepts_loss_kwargs = False of transformers' classes with a tower. Axolotl loads such a class for
+# texts too. LLaMA-Factory's train/sft/trainer.py sets the same for a model with a processor.
+CLASS_WITH_OWN_LOSS = re.compile(
     r"^class \w+ForConditionalGeneration\((?:(?!^class ).)*accepts_loss_kwargs = False",
     re.DOTALL | re.MULTILINE,
 )
 
 
 def has_own_loss(name: str) -> bool:
-    """Whether transformers' class of a model with a tower takes no count of the step's labels."""
+    """Whether transformers' class of a model takes no count of the step's labels for its loss.
+
+    Only models with a tower (for images) have such classes.
+    """
     source = read_family_source(str(guess_vision_family(name)))
-    return has_tower(name) and LOSS_OF_ITS_OWN.search(source) is not None
+    return has_tower(name) and CLASS_WITH_OWN_LOSS.search(source) is not None
 
 
 # load of prompt_strategies/completion.py
@@ -309,9 +334,9 @@ TEXTS_CUT = (
     "what follows the first 64 times as many tokens of a text is left out there; here all of it is "
     "trained on"
 )
-# create_train_validation_split, which draws no rows
+# create_train_validation_split, which under these keys draws no rows
 LAST_HELD_OUT = "the last rows of the data are held out there; they are drawn by the seed here"
-# dataloader_drop_last of its core/builders/causal.py
+# dataloader_drop_last of core/builders/causal.py
 LAST_UNMEASURED = (
     "eval_loss: the held-out rows of the last batch of a rank are left out there, where they do "
     "not fill it"
@@ -319,7 +344,7 @@ LAST_UNMEASURED = (
 
 
 def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which rows are held out, and how the texts of pretraining are cut."""
+    """Reports which rows are held out or left out there, and how long texts are cut."""
     for key, value in (("shuffle_merged_datasets", False), ("curriculum_sampling", True)):
         if settings.get(key) is value and settings.get("val_set_size"):
             conversion.add_difference(key, value, LAST_HELD_OUT)
@@ -328,14 +353,14 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
         _report_pretraining(settings, conversion)
     elif settings.get("streaming"):
         _report_stream(settings, conversion)
-    kinds = list(find_texts(settings, "type"))
-    are_texts = any(each.startswith("completion") for each in kinds)
-    if are_texts and (packs or not settings.get("pretraining_dataset")):
+    types = list(find_texts(settings, "type"))
+    has_plain_texts = any(each.startswith("completion") for each in types)
+    if has_plain_texts and (packs or not settings.get("pretraining_dataset")):
         conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
     trains_prompts = settings.get("train_on_inputs") and not all(
-        each.startswith("chat_template") for each in kinds
+        each.startswith("chat_template") for each in types
     )
-    if packs and (are_texts or trains_prompts or settings.get("pretraining_dataset")):
+    if packs and (has_plain_texts or trains_prompts or settings.get("pretraining_dataset")):
         conversion.remarks.append(FIRST_TRAINED)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
     is_measured = holds_out and {"eval_steps", "eval_strategy"} & conversion.recipe.keys()
@@ -344,7 +369,7 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # encode_packed_streaming and prompt_strategies/pretrain.py
-WINDOWS = (
+PIECES_OVERLAP = (
     "a longer text is cut into pieces there, each with the tokens that begin and end a text, and "
     "each repeats the {} tokens before it; here none repeats any, and the EOS token ends the last "
     "one"
@@ -360,7 +385,7 @@ FIRST_ENTRY = "the first entry alone is read there, all here"
 
 # process_pretraining_datasets_for_packing
 LONG_DROPPED = "a longer row is dropped there where a stream is packed, whatever this key says"
-# _load_raw_datasets of its utils/data/sft.py, of a stream that is not packed
+# _load_raw_datasets of utils/data/sft.py
 LONG_KEPT = (
     "rows of any length are trained on there where a stream is not packed; a longer one is "
     "dropped, cut or refused here, as overlength says"
@@ -368,11 +393,14 @@ LONG_KEPT = (
 
 
 def _report_stream(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what Axolotl does with the long rows of a stream that is no pretraining."""
+    """Reports what Axolotl does with long rows of a stream that is not one of pretraining.
+
+    Plain texts, of type completion, are cut instead.
+    """
     strategy = settings.get("excess_length_strategy")
     length = settings.get("sequence_len")
-    are_cut = all(kind.startswith("completion") for kind in find_texts(settings, "type"))
-    if not settings.get("sample_packing") and not are_cut:
+    has_only_texts = all(kind.startswith("completion") for kind in find_texts(settings, "type"))
+    if not settings.get("sample_packing") and not has_only_texts:
         conversion.add_difference("sequence_len", length, LONG_KEPT)
     elif settings.get("sample_packing") and strategy not in (None, "drop"):
         conversion.add_difference("excess_length_strategy", strategy, LONG_DROPPED)
@@ -380,28 +408,31 @@ def _report_stream(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_pretraining(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which texts Axolotl pretrains on, and how it cuts them."""
+    """Reports which texts of `pretraining_dataset` Axolotl trains on, and how it cuts them."""
     entries = settings["pretraining_dataset"]
     if isinstance(entries, list) and len(entries) > 1:
         conversion.add_difference("pretraining_dataset", entries, FIRST_ENTRY)
     kind = next(find_texts(entries, "type"), "pretrain")
     length = conversion.recipe.get("max_length", DEFAULTS["Axolotl"]["max_length"])
     if not isinstance(length, int):
-        return  # which the reader refuses
+        return  # the recipe's reader refuses such a length
     if not settings.get("sample_packing"):
-        conversion.add_difference("sample_packing", False, PIECES_ALONE.format(length - 2))
+        tokens = length - 2  # encode_streaming keeps room for two more
+        conversion.add_difference("sample_packing", False, PIECES_ALONE.format(tokens))
     elif kind == "pretrain":
         overlap = min(256, (length - 1) // 2)
-        conversion.add_difference("pretraining_dataset", f"type: {kind}", WINDOWS.format(overlap))
+        conversion.add_difference(
+            "pretraining_dataset", f"type: {kind}", PIECES_OVERLAP.format(overlap)
+        )
 
 
-# KimiSparseMoeBlock of its model_support/kimi_linear
-ROUTED_OTHERWISE = ("kimi_linear",)
+# KimiSparseMoeBlock of model_support/kimi_linear
+FAMILIES_ROUTED_OTHERWISE = ("kimi_linear",)
 BY_SOFTMAX = (
     "while training, tokens are routed by a softmax over all experts there, without the routers' "
     "biases and groups; by their sigmoid, biases and groups here, as in inference"
 )
-# KimiBlockSparseMLP of the same
+# KimiBlockSparseMLP of model_support/kimi_linear
 EXPERTS_ADAPTED = (
     "w1, w2 and w3 of each expert get adapters too there; here an expert has no linear layers of "
     "its own, and lora_target_parameters names its parameters"
@@ -417,14 +448,16 @@ MAMBA_LAYERS = (
     "the Mamba layers stay in 16 bits there, and the output head does not; the other way around "
     "here"
 )
-# ends of a turn that end the thought in an answer too: generation would stop at it, before the
-# answer itself. Axolotl trains `eot_tokens`, as ours does of itself, and stops at none.
+# Family -> the token that ends a turn, but also the thought within an answer: generation that stops
+# there would stop before the answer itself. Axolotl trains eot_tokens, and stops at none of them. A
+# recipe here trains the ends of turns without the key, and stops at its eot_tokens.
 ENDS_OF_THOUGHTS = {"gpt_oss": "<|end|>"}
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 
 
 def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what differs in dtypes, in positions, for single families, and under packing."""
     family = guess_family(str(settings.get("base_model")))
     _report_positions(settings, conversion)
     _report_trained_copies(settings, conversion)
@@ -435,13 +468,14 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
         conversion.add_difference("float16", True, NO_SCALING)
 
 
-# _adjust_model_config of its loaders/model.py
+# _adjust_model_config of loaders/model.py
 MORE_POSITIONS = (
     "a config with a smaller max_position_embeddings is saved with this there, and is as it was "
     "here; training is the same"
 )
-# names of models -> the fewest that a config of these has
-POSITIONS = (
+# Pattern of a model's name -> the least max_position_embeddings that these models have. The last
+# pattern is of all other models.
+LEAST_POSITIONS = (
     (r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama", 2048),
     (r"llama-?2|vicuna|stablelm|phi-3-mini-4k", 4096),
     (r"llama-?3(?!\.)|gemma", 8192),
@@ -450,34 +484,37 @@ POSITIONS = (
 
 
 def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that the exported config has more positions where rows may be longer than those."""
+    """Reports that Axolotl may raise max_position_embeddings of the config to `sequence_len`."""
     name = name_model(settings).lower()
-    positions = next(fewest for pattern, fewest in POSITIONS if re.search(pattern, name))
+    least = next(positions for pattern, positions in LEAST_POSITIONS if re.search(pattern, name))
     length = convert_number(settings.get("sequence_len"))
-    if isinstance(length, int) and length > positions:
+    if isinstance(length, int) and length > least:
         conversion.add_remark("sequence_len", length, MORE_POSITIONS)
 
 
 def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that modules trained beside adapters stay in bfloat16, where nothing casts them."""
-    copied = settings.get("lora_modules_to_save")
-    are_in_fp32 = (
+    """Reports that modules trained beside adapters are in bfloat16 there, and in float32 here.
+
+    Axolotl casts them to float32 only for QLoRA under FSDP, unless a key stops it.
+    """
+    modules = settings.get("lora_modules_to_save")
+    are_cast_to_fp32 = (
         settings.get("adapter") == "qlora"
         and bool(settings.get("fsdp") or settings.get("fsdp_config"))
         and not (cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
     )
     is_bf16 = settings.get("bf16") or settings.get("bfloat16")
-    if copied and settings.get("adapter") and is_bf16 and not are_in_fp32:
-        conversion.add_difference("lora_modules_to_save", copied, COPIES_AS_LOADED)
+    if modules and settings.get("adapter") and is_bf16 and not are_cast_to_fp32:
+        conversion.add_difference("lora_modules_to_save", modules, COPIES_AS_LOADED)
 
 
 def _report_family(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
-    """Reports what Axolotl does otherwise with models of one family alone."""
-    if family in ROUTED_OTHERWISE:
+    """Reports what Axolotl does otherwise with models of a single family."""
+    if family in FAMILIES_ROUTED_OTHERWISE:
         conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
         if settings.get("lora_target_linear"):
             conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
-    _leave_out_ends(family, conversion)
+    _remove_end_of_thought(family, conversion)
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
@@ -485,20 +522,23 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
         conversion.add_difference(load_key, True, MAMBA_LAYERS)
 
 
-def _leave_out_ends(family: str | None, conversion: Conversion) -> None:
-    """Leaves out of `eot_tokens` what ends a thought, at which no answer stops."""
-    end = ENDS_OF_THOUGHTS.get(str(family))
-    named = conversion.recipe.pop("eot_tokens", None) or []
-    kept = [token for token in named if token != end]
-    if kept:
-        conversion.recipe["eot_tokens"] = kept
-    elif named:
+def _remove_end_of_thought(family: str | None, conversion: Conversion) -> None:
+    """Removes the token that ends a thought from the recipe's `eot_tokens`.
+
+    An answer would stop at it. The key goes if no token is left.
+    """
+    end_of_thought = ENDS_OF_THOUGHTS.get(str(family))
+    eot_tokens = conversion.recipe.pop("eot_tokens", None) or []
+    other_tokens = [token for token in eot_tokens if token != end_of_thought]
+    if other_tokens:
+        conversion.recipe["eot_tokens"] = other_tokens
+    elif eot_tokens:
         conversion.ignored.append("eot_tokens")
 
 
-# Axolotl's names for attention that keeps packed documents apart, and its older switches for the
-# same.
-ISOLATING = re.compile(
+# Axolotl's names for attention that keeps the documents of a packed row apart, and its older
+# switches for the same.
+ISOLATING_ATTENTION = re.compile(
     r"sdpa|eager|(flash_attention_([234]|torch)|flex_attention|xformers|sage|"
     r"kernels-community/(flash-attn[23]|sage-attention))([@:].*)?"
 )
@@ -516,10 +556,10 @@ HIDDEN_BY_MASK = (
     "documents in a packed row of pretraining attend to those before there under sdpa, but for its "
     "kernel on GPUs in 16 bits, eager and flex_attention; each is apart here"
 )
-# monkeypatch/models/recurrent_support.py of 0.21: whose recurrent layers get no bounds of
-# documents, and those that get them since
-PASSING_STATES_ON = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
-APART_SINCE = ("lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
+# monkeypatch/models/recurrent_support.py of 0.21: families whose recurrent layers never learn where
+# documents begin, and families whose layers do since 0.21
+FAMILIES_PASSING_STATES = ("jamba", "minimax", "olmo_hybrid", "zamba", "zamba2")
+FAMILIES_APART_IN_21 = ("bamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "falcon_mamba")
 STATE_PASSED_ON = (
     "documents in a packed row start from the state of those before in recurrent layers and "
     "convolutions in 0.19, and 0.21 refuses to pack this family; each is apart here"
@@ -530,83 +570,90 @@ APART_IN_21 = (
 )
 
 
-# pack_group of its utils/samplers/multipack.py, which sorts no rows, and sample_packing_bin_size
+# pack_group of utils/samplers/multipack.py, which does not sort the rows, and the key
+# sample_packing_bin_size
 FIRST_FIT = (
     "packing: rows are packed as they come there, each into the first packed row of {} tokens with "
     "room for it, and at most {} into one; here each where it fits best, however many: fewer steps "
     "where rows are short"
 )
-ROWS_AT_MOST = 200  # by default
-MASKED = ("sdpa", "eager")  # beside which ATTN_IMPLS_SUPPORTING_PACKING has all that isolate
+DEFAULT_BIN_SIZE = 200  # rows in a packed row, at most
+# attention that isolates documents by a mask; ATTN_IMPLS_SUPPORTING_PACKING lists all others that
+# isolate them
+MASKED_ATTENTION = ("sdpa", "eager")
 
 
 def _describe_packing(settings: ToolFile, isolates: bool) -> str:
-    """How Axolotl packs rows: those of a micro-batch as one, where attention isolates them by
-    itself and not by a mask.
+    """Returns the note on how Axolotl packs rows, with the length of a packed row.
+
+    A packed row holds a whole micro-batch where the attention isolates documents without a mask.
     """
-    most = settings.get("sample_packing_bin_size") or ROWS_AT_MOST
+    most_rows = settings.get("sample_packing_bin_size") or DEFAULT_BIN_SIZE
     length = convert_number(settings.get("sequence_len", DEFAULTS["Axolotl"]["max_length"]))
-    by_mask = settings.get("attn_implementation") in MASKED or any(
+    is_masked = settings.get("attn_implementation") in MASKED_ATTENTION or any(
         map(settings.get, ("sdp_attention", "eager_attention"))
     )
-    is_real = settings.get("multipack_real_batches")
+    # real batches: a micro-batch has micro_batch_size packed rows, and not one of as many tokens
+    has_real_batches = settings.get("multipack_real_batches")
     if settings.get("pretraining_dataset") or settings.get("streaming"):
-        is_real = False
-    elif is_real is None:
-        is_real = by_mask or not isolates
-    rows = 1 if is_real else convert_number(settings.get("micro_batch_size") or 1)
-    if isinstance(rows, int) and isinstance(length, int):  # others the reader refuses
+        has_real_batches = False
+    elif has_real_batches is None:
+        has_real_batches = is_masked or not isolates
+    rows = 1 if has_real_batches else convert_number(settings.get("micro_batch_size") or 1)
+    if isinstance(rows, int) and isinstance(length, int):  # the recipe's reader refuses others
         length *= rows
-    return FIRST_FIT.format(length, most)
+    return FIRST_FIT.format(length, most_rows)
 
 
 def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
+    """Reports how Axolotl packs rows, and where it does not keep the documents of a row apart."""
     attention = settings.get("attn_implementation")
-    isolates = ISOLATING.fullmatch(str(attention)) or any(map(settings.get, ISOLATING_SWITCHES))
+    isolates = ISOLATING_ATTENTION.fullmatch(str(attention)) or any(
+        map(settings.get, ISOLATING_SWITCHES)
+    )
     is_sequential = settings.get("sample_packing_sequentially")
     conversion.remarks.append(
         PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
     )
     if not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
-    elif settings.get("pretraining_dataset") and _sees_no_starts(settings):
+    elif settings.get("pretraining_dataset") and _misses_documents(settings):
         conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)
-    if family in PASSING_STATES_ON:
+    if family in FAMILIES_PASSING_STATES:
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
-    elif family in APART_SINCE:
+    elif family in FAMILIES_APART_IN_21:
         conversion.add_remark("sample_packing", True, APART_IN_21)
 
 
-# for the rows of pretraining, whose data loader writes a mask of ones; transformers looks for
-# documents in a packed row where there is none
-SEES_NO_STARTS = re.compile("sdpa|eager|flex_attention")
-# whose mask compute_loss of its core/trainers/base.py removes
-MASK_REMOVED = ("gemma3", "gemma4", "gemma4_unified")
+# Attention under which the documents of pretraining's packed rows are not found: the data loader
+# writes a mask of ones, and transformers looks for documents only where there is no mask.
+HIDING_ATTENTION = re.compile("sdpa|eager|flex_attention")
+# families whose mask compute_loss of core/trainers/base.py removes
+FAMILIES_WITHOUT_MASK = ("gemma3", "gemma4", "gemma4_unified")
 
 
-def _sees_no_starts(settings: ToolFile) -> bool:
-    """Whether the attention of a file is one that reads a mask before it looks for documents."""
-    if guess_vision_family(name_model(settings)) in MASK_REMOVED:
+def _misses_documents(settings: ToolFile) -> bool:
+    """Whether a mask of ones keeps the file's attention from finding documents in a packed row."""
+    if guess_vision_family(name_model(settings)) in FAMILIES_WITHOUT_MASK:
         return False
     switches = ("sdp_attention", "eager_attention", "flex_attention")
-    is_named = SEES_NO_STARTS.fullmatch(str(settings.get("attn_implementation")))
+    is_named = HIDING_ATTENTION.fullmatch(str(settings.get("attn_implementation")))
     return is_named is not None or any(map(settings.get, switches))
 
 
-# cast_residual_fp32 of Axolotl's monkeypatch/accelerate/fsdp2_quantized.py, unless
-# lora_fp32_gradients
+# cast_residual_fp32 of monkeypatch/accelerate/fsdp2_quantized.py, unless lora_fp32_gradients is set
 ADAPTERS_BESIDE_NVFP4 = (
     "under FSDP adapters with their moments, and what else is in float32 beside a base that stays "
     "in NVFP4, are in bfloat16 there; in float32 here"
 )
-# autocast_adapter_dtype of peft, which its loaders/adapter.py passes on
+# autocast_adapter_dtype of peft, which loaders/adapter.py passes on
 ADAPTERS_AS_BASE = "adapters and their moments have the dtype of the base there, float32 here"
 
 
 def report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl's adapters are in 16 bits."""
-    is_in_fp32 = settings.get("lora_fp32_gradients")
-    if conversion.tool != "Axolotl" or not conversion.recipe.get("use_peft") or is_in_fp32:
+    """Reports where Axolotl's adapters are in 16 bits; nothing for a file of another tool."""
+    keeps_fp32 = settings.get("lora_fp32_gradients")
+    if conversion.tool != "Axolotl" or not conversion.recipe.get("use_peft") or keeps_fp32:
         return
     name = name_model(settings)
     if settings.get("peft_autocast_adapter_dtype") is False:
@@ -615,7 +662,7 @@ def report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> None
         conversion.add_difference("base_model", name, ADAPTERS_BESIDE_NVFP4)
 
 
-DENSE_BESIDE_EXPERTS = ("gemma4_text",)
+DENSE_BESIDE_EXPERTS = ("gemma4_text",)  # families whose mixtures have dense MLPs too
 DOWN_UNDROPPED = (
     f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
     "them as all others do"
@@ -624,13 +671,13 @@ MAYBE_UNDROPPED = (
     f"{BY_KERNELS}the adapter of down_proj drops none of its inputs there where the model's MLPs "
     "have gate_proj, up_proj and down_proj; here it drops them as all others do"
 )
-# of MLPs that are not the kernel's, down_proj(activation(gate_proj(x)) * up_proj(x))
+# Family -> what its MLPs have beyond the kernel's down_proj(activation(gate_proj(x)) * up_proj(x)).
 MLPS_OTHERWISE = {
     "dory": "an MLP has no learned scales and no norm before down_proj there, as it has here",
     "gemma3n_text": "the first layers' MLPs have no sparse activations there, as they have here",
     "seed_oss": "an MLP's output is not dropped in part there; here by its config's share",
 }
-# kernels/geglu.py, for families whose configs say gelu_pytorch_tanh
+# kernels/geglu.py computes an exact GELU; the configs of these families say gelu_pytorch_tanh
 GELUS_BY_TANH = (
     "gemma",
     "gemma2",
@@ -644,7 +691,10 @@ EXACT_GELU = f"{BY_KERNELS}GELU is exact there, and by tanh here, as the model's
 
 
 def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what differs where Axolotl computes an MLP with its adapters in one kernel."""
+    """Reports what Axolotl's kernel for an MLP with adapters computes otherwise.
+
+    Nothing for a file of another tool, and without adapters.
+    """
     recipe = conversion.recipe
     if conversion.tool != "Axolotl" or not recipe.get("use_peft"):
         return
@@ -655,11 +705,11 @@ def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
     source = read_family_source(family)
     is_dense = not is_mixture(name) or family in DENSE_BESIDE_EXPERTS
     has_mlps = is_dense and set(MLP_LAYERS) <= set(layers) and (not source or "self.mlp" in source)
-    is_unknown = is_dense and not family and ALL_LINEAR in targets
-    if not ((has_mlps or is_unknown) and _has_mlp_kernel(settings, family)):
+    may_have_mlps = is_dense and not family and ALL_LINEAR in targets
+    if not ((has_mlps or may_have_mlps) and _has_mlp_kernel(settings, family)):
         return
     if recipe.get("lora_dropout"):
-        note = MAYBE_UNDROPPED if is_unknown else DOWN_UNDROPPED
+        note = MAYBE_UNDROPPED if may_have_mlps else DOWN_UNDROPPED
         conversion.add_remark("lora_dropout", recipe["lora_dropout"], note)
     asked = settings.get("lora_mlp_kernel")
     if family in MLPS_OTHERWISE:
@@ -669,12 +719,13 @@ def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("lora_mlp_kernel", asked, EXACT_GELU)
 
 
-# LoRA_MLP of Axolotl's kernels/lora.py, lora_kernels_auto_enable of its
-# utils/schemas/validation.py (in 0.19 check_auto_enable_lora_kernels of its config.py), and
-# find_mlp_in_layer of its monkeypatch/lora_kernels.py
-LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+# LoRA_MLP of kernels/lora.py, lora_kernels_auto_enable of utils/schemas/validation.py (in 0.19
+# check_auto_enable_lora_kernels of config.py), and find_mlp_in_layer of monkeypatch/lora_kernels.py
+MLP_KERNEL = "lora_mlp_kernel"
+LORA_KERNELS = (MLP_KERNEL, "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+# keys under which no kernel is switched on by default
 STOPS_KERNELS = ("rl", "nvfp4_merge_aware", "trust_remote_code")
-# whose model_support says so
+# models whose entry in model_support switches the kernels off
 WITHOUT_KERNELS = re.compile(
     r"glm-?5\.3-flash|qwen-?3\.\d-flash-next|muse-glimmer|k2-horizon|paddleocr|diffusion-?gemma|"
     r"\bdream|twotower"
@@ -682,38 +733,41 @@ WITHOUT_KERNELS = re.compile(
 
 
 def _has_mlp_kernel(settings: ToolFile, family: str) -> bool:
-    """Whether Axolotl computes an MLP with its adapters in one kernel."""
+    """Whether Axolotl computes an MLP with adapters by its kernel.
+
+    A file that sets any of the kernels decides. Otherwise all are on where nothing stops them.
+    """
     flags = [settings.get(key) for key in LORA_KERNELS]
     if any(flag is not None for flag in flags):
-        return bool(settings.get(LORA_KERNELS[0]))
+        return bool(settings.get(MLP_KERNEL))
     adapter = settings.get("adapter")
     is_in_8_bits = adapter == "lora" and settings.get("load_in_8bit")
     has_none = WITHOUT_KERNELS.search(name_model(settings).lower())
     is_stopped = any(map(settings.get, STOPS_KERNELS)) or is_in_8_bits or has_none
     if adapter not in ("lora", "qlora") or is_stopped or is_first_fsdp(settings):
         return False
-    return _is_rewritten(name_model(settings), family)
+    return _accepts_kernels(name_model(settings), family)
 
 
-# patch_self_attn_lora, which refuses a family whose attention has none of these lines, but for two
-# that it leaves alone
-REWRITTEN = re.compile(
+# patch_self_attn_lora rewrites these lines of a family's attention. It refuses a family whose
+# attention has none of them, but for two families that it leaves alone.
+REWRITTEN_INPUTS = re.compile(
     r"self\.q_proj\(hidden_states\)\.view\(hidden_shape\)\)?\.transpose\(1, 2\)|"
     r"query_states, gate = torch\.chunk\("
 )
 REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
-LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
-# which get_attention_cls_from_config sends to the file of its language model
-IN_ANOTHER_FILE = ("mistral3",)
+FAMILIES_LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
+# families whose attention get_attention_cls_from_config looks for in the file of the language model
+ATTENTION_IN_OTHER_FILE = ("mistral3",)
 
 
-def _is_rewritten(name: str, family: str) -> bool:
-    """Whether Axolotl's kernels take a model's attention, and do not refuse it; in doubt they do.
+def _accepts_kernels(name: str, family: str) -> bool:
+    """Whether Axolotl's LoRA kernels accept the attention of a model; True if it is not known.
 
-    `family`: of its language model.
+    `family` is that of the language model.
     """
-    whole = str(guess_vision_family(name))
-    source = read_family_source(family if whole in IN_ANOTHER_FILE else whole)
-    if not source or family in LEFT_ALONE:
+    whole_family = str(guess_vision_family(name))
+    source = read_family_source(family if whole_family in ATTENTION_IN_OTHER_FILE else whole_family)
+    if not source or family in FAMILIES_LEFT_ALONE:
         return True
-    return REWRITTEN.search(source) is not None and REWRITTEN_OUTPUT in source
+    return REWRITTEN_INPUTS.search(source) is not None and REWRITTEN_OUTPUT in source

@@ -1,4 +1,6 @@
-"""What several keys of another tool's file together say of the base model."""
+"""Converts what several keys of a file together say about the base model: its quantization and its
+tokens.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +11,12 @@ from finetune.convert.model_names import BITSANDBYTES_MODEL, is_mixture, name_mo
 from finetune.convert.trained_layers import adapt_frozen
 from finetune.convert.value_conversion import Conversion, convert_names, read_section
 
-# Of FP8 and MXFP4 their config says whether they are read; of these it must be a kind that is.
+# Models whose names say that their weights are packed. FP8 and MXFP4 are not among them: only their
+# configs say whether they are read.
 PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
-# Models whose names say that their files are in FP8, for which transformers keeps them so.
+# Models whose names say that their files are in FP8; transformers keeps their weights in FP8.
 FP8_MODEL = re.compile(r"^(?!.*(bf16|nvfp4|bnb)).*[-_]fp8\b")
-# Of which only their config says it.
+# Models that may be in FP8 too: only their config says so.
 MAYBE_FP8_MODEL = re.compile(
     r"^(?!.*(bf16|fp8|nvfp4|bnb|distill)).*(minimax-m2|deepseek-(v3|r1)\b|mimo-v2|"
     r"devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
@@ -26,13 +29,13 @@ MAYBE_KEPT_IN_FP8 = (
     f"where the base's config.json has a quantization_config of quant_method fp8, {KEPT_IN_FP8}"
 )
 DEQUANTIZED = "the base is packed there, and dequantized here: the same numbers, in 16 bits each"
-# update_dtype of transformers' AwqQuantizer, and WQLinear_GEMM of AutoAWQ, which LLaMA-Factory's
-# model/model_utils/quantization.py and ms-swift's model/model_meta.py ask for
+# update_dtype of transformers' AwqQuantizer, and WQLinear_GEMM of AutoAWQ: LLaMA-Factory's
+# model/model_utils/quantization.py and ms-swift's model/model_meta.py load AWQ models by them
 DEQUANTIZED_AWQ = (
     "the base is packed there, and its layers compute in float16 under bf16 too; dequantized here, "
     "its numbers are rounded to the run's 16 bits"
 )
-# fp4_cute of its integrations/kernels, "native W4A4"
+# fp4_cute of Axolotl's integrations/kernels, "native W4A4"
 INPUTS_IN_4_BITS = (
     "on a Blackwell GPU the inputs of experts in NVFP4 are rounded to 4 bits too there, never here"
 )
@@ -44,14 +47,14 @@ CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
     "versions; the newest adds none for a template that a file names"
 )
-CHATMLS = "<|im_"  # begins the names of ChatML's tokens
-CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have them
-# load_tokenizer of Axolotl, where LlamaTokenizer of transformers 5 keeps its post-processor
+CHATMLS = "<|im_"  # how the names of ChatML's tokens begin
+CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have ChatML's tokens
+# load_tokenizer of Axolotl; LlamaTokenizer of transformers 5 keeps its post-processor
 BOS_BY_NAME = (
     "the exported model names it as its BOS token there, but the tokenizer writes its own before a "
     "text, where it writes one; here it is an added token, and the BOS token stays"
 )
-# Keys of added tokens, by tool, beside those in special_tokens.
+# The keys that add tokens, by tool. special_tokens may hold additional_special_tokens too.
 ADDED_TOKENS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("tokens",),
     "LLaMA-Factory": ("add_tokens", "add_special_tokens"),
@@ -65,17 +68,19 @@ TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds what several keys together say of the model: its tokens, what is frozen of it, and its
-    images.
+    """Converts the base's tokens, frozen parts and images.
+
+    Reports where its quantized weights are read otherwise.
     """
     name = name_model(settings).lower()
     if BITSANDBYTES_MODEL.search(name) and is_mixture(name):
         conversion.add_difference("base_model", name_model(settings), EXPERTS_DEQUANTIZED)
-    loads_plain = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
+    # LLaMA-Factory and Automodel dequantize FP8, as this toolkit does
+    dequantizes_fp8 = conversion.tool in ("LLaMA-Factory", "Automodel") or read_section(
         settings, "model_quantization_config_kwargs"
     ).get("dequantize")
     for pattern, note in ((FP8_MODEL, KEPT_IN_FP8), (MAYBE_FP8_MODEL, MAYBE_KEPT_IN_FP8)):
-        if pattern.search(name) and not loads_plain:
+        if pattern.search(name) and not dequantizes_fp8:
             conversion.add_difference("model", name_model(settings), note)
     if PACKED_MODEL.search(name):
         by_autoawq = conversion.tool in ("LLaMA-Factory", "ms-swift") and "awq" in name
@@ -89,60 +94,64 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds tokens by the keys of Axolotl, LLaMA-Factory and TRL; the padding token only without
-    adapters.
+    """Sets `special_tokens` and `added_tokens` of the recipe by the keys of the file's tool.
+
+    Under adapters the padding token is left out: a new one would train the embedding.
     """
     recipe = conversion.recipe
     name = name_model(settings).lower()
     section = read_section(settings, "special_tokens")
-    special = {key: section.get(key) for key in TOKEN_NAMES}
+    named = {key: section.get(key) for key in TOKEN_NAMES}
     if conversion.tool == "TRL" and "eos_token" in settings:
-        special["eos_token"] = settings["eos_token"]
+        named["eos_token"] = settings["eos_token"]
     has_adapters = (
         recipe.get("use_peft")
         or settings.get("adapter")
         or settings.get("finetuning_type") == "lora"
     )
-    padding = special.pop("pad_token") if has_adapters else None
+    padding = named.pop("pad_token") if has_adapters else None
     if padding:
         conversion.add_remark("special_tokens.pad_token", padding, PADDING_SAVED)
-    given = {key: str(token) for key, token in special.items() if token}
+    special = {key: str(token) for key, token in named.items() if token}
     added: list[str] = []
-    is_new = CHATMLS in given.get("bos_token", "") and not CHATMLS_OWN.search(name)
-    if conversion.tool == "Axolotl" and is_new:
-        added.append(given.pop("bos_token"))
-        conversion.add_remark("special_tokens.bos_token", added[0], BOS_BY_NAME)
-    if given:
-        recipe["special_tokens"] = given
+    is_new_bos = CHATMLS in special.get("bos_token", "") and not CHATMLS_OWN.search(name)
+    if conversion.tool == "Axolotl" and is_new_bos:
+        bos = special.pop("bos_token")
+        added.append(bos)
+        conversion.add_remark("special_tokens.bos_token", bos, BOS_BY_NAME)
+    if special:
+        recipe["special_tokens"] = special
     if conversion.tool == "Axolotl" and isinstance(settings.get("tokens"), dict):
         note = "a list of tokens to add is read there too; special_tokens names the four"
         conversion.add_difference("tokens", settings["tokens"], note)
-    listed = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
-    for names in [*listed, section.get("additional_special_tokens")]:
-        added += convert_names(names or None) or []
+    lists = [settings.get(key) for key in ADDED_TOKENS.get(conversion.tool, ())]
+    for tokens in [*lists, section.get("additional_special_tokens")]:
+        added += convert_names(tokens or None) or []
     if added:
         recipe["added_tokens"] = list(dict.fromkeys(added))
-    # by its setup_chat_format
+    # setup_chat_format of TRL adds ChatML's tokens
     if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):
         conversion.remarks.append(CHATML_ADDED)
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
     if conversion.tool == "Axolotl":
-        _adapt_rows(settings, given, conversion)
+        _pad_vocabulary(settings, special, conversion)
 
 
-# load_tokenizer of its loaders/tokenizer.py
+# load_tokenizer of Axolotl's loaders/tokenizer.py
 SPECIAL_FIRST = (
     "special_tokens: those that the tokenizer does not have get the first of the new ids there, "
     "and here those behind added_tokens"
 )
 
 
-def _adapt_rows(settings: ToolFile, special: Mapping[str, str], conversion: Conversion) -> None:
-    """Sets how many rows an embedding gets for new tokens by Axolotl (_resize_token_embeddings of
-    its loaders/model.py), and reports in which order.
+def _pad_vocabulary(settings: ToolFile, special: Mapping[str, str], conversion: Conversion) -> None:
+    """Sets the multiple to which Axolotl pads the embedding's rows, and reports the new ids' order.
+
+    `special`: {name: token}, the recipe's special_tokens.
     """
     recipe = conversion.recipe
+    # _resize_token_embeddings of Axolotl's loaders/model.py
     if settings.get("resize_token_embeddings_to_32x"):
         recipe["pad_vocab_to_multiple_of"] = 32
     elif special or recipe.get("added_tokens"):

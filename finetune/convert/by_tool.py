@@ -1,4 +1,7 @@
-"""What several keys of a file together determine: by the tool, and for several tools alike."""
+"""Converts what several keys of a file determine together.
+
+`adapt_tool` hands a file to its tool's module; the reports below are of several tools.
+"""
 
 import re
 
@@ -22,7 +25,11 @@ from finetune.convert.shared import (
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
     OF_PAIRS,
+    ROTATED_IN_PART,
+    ROTATED_WHOLE,
     SWITCHES_IN_16_BITS,
+    UNMULTIPLIED,
+    UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
 )
 from finetune.convert.swift import adapt_swift
@@ -31,13 +38,14 @@ from finetune.convert.trained_layers import is_of_transformers
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
-
-
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
 
 
 def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Adds what only several keys together determine; `text` is the file with its comments."""
+    """Converts what several keys of the file determine together, by the module of its tool.
+
+    `text` is the file with its comments.
+    """
     tool = conversion.tool
     if tool == "Axolotl":
         adapt_axolotl(settings, conversion)
@@ -61,8 +69,8 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     _report_embedding_moments(settings, conversion)
 
 
-# transformers' convert_and_load_state_dict_in_model, in the torch_dtype that is asked for; by
-# Axolotl's resolve_dtype it is the run's
+# transformers' convert_and_load_state_dict_in_model loads weights in the torch_dtype that is asked
+# for, which Axolotl's resolve_dtype sets to that of the run
 ROUNDED_BEFORE = (
     "a base whose files have another dtype than is asked for, as Llama 2's have under bf16, is "
     "rounded to that before it is quantized there; here its own numbers are quantized"
@@ -71,40 +79,48 @@ ROUNDED_BEFORE = (
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
-ADAPTERS_LEFT = ("orpo", "simpo")  # methods whose trainers, in its experimental/, cast none
+UNCAST_METHODS = ("orpo", "simpo")  # their trainers, in TRL's experimental/, cast no adapters
 
 
 def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports in which dtypes a base is quantized, and adapters over it are trained."""
+    """Reports where adapters over a quantized base are in bfloat16 there, and the base is rounded
+    before it is quantized.
+    """
     tool = conversion.tool
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key is None:
         return
+    # Axolotl's trainers of pairs are TRL's
     is_trained_by_trl = tool == "TRL" or any(map(settings.get, OF_PAIRS))
-    is_cast = conversion.recipe.get("method") not in ADAPTERS_LEFT
+    is_cast = conversion.recipe.get("method") not in UNCAST_METHODS
     if tool in ("TRL", "Axolotl") and is_trained_by_trl and is_cast:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
-    named = str(settings.get("torch_dtype") or settings.get("dtype")).rpartition(".")[2]
-    is_rounded = tool in ("TRL", "ms-swift") and named in ("bfloat16", "float16")
+    asked_dtype = str(settings.get("torch_dtype") or settings.get("dtype"))
+    dtype = asked_dtype.split(".")[-1]  # torch.bfloat16 is written too
+    is_rounded = tool in ("TRL", "ms-swift") and dtype in ("bfloat16", "float16")
     if tool == "Axolotl" or is_rounded:
         conversion.add_remark(load_key, True, ROUNDED_BEFORE)
 
 
-# a mixture's routers of that name, which Axolotl casts back to 16 bits under no attention
-GATE = "self.gate = "
+# the line of a model's code that makes a mixture's routers; Axolotl does not cast these back to 16
+# bits, whatever the attention
+GATE_LINE = "self.gate = "
 ROUTERS_IN_FP32 = "the routers are in float32 there; all weights are in bfloat16 here"
 # _configure_embedding_dtypes of Axolotl's loaders/model.py
 PARTS_IN_FP32 = (
     "the embedding, the output head and norms are in float32 there under this attention; all "
     "weights are in bfloat16 here"
 )
-KEPT_IN_FP32 = (None, "sdpa", "eager")  # values of attn_implementation
+# values of attn_implementation under which these parts stay in float32
+FP32_ATTENTION = (None, "sdpa", "eager")
+# keys under which they are cast to 16 bits
 CASTING_KEYS = (*SWITCHES_IN_16_BITS, *SHARDING_KEYS)
 
 
 def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the dtypes of adapters over a quantized base, and which weights Axolotl keeps in
-    float32 where all are in bfloat16 here.
+    """Reports other dtypes of adapters, moments and weights than those of the run here.
+
+    For Axolotl that includes the weights which stay in float32 where all are in bfloat16 here.
     """
     recipe = conversion.recipe
     if recipe.get("use_peft"):
@@ -118,17 +134,18 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool != "Axolotl" or recipe.get("dtype") != "bfloat16":
         return
     is_cast = any(map(settings.get, CASTING_KEYS)) or cuts_loss(settings)
-    if settings.get("attn_implementation") in KEPT_IN_FP32 and not is_cast:
+    if settings.get("attn_implementation") in FP32_ATTENTION and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
-    if GATE in source and not any(map(settings.get, SHARDING_KEYS)):
+    if GATE_LINE in source and not any(map(settings.get, SHARDING_KEYS)):
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)
 
 
-TORCHAO_4_OR_8_BITS = "torch.*[48]bit"  # names of its optimizers
-# _new_buffer of its _AdamBase, which quantizes a rank's part of a tensor from 4096 numbers on
+TORCHAO_4_OR_8_BITS = "torch.*[48]bit"  # names of torchao's optimizers
+# _new_buffer of torchao's _AdamBase, which quantizes a rank's shard of a tensor if it has at least
+# 4096 numbers
 SMALL_MOMENTS = (
     "the moments of small tensors, as of norms, are not quantized: in bfloat16 there, as the "
     "weights are, in float32 here"
@@ -136,15 +153,15 @@ SMALL_MOMENTS = (
 
 
 def _report_small_moments(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the dtype of the moments that torchao's optimizers do not quantize."""
+    """Reports the dtype of small tensors' moments, which torchao's optimizers do not quantize."""
     section = read_section(settings, "optimizer")
-    asked = {
+    optimizers = {
         "optim": settings.get("optim"),
         "optimizer": None if section else settings.get("optimizer"),
         "optimizer._component_": section.get("_component_"),
         "optimizer._target_": section.get("_target_"),
     }
-    for key, name in asked.items():
+    for key, name in optimizers.items():
         is_torchaos = re.search(TORCHAO_4_OR_8_BITS, str(name).lower())
         if is_torchaos and conversion.recipe.get("dtype") == "bfloat16":
             conversion.add_remark(key, name, SMALL_MOMENTS)
@@ -158,8 +175,9 @@ ADAPTERS_UNDER_ZERO_3 = (
 
 
 def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the dtype of TRL's adapters where the file, or the one of its launch, shards by
-    DeepSpeed.
+    """Reports that TRL's adapters are in bfloat16 under DeepSpeed's ZeRO-3.
+
+    A remark where the file names no stage: the file of the launch, which is not read, may.
     """
     recipe = conversion.recipe
     is_quantized = any(map(recipe.get, LOAD_KEYS))
@@ -174,9 +192,9 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
-# mixed_precision -> the dtype of what is multiplied
-MULTIPLIED = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-LOADED_AS_RUN = ("Axolotl", "ms-swift")  # whose weights are loaded in that dtype
+# mixed_precision -> the dtype in which matrices are multiplied
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+LOADING_IN_COMPUTE_DTYPE = ("Axolotl", "ms-swift")  # tools that load the weights in that dtype
 # save_model of transformers' Trainer, and get_state_dict of Accelerate
 SAVED_BY_LAUNCH = (
     "export_dtype: the trained weights are saved in float32 there under FSDP, in 16 bits under "
@@ -186,29 +204,32 @@ SAVED_BY_LAUNCH = (
 
 
 def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
-    """Names the dtype in which Trainer saves weights that are all trained: their own, and under
-    DeepSpeed that of what is multiplied.
+    """Sets `export_dtype` to the dtype in which Trainer saves weights that are all trained.
+
+    That is the dtype of the parameters, or under DeepSpeed the one in which matrices multiply.
     """
     recipe = conversion.recipe
-    are_as_files = settings.get("use_badam") or any(key in settings for key in MEGATRON_KEYS)
-    if recipe.get("use_peft") or conversion.tool in OF_COMPONENTS or are_as_files:
+    keeps_dtype_of_files = settings.get("use_badam") or any(
+        key in settings for key in MEGATRON_KEYS
+    )
+    if recipe.get("use_peft") or conversion.tool in OF_COMPONENTS or keeps_dtype_of_files:
         return
-    is_loaded_so = (
-        conversion.tool in LOADED_AS_RUN
+    loads_in_compute_dtype = (
+        conversion.tool in LOADING_IN_COMPUTE_DTYPE
         and layout.sharding == "none"
         and str(settings.get("torch_dtype")) != "float32"
     )
-    is_of_deepspeed = settings.get("deepspeed") and find_zero_stage(settings["deepspeed"]) != 0
-    if is_of_deepspeed or is_loaded_so or layout.pure_bf16:
-        recipe["export_dtype"] = MULTIPLIED[layout.precision]
+    is_by_deepspeed = settings.get("deepspeed") and find_zero_stage(settings["deepspeed"]) != 0
+    if is_by_deepspeed or loads_in_compute_dtype or layout.pure_bf16:
+        recipe["export_dtype"] = COMPUTE_DTYPES[layout.precision]
     elif conversion.tool == "TRL":
         conversion.remarks.append(SAVED_BY_LAUNCH)
     else:
         recipe["export_dtype"] = "float32"
 
 
-# its calculate_total_num_steps
-FEWER_STEPS = (
+# calculate_total_num_steps of Axolotl
+WHOLE_STEPS_COUNTED = (
     "num_epochs: the run ends up to a step an epoch earlier there, for it counts whole steps; here "
     "a short step ends each epoch"
 )
@@ -217,13 +238,16 @@ ROUNDED_DOWN = (
     "warmup_ratio: its share of the steps{} is rounded down there, up here, and a warm-up of one "
     "step is one of two there"
 )
-OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
-ALIKE_LENGTHS = "rows: those of similar length share a step here; they are drawn at random there"
-GROUPED = "group_by_length"  # a key, and a value of train_sampling_strategy
+STEPS_OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
+ROWS_BY_LENGTH = "rows: those of similar length share a step here; they are drawn at random there"
+GROUP_BY_LENGTH = "group_by_length"  # a key, and a value of train_sampling_strategy
 
 
 def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how an epoch goes otherwise: how it ends, and which rows share a step."""
+    """Reports how an epoch ends there, how long the warm-up is, and which rows share a step.
+
+    Nothing for methods that sample completions.
+    """
     recipe = conversion.recipe
     tool = conversion.tool
     if find_method_facts(recipe).samples:
@@ -232,50 +256,54 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     epochs = recipe.get("num_train_epochs", 1)
     if tool == "torchtune" and "max_steps" not in recipe:
         accumulates = recipe.get("gradient_accumulation_steps", 1) > 1
-        is_carried = epochs != 1 and accumulates
-        conversion.remarks.append(_find_carried(conversion) if is_carried else WHOLE_STEPS)
+        carries_over = epochs != 1 and accumulates
+        note = _describe_carried_over(conversion) if carries_over else WHOLE_STEPS
+        conversion.remarks.append(note)
     elif (
         tool == "Axolotl"
         and "max_steps" not in recipe
         and (is_packed or settings.get("sample_packing") or epochs != 1)
     ):
-        conversion.remarks.append(FEWER_STEPS)
+        conversion.remarks.append(WHOLE_STEPS_COUNTED)
     if tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
-        conversion.remarks.append(ROUNDED_DOWN.format(OF_EPOCHS if counts_rows else ""))
-    is_asked = GROUPED in settings.values() or any(
-        section.get(GROUPED) for section in (settings, read_section(settings, "dataloader"))
+        conversion.remarks.append(ROUNDED_DOWN.format(STEPS_OF_EPOCHS if counts_rows else ""))
+    # for instance train_sampling_strategy: group_by_length, or group_by_length: true
+    is_grouped = GROUP_BY_LENGTH in settings.values() or any(
+        section.get(GROUP_BY_LENGTH) for section in (settings, read_section(settings, "dataloader"))
     )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     is_in_order = is_in_order or settings.get("train_sampling_strategy") == "sequential"
-    if not (is_packed or is_asked or is_in_order or find_method_facts(recipe).reads_queries):
-        conversion.remarks.append(ALIKE_LENGTHS)
+    if not (is_packed or is_grouped or is_in_order or find_method_facts(recipe).reads_queries):
+        conversion.remarks.append(ROWS_BY_LENGTH)
 
 
-# whose gradients no zero_grad takes away between two epochs
+# torchtune's recipes call no zero_grad between two epochs
 CARRIED_OVER = (
     "epochs: micro-batches that fill no step are added to the next epoch's first one there, and "
     "left out after the last; here they are a last, short step"
 )
-# of its full_finetune recipes, whose newest source ends an epoch with its last whole step
+# torchtune's full_finetune recipes, whose newest source ends an epoch with the last whole step
 CARRIED_IN_06 = (
     "epochs: micro-batches that fill no step are added to the next epoch's first one in 0.6, and "
     "left out by the newest source, and after the last one; here they are a last, short step"
 )
 
 
-def _find_carried(conversion: Conversion) -> str:
-    """Returns what torchtune's recipe does with micro-batches that fill no step: all but those for
-    full fine-tuning add them to the next epoch.
+def _describe_carried_over(conversion: Conversion) -> str:
+    """Returns the note on what torchtune does with the micro-batches that fill no step.
+
+    It adds them to the next epoch; the recipes for full fine-tuning do so in 0.6 only.
     """
     recipe = conversion.recipe
-    others = ("use_peft", "quantization_aware_training")
-    is_full = recipe.get("method", "sft") == "sft" and not any(map(recipe.get, others))
-    return CARRIED_IN_06 if is_full else CARRIED_OVER
+    keys_of_other_recipes = ("use_peft", "quantization_aware_training")
+    is_sft = recipe.get("method", "sft") == "sft"
+    is_full_finetuning = is_sft and not any(map(recipe.get, keys_of_other_recipes))
+    return CARRIED_IN_06 if is_full_finetuning else CARRIED_OVER
 
 
-# keys of losses that read the head's weight without calling it: LigerForCausalLMLoss, and apply_lce
-# of cut_cross_entropy
+# Keys of Liger's fused loss, LigerForCausalLMLoss. Like apply_lce of cut_cross_entropy it reads the
+# head's weight without calling the head.
 FUSED_LOSSES = {
     "Axolotl": LIGERS_LOSS,
     "LLaMA-Factory": "enable_liger_kernel",
@@ -289,25 +317,44 @@ HEAD_PASSED_BY = (
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean, and where it passes an adapter by."""
-    answers = find_method_facts(conversion.recipe).rows == "answers"
+    """Reports where the loss of a step is another mean, and where a fused loss ignores the head's
+    adapter or the multiplier of its scores.
+    """
+    trains_answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
     heads = sorted(HEADS.intersection(targets)) if isinstance(targets, list) else []
-    is_asked = settings.get(FUSED_LOSSES.get(conversion.tool, "")) or cuts_loss(settings)
-    # which need the scores
-    others = map(settings.get, LABEL_LOSSES.get(conversion.tool, ()))
-    if answers and heads and is_asked and not any(others):
+    key = FUSED_LOSSES.get(conversion.tool, "")
+    uses_liger = settings.get(key)
+    # losses that need the scores, so that no fused loss takes their place
+    loss_keys = LABEL_LOSSES.get(conversion.tool, ())
+    may_fuse = trains_answers and not any(map(settings.get, loss_keys))
+    if may_fuse and heads and (uses_liger or cuts_loss(settings)):
         conversion.add_difference("lora_target_modules", heads, HEAD_PASSED_BY)
-    if conversion.tool == "TRL" and answers and has_own_loss(name_model(settings)):
+    has_multiplier = guess_family(name_model(settings)) in UNMULTIPLIED_BY_LIGER
+    # LLaMA-Factory has no Liger for this family, Falcon-H1
+    if may_fuse and uses_liger and has_multiplier and conversion.tool != "LLaMA-Factory":
+        conversion.add_difference(key, True, UNMULTIPLIED)
+    if conversion.tool == "TRL" and trains_answers and has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
 
 
-# by get_decay_parameter_names of transformers' Trainer too, which spares norms and biases
+# keys that switch Liger's rotation on
+LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
+
+
+def report_rotation(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that Liger's kernel rotates queries and keys otherwise than the config says."""
+    key = LIGERS_ROTATION.get(conversion.tool, "")
+    if settings.get(key) and ROTATED_IN_PART.search(name_model(settings).lower()):
+        conversion.add_difference(key, True, ROTATED_WHOLE)
+
+
+# get_decay_parameter_names of transformers' Trainer spares norms and biases, but not these
 MAGNITUDES_DECAYED = "weight_decay: DoRA's magnitudes are decayed too there, matrices alone here"
 
 
 def report_magnitudes(conversion: Conversion) -> None:
-    """Reports that DoRA's magnitudes, which are vectors, decay in every other tool."""
+    """Reports that DoRA's magnitudes, which are vectors, are decayed in every other tool."""
     if conversion.recipe.get("use_dora") and conversion.recipe.get("weight_decay"):
         conversion.remarks.append(MAGNITUDES_DECAYED)
 
@@ -317,12 +364,12 @@ IMAGES_SHRUNK = (
     "an image of more than 768 x 768 pixels is made smaller there, its default; the model's own "
     "image processor, as its files configure it, decides the size here"
 )
-# backends of AutoImageProcessor, and the families that have no other
+# backends of AutoImageProcessor
 RESIZED = (
     "images: resized by torchvision there, its default, and by Pillow here, which rounds some "
     "pixels otherwise"
 )
-BY_TORCHVISION = ("llama4",)
+FAMILIES_BY_TORCHVISION = ("llama4",)  # they have no other backend, here neither
 # CLIPImageTransform of torchtune's models/clip
 RESIZED_IN_16_BITS = (
     "images: turned into bfloat16 there before they are resized and normalized; here resized in 8 "
@@ -335,57 +382,64 @@ RESIZED_BY_COMMON = (
 )
 # Gemma 4's large models; create_masks_for_vision_model of transformers' modeling_gemma4.py
 SEEN_IN_WINDOWS = re.compile(r"gemma-?4-(26b|31b)")
-IN_ALL_LAYERS = (
+IMAGES_SEEN_IN_ALL_LAYERS = (
     "before transformers 5.13 the tokens of an image see each other in all layers of this model, "
     "and since then, and here, in those with a window"
 )
-# Gemma4MoETextModelBackend of Automodel's models/gemma4_moe, whose masks of packed rows and of
-# context parallelism are others
-IN_ALL_THERE = (
+# Gemma4MoETextModelBackend of Automodel's models/gemma4_moe; packed rows and context parallelism
+# have other masks
+IMAGES_SEEN_IN_ALL_LAYERS_IN_06 = (
     "in 0.6 there the tokens of an image see each other in all layers of this model; in those with "
     "a window since, as here"
 )
-# create_pipeline_forward_gemma4_text of Automodel, whose masks know no images
-IN_NO_STAGE = (
+# create_pipeline_forward_gemma4_text of Automodel makes masks without images
+IMAGES_UNSEEN_IN_STAGES = (
     "between pipeline stages a token of an image sees those before it alone there, in all layers; "
     "here they see each other in those with a window"
 )
 
 
 def report_images(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what resizes images, and their size that LLaMA-Factory bounds without a key."""
+    """Reports how images are resized there, and which of their tokens see each other.
+
+    LLaMA-Factory bounds the size of an image even without a key for it.
+    """
     name = name_model(settings)
     if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
-        _report_sight(settings, name, conversion)
+        _report_layers_of_images(settings, name, conversion)
     if conversion.images and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
     elif conversion.tool == "torchtune":
-        conversion.remarks += [RESIZED_IN_16_BITS] if shows_images(settings) else []
-    elif conversion.images:
-        conversion.remarks += [RESIZED] if conversion.images not in BY_TORCHVISION else []
-    is_bounded = conversion.tool == "LLaMA-Factory" and settings.get("stage") != "pt"
-    is_bounded = is_bounded and not conversion.is_factory_v1
+        if shows_images(settings):
+            conversion.remarks.append(RESIZED_IN_16_BITS)
+    elif conversion.images and conversion.images not in FAMILIES_BY_TORCHVISION:
+        conversion.remarks.append(RESIZED)
+    is_bounded = (
+        conversion.tool == "LLaMA-Factory"
+        and settings.get("stage") != "pt"
+        and not conversion.is_factory_v1
+    )
     if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
         conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
 
 
-def _report_sight(settings: ToolFile, name: str, conversion: Conversion) -> None:
+def _report_layers_of_images(settings: ToolFile, name: str, conversion: Conversion) -> None:
     """Reports in which layers of Gemma 4's large models the tokens of an image see each other."""
-    is_own = (
+    has_own_class = (
         conversion.tool == "Automodel" and is_mixture(name) and not is_of_transformers(settings)
     )
     ranks = read_section(settings, "distributed").get("cp_size")
     is_packed = read_section(settings, "packed_sequence").get("pack_size")
     if conversion.tool == "Automodel" and has_stages(settings):
         stages = read_section(settings, "distributed")["pp_size"]
-        conversion.add_difference("distributed.pp_size", stages, IN_NO_STAGE)
-    elif not is_own:
-        conversion.add_remark("model", name, IN_ALL_LAYERS)
+        conversion.add_difference("distributed.pp_size", stages, IMAGES_UNSEEN_IN_STAGES)
+    elif not has_own_class:
+        conversion.add_remark("model", name, IMAGES_SEEN_IN_ALL_LAYERS)
     elif not is_packed and ranks in (None, 1):
-        conversion.add_remark("model", name, IN_ALL_THERE)
+        conversion.add_remark("model", name, IMAGES_SEEN_IN_ALL_LAYERS_IN_06)
 
 
-# sort_checkpoints of transformers' Trainer, with a metric_for_best_model, which ms-swift sets
+# sort_checkpoints of transformers' Trainer, under a metric_for_best_model, which ms-swift sets
 BEST_AMONG_KEPT = (
     "the best of those that were saved is among them there; here they are the newest, and "
     "keep_best_checkpoint keeps the best beside them"
@@ -395,7 +449,7 @@ HELD_OUT_ALIKE = (
     "eval_loss: each row counts by its batch's mean over labels there; here it is the mean over "
     "all labels that are held out"
 )
-# prediction_step of Trainer, by compute_loss
+# prediction_step of Trainer, which calls compute_loss
 HELD_OUT_SMOOTHED = "eval_loss: with label smoothing there, without it here"
 # torchtune's run_val_every_n_steps: null, and _configure_save_and_eval_strategy of Axolotl
 NOT_MEASURED = (
@@ -404,8 +458,9 @@ NOT_MEASURED = (
 
 
 def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of held-out rows is not measured, or Trainer averages it otherwise,
-    and which checkpoint it keeps by it.
+    """Reports where the loss of held-out rows is not measured there, or is another mean.
+
+    Reports also which checkpoints Trainer keeps by that loss. Nothing without held-out rows.
     """
     recipe = conversion.recipe
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
@@ -413,30 +468,25 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
     if conversion.tool in ("torchtune", "Axolotl") and not is_measured:
         conversion.remarks.append(NOT_MEASURED)
-    is_trainer = conversion.tool not in ("torchtune", "Automodel")
-    are_all_saved = recipe.get("save_steps") == recipe.get("eval_steps")
-    is_said = any(BEST_AT_END in line for line in conversion.remarks)
-    if is_trainer and recipe.get("keep_best_checkpoint") and not (are_all_saved or is_said):
+    uses_trainer = conversion.tool not in ("torchtune", "Automodel")
+    saves_each_evaluation = recipe.get("save_steps") == recipe.get("eval_steps")
+    is_reported = any(BEST_AT_END in line for line in conversion.remarks)
+    keeps_best_here = recipe.get("keep_best_checkpoint")
+    if uses_trainer and keeps_best_here and not (saves_each_evaluation or is_reported):
         asked = settings.get("load_best_model_at_end")
         conversion.add_remark("load_best_model_at_end", asked, BEST_AT_END)
-    keeps_best = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
+    keeps_best_there = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
     limit = recipe.get("save_total_limit")
-    if (
-        is_trainer
-        and is_measured
-        and keeps_best
-        and limit
-        and not recipe.get("keep_best_checkpoint")
-    ):
+    if uses_trainer and is_measured and keeps_best_there and limit and not keeps_best_here:
         conversion.add_remark("save_total_limit", limit, BEST_AMONG_KEPT)
-    if is_trainer and is_measured and find_method_facts(recipe).rows == "answers":
+    if uses_trainer and is_measured and find_method_facts(recipe).rows == "answers":
         conversion.remarks.append(HELD_OUT_ALIKE)
         if recipe.get("label_smoothing"):
             conversion.remarks.append(HELD_OUT_SMOOTHED)
 
 
-BITSANDBYTES_8_BITS = "^(?!ao_|.*torch).*8bit"  # names of its optimizers
-# of bitsandbytes, for which Trainer leaves them so (register_module_override)
+BITSANDBYTES_8_BITS = "^(?!ao_|.*torch).*8bit"  # names of bitsandbytes' optimizers
+# register_module_override of bitsandbytes, which Trainer calls for the embedding
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 
 
@@ -448,11 +498,12 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
     if settings.get("deepspeed"):
-        return  # whose optimizer has a flat tensor in place of the embedding
+        return  # DeepSpeed's optimizer has a flat tensor in place of the embedding
+    # LLaMA-Factory and ms-swift train adapters unless a file says otherwise
     has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
     if has_adapters:
         trained = recipe.get("modules_to_save") or ()
     else:
         trained = recipe.get("trainable_modules") or ("embed",)
-    if any(re.search("embed|wte", str(name)) for name in trained):
+    if any(re.search("embed|wte", str(module)) for module in trained):
         conversion.add_remark(key, name, EMBEDDING_MOMENTS)

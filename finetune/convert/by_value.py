@@ -1,4 +1,4 @@
-"""Keys that ask for nothing else than a run here, but for some values together with other keys."""
+"""Reports keys that mean the same here, except for some of their values beside other keys."""
 
 import re
 from typing import Any
@@ -11,32 +11,37 @@ from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.shared import IN_ORDER, NORMS_IN_FP32
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
-# load_model_config of Axolotl's loaders/utils.py, and its utils/config: the tokenizer's is the next
+# load_model_config of Axolotl's loaders/utils.py reads the config there; utils/config reads the
+# tokenizer there where the file names none
 OTHER_CONFIG = (
     "the model's config is read there, and the tokenizer where tokenizer_config names none; both "
     "are the model's own here"
 )
-# _build_model of its loaders/model.py
+# _build_model of Axolotl's loaders/model.py
 OTHER_CLASS = "a class of another family reads the weights there; here the model's own"
-# its utils/schemas/deprecated.py
+# Axolotl's utils/schemas/deprecated.py
 SUM_REFUSED = "0.21 refuses this key, which TRL has had no more since 0.29; as TRL 0.28 has it here"
-# load_tokenizer of its loaders/tokenizer.py: a class of transformers 5 splits texts by itself
+# load_tokenizer of Axolotl's loaders/tokenizer.py; in transformers 5 a class splits texts its own
+# way, whatever the files say
 OTHER_TOKENIZER = "this class reads the tokenizer there; here the one that its files name"
-# calculate_total_num_steps of its utils/trainer.py
+# calculate_total_num_steps of Axolotl's utils/trainer.py
 STEPS_BY_ESTIMATE = (
     "the steps of a run are counted by this share there, of all tokens; here by the rows as they "
     "are packed"
 )
-# wrap_streaming_dataset of its utils/data/streaming.py, and merge_datasets of utils/data/shared.py
+# wrap_streaming_dataset of Axolotl's utils/data/streaming.py, and merge_datasets of
+# utils/data/shared.py
 STREAM_IN_ORDER = IN_ORDER.replace("rows", "a stream's rows")
-# resize_token_embeddings of transformers, with mean_resizing_embeddings of Axolotl, which is false;
-# _noisy_mean_initialization of LLaMA-Factory's model/model_utils/embedding.py
-ROOM = "as the model has them where its embedding has room, else "
-NEW_ROWS = {
-    "Axolotl": f"{ROOM}drawn at random",
+WHERE_ROOM = "as the model has them where its embedding has room, else "
+NEAR_MEAN = f"{WHERE_ROOM}near the mean of the others"
+# How the rows of new tokens start, by tool: resize_token_embeddings of transformers, which Axolotl
+# calls with mean_resizing_embeddings false by default, and _noisy_mean_initialization of
+# LLaMA-Factory's model/model_utils/embedding.py.
+STARTS_OF_NEW_ROWS = {
+    "Axolotl": f"{WHERE_ROOM}drawn at random",
     "LLaMA-Factory": "at the mean of the others, with noise",
-    "ms-swift": f"{ROOM}near the mean of the others",
-    "TRL": f"{ROOM}near the mean of the others",
+    "ms-swift": NEAR_MEAN,
+    "TRL": NEAR_MEAN,
 }
 START_OF_ROWS = "added_tokens: their rows start {} there, at the mean of the others here"
 START_OF_SPECIAL = (
@@ -53,18 +58,18 @@ HELD_OUT_SAMPLED = (
     "eval_reward: each held-out prompt is answered as often as in training there, by sampling; "
     "once, greedily, here"
 )
-# of torchtune, by the names of the recipes that do not read them
+# Keys of torchtune -> pattern of the names of the recipes that do not read them.
 UNREAD_BY_RECIPES = {
     "clip_grad_norm": "lora_dpo|knowledge_distillation_distributed",
     "lr_scheduler": "qat_single_device",
     "dataset_val": "single_device|dpo|knowledge_distillation|early_exit|multi_dataset",
 }
 NOT_READ = "{} does not read it"
-# NEFTune of Automodel's components/training/neftune.py, which its recipes/vlm does not read
-NOISE = 5.0
-DEFAULT_NOISE = f"{NOISE}, its default"
+# NEFTune of Automodel's components/training/neftune.py; recipes/vlm does not read the key
+NOISE_ALPHA = 5.0
+DEFAULT_NOISE = f"{NOISE_ALPHA}, its default"
 NO_NOISE = "not read with images there, nor taken over here"
-# _resolve_dataloader of its recipes/_typed_config.py
+# _resolve_dataloader of Automodel's recipes/_typed_config.py
 ROWS_OF_LOADER = (
     "a micro-batch has so many rows there, and a step as many micro-batches as local_batch_size "
     "says; here a micro-batch has local_batch_size rows"
@@ -72,13 +77,14 @@ ROWS_OF_LOADER = (
 TOKENIZER_ELSEWHERE = (
     "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
 )
-# aux_loss_enabled of TRL's trainers: its own default in 1.7, the config's coefficient later
+# aux_loss_enabled of TRL's trainers; the coefficient was TRL's default in 1.7, and is the config's
+# since
 BALANCED_BY_DEFAULT = (
     "since 1.7 the routers' auxiliary loss is added there for every mixture whose class in "
     "transformers has one; router_aux_loss_coef adds it here"
 )
-# transformers' models, whose loss is a sum over a step's labels, and Trainer, which divides it no
-# more
+# transformers' models sum their loss over the step's labels, so Trainer does not divide it by the
+# number of micro-batches: the auxiliary loss counts in full each time
 ADDED_EACH_TIME = (
     "added once for each micro-batch of each process there: gradient_accumulation_steps times the "
     "processes as much; once a step here"
@@ -103,11 +109,11 @@ BALANCED_BY_CONFIG = (
     "the routers' auxiliary loss is added there by the coefficient of the model's config; write "
     "it as router_aux_loss_coef here"
 )
-# router_aux_loss_coef of this model's published config, which is another than its class's default
+# router_aux_loss_coef of this model's published config; the default of its class is another
 MIXTRAL = re.compile("mixtral-8x7b")
-OF_MIXTRAL = 0.02
-# configure_moe of LLaMA-Factory's model/model_utils/moe.py, by whose other models it is not read
-FACTORYS_BALANCED = (
+MIXTRALS_COEFFICIENT = 0.02
+# families for which configure_moe of LLaMA-Factory's model/model_utils/moe.py reads the coefficient
+FACTORYS_BALANCED_FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "jamba",
@@ -123,19 +129,23 @@ COMPUTE_KEYS = (
     "bnb_config_kwargs.bnb_4bit_compute_dtype",
     "quantization.bnb_4bit_compute_dtype",
 )
-COMPUTED = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
+# mixed_precision -> the dtype in which layers multiply here
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 OTHER_COMPUTE = "layers of 4 bits multiply in this dtype there, in {} here"
 
 
 def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Reports the values of such keys; `text` is the file with its comments."""
+    """Reports values that, beside other keys of the file, ask for something else than a run here.
+
+    `text` is the file with its comments.
+    """
     recipe = conversion.recipe
     if conversion.tool == "Axolotl":
         _report_axolotl(settings, conversion)
     elif conversion.tool == "LLaMA-Factory":
         _report_factory(settings, conversion)
     elif conversion.tool == "torchtune":
-        _report_tune(settings, conversion)
+        _report_tokenizer(settings, conversion)
         _report_unread(settings, text, conversion)
     elif conversion.tool == "Automodel":
         _report_automodel(settings, conversion)
@@ -159,21 +169,25 @@ ONE_AFTER_ANOTHER = (
 
 
 def _report_stream(conversion: Conversion) -> None:
-    """Reports in which order the rows of streams come."""
+    """Reports the order in which the other tool reads the rows of streams."""
     if len(conversion.recipe.get("datasets", ())) > 1 and conversion.tool != "Automodel":
         conversion.differences.append(ONE_AFTER_ANOTHER)
-    if conversion.tool == "TRL":  # whose Trainer draws no rows of a stream
+    if conversion.tool == "TRL":  # Trainer does not shuffle a stream
         conversion.add_difference("dataset_streaming", True, STREAM_IN_ORDER)
 
 
 def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports another config, class or tokenizer than the model's own.
+
+    Also reported are a loss that 0.21 refuses, estimated steps, and a stream that keeps its order.
+    """
     config = settings.get("base_model_config")
     if config and config != name_model(settings):
         conversion.add_difference("base_model_config", config, OTHER_CONFIG)
     model_class = str(settings.get("model_type"))
     source = read_family_source(guess_family(name_model(settings)) or "")
-    is_own = model_class.startswith("Auto") or f"class {model_class}(" in source
-    if source and model_class.endswith("ForCausalLM") and not is_own:
+    is_of_family = model_class.startswith("Auto") or f"class {model_class}(" in source
+    if source and model_class.endswith("ForCausalLM") and not is_of_family:
         conversion.add_difference("model_type", model_class, OTHER_CLASS)
     if settings.get("rpo_alpha") is not None:
         conversion.add_remark("rpo_alpha", settings["rpo_alpha"], SUM_REFUSED)
@@ -188,31 +202,37 @@ def _report_axolotl(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_factory(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what `resize_vocab` trains beside adapters, and norms in float32."""
     recipe = conversion.recipe
     has_adapters = recipe.get("use_peft")
-    grows = settings.get("resize_vocab") and not recipe.get("added_tokens")
-    if grows and has_adapters and not settings.get("additional_target"):
+    resizes = settings.get("resize_vocab") and not recipe.get("added_tokens")
+    if resizes and has_adapters and not settings.get("additional_target"):
         conversion.add_difference("resize_vocab", True, ENDS_TRAINED)
     is_bf16 = recipe.get("dtype") == "bfloat16" and not has_adapters
     if settings.get("upcast_layernorm") and is_bf16:
         conversion.add_difference("upcast_layernorm", True, NORMS_IN_FP32)
 
 
-def _report_tune(settings: ToolFile, conversion: Conversion) -> None:
-    path = str(_find(settings, "tokenizer.path") or "")
-    folder = str(_find(settings, "checkpointer.checkpoint_dir") or "")
+def _report_tokenizer(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that torchtune reads the tokenizer from another folder than the model."""
+    path = str(_find_value(settings, "tokenizer.path") or "")
+    folder = str(_find_value(settings, "checkpointer.checkpoint_dir") or "")
     is_elsewhere = path and folder and not path.startswith(folder.rstrip("/"))
-    if is_elsewhere and not path.startswith("$"):  # a name that the file does not have
+    is_unresolved = path.startswith("$")  # refers to a key that the file does not have
+    if is_elsewhere and not is_unresolved:
         conversion.add_difference("tokenizer.path", path, TOKENIZER_ELSEWHERE)
 
 
 def _report_unread(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Reports the keys that a recipe of torchtune's does not read."""
+    """Reports the keys that the file's torchtune recipe does not read.
+
+    Clipping and the schedule are taken out of the recipe here if their keys are among them.
+    """
     recipe = conversion.recipe
-    name = _name_recipe(text, conversion)
-    for key, names in UNREAD_BY_RECIPES.items():
+    name = _find_torchtune_recipe(text, conversion)
+    for key, pattern in UNREAD_BY_RECIPES.items():
         value = settings.get(key)
-        if not value or not re.search(names, name):
+        if not value or not re.search(pattern, name):
             continue
         conversion.add_remark(key, value, NOT_READ.format(name))
         if key == "clip_grad_norm":
@@ -221,8 +241,12 @@ def _report_unread(settings: ToolFile, text: str, conversion: Conversion) -> Non
             recipe |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
-def _name_recipe(text: str, conversion: Conversion) -> str:
-    """Returns the recipe that a file's comments start; else the one for several GPUs."""
+def _find_torchtune_recipe(text: str, conversion: Conversion) -> str:
+    """Returns the name of the torchtune recipe in the command that the file's comments give.
+
+    Without a command it is the method's recipe for several GPUs; empty for other methods than dpo
+    and distill.
+    """
     command = COMMAND.search(text)
     if command is not None:
         return command[1]
@@ -233,23 +257,31 @@ def _name_recipe(text: str, conversion: Conversion) -> str:
 
 
 def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets NEFTune's noise by Automodel's default, and reports `batch_size` of the data loader.
+
+    The recipe for images reads no noise.
+    """
     recipe = conversion.recipe
-    noise = settings.get("neftune")
-    if isinstance(noise, dict) and "noise_alpha" not in noise:
-        recipe["neftune_noise_alpha"] = NOISE
+    neftune = settings.get("neftune")
+    is_default = isinstance(neftune, dict) and "noise_alpha" not in neftune
+    if is_default:
+        recipe["neftune_noise_alpha"] = NOISE_ALPHA
     alpha = recipe.get("neftune_noise_alpha")
     if alpha and conversion.images is not None:
         del recipe["neftune_noise_alpha"]
         conversion.add_remark("neftune.noise_alpha", alpha, NO_NOISE)
-    elif alpha and isinstance(noise, dict) and "noise_alpha" not in noise:
+    elif alpha and is_default:
         conversion.add_remark("neftune.noise_alpha", None, DEFAULT_NOISE)
-    rows = _find(settings, "dataloader.batch_size")
+    rows = _find_value(settings, "dataloader.batch_size")
     if rows and rows != recipe.get("per_device_train_batch_size", 1):
         conversion.add_difference("dataloader.batch_size", rows, ROWS_OF_LOADER)
 
 
 def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how much of the routers' auxiliary loss a tool adds."""
+    """Reports where a tool adds the routers' auxiliary loss by default, or in another amount.
+
+    Axolotl's files ask for it by what they override of the model's config.
+    """
     family = guess_family(name_model(settings)) or ""
     asked = conversion.recipe.get("router_aux_loss_coef")
     if conversion.tool == "TRL":
@@ -263,7 +295,7 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
     elif conversion.tool == "Axolotl":
         _adapt_model_config(dict(read_section(settings, "model_config")), settings, conversion)
     elif asked and conversion.tool == "LLaMA-Factory":
-        if family and family not in FACTORYS_BALANCED:
+        if family and family not in FACTORYS_BALANCED_FAMILIES:
             del conversion.recipe["router_aux_loss_coef"]
             conversion.add_remark("moe_aux_loss_coef", asked, NOT_READ.format("this family's code"))
         else:
@@ -275,7 +307,10 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
 def _adapt_model_config(
     overrides: dict[str, Any], settings: ToolFile, conversion: Conversion
 ) -> None:
-    """Takes the routers' auxiliary loss over from what a file overrides of the model's config."""
+    """Sets the coefficient of the routers' auxiliary loss by what overrides the model's config.
+
+    Other overrides are reported. `overrides` is emptied of the two keys that are read.
+    """
     is_balanced = overrides.pop("output_router_logits", False)
     coefficient = overrides.pop("router_aux_loss_coef", None)
     if overrides:
@@ -283,7 +318,7 @@ def _adapt_model_config(
     if not is_balanced:
         return
     if coefficient is None and MIXTRAL.search(name_model(settings).lower()):
-        coefficient = OF_MIXTRAL
+        coefficient = MIXTRALS_COEFFICIENT
     if coefficient is None:
         conversion.add_difference("model_config.output_router_logits", True, BALANCED_BY_CONFIG)
     else:
@@ -292,30 +327,35 @@ def _adapt_model_config(
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the rows of added tokens start."""
-    if conversion.tool not in NEW_ROWS:
+    """Reports the values with which the embedding's rows of new tokens start there."""
+    if conversion.tool not in STARTS_OF_NEW_ROWS:
         return
-    is_mean = conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings")
-    start = NEW_ROWS["TRL" if is_mean else conversion.tool]
+    if conversion.tool == "Axolotl" and settings.get("mean_resizing_embeddings"):
+        start = NEAR_MEAN
+    else:
+        start = STARTS_OF_NEW_ROWS[conversion.tool]
     special = " ".join(conversion.recipe.get("special_tokens", {}).values())
-    is_chatmls = CHATMLS_OWN.search(name_model(settings).lower())
+    has_chatml = CHATMLS_OWN.search(name_model(settings).lower())
     if conversion.recipe.get("added_tokens"):
         conversion.remarks.append(START_OF_ROWS.format(start))
-    if conversion.tool == "Axolotl" and CHATMLS in special and not is_chatmls:
+    if conversion.tool == "Axolotl" and CHATMLS in special and not has_chatml:
         conversion.remarks.append(START_OF_SPECIAL.format(start))
 
 
 def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> None:
-    """Reports another dtype of the products of a base in 4 bits than the one of the run."""
-    ours = COMPUTED[read_layout(conversion.tool, settings, text).precision]
+    """Reports that layers in 4 bits multiply in another dtype than the run's mixed precision."""
+    layout = read_layout(conversion.tool, settings, text)
+    dtype_here = COMPUTE_DTYPES[layout.precision]
     for key in COMPUTE_KEYS:
-        value = _find(settings, key)
-        if value and str(value).rpartition(".")[2] != ours:
-            conversion.add_difference(key, value, OTHER_COMPUTE.format(ours))
+        value = _find_value(settings, key)
+        dtype_there = str(value).split(".")[-1]  # torch.bfloat16 is written too
+        if value and dtype_there != dtype_here:
+            conversion.add_difference(key, value, OTHER_COMPUTE.format(dtype_here))
 
 
-def _find(settings: ToolFile, dotted: str) -> Any:
-    section: Any = settings
+def _find_value(settings: ToolFile, dotted: str) -> Any:
+    """Returns the value under a key, nested where it has dots; None where there is none."""
+    value: Any = settings
     for name in dotted.split("."):
-        section = section.get(name) if isinstance(section, dict) else None
-    return section
+        value = value.get(name) if isinstance(value, dict) else None
+    return value

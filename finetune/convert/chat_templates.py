@@ -1,4 +1,9 @@
-"""Names of chat templates, and what differs there in the turns that they write."""
+"""Names the chat template of a recipe, and reports where the other tool writes or trains turns
+otherwise.
+
+The strings below are the reports. "Its name" of a template is the other tool's name; "ours" is a
+template that this toolkit ships.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,8 +14,8 @@ from finetune.convert.hints import find_texts
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
-# Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write
-# other turns.
+# A template's name in Axolotl or LLaMA-Factory -> ours. alpaca, vicuna and zephyr are missing: they
+# write other turns there than here.
 TEMPLATES = {
     "llama3": "llama3",
     "llama-3": "llama3",
@@ -70,15 +75,22 @@ ONE_TEXT = (
 )
 # _encode_normal_content_assistant_message of mistral-common's tokens/tokenizers/instruct.py
 ANSWERS_STRIPPED = "chat_template: spaces at the end of an answer are left out there"
-# MultiModalChatDataCollator, which trains all that stands between the marks of an answer
+# MultiModalChatDataCollator trains all tokens between the markers of an answer
 THOUGHT_WHOLE = (
     "a thought that the template writes before an answer, an empty one too, is trained from its "
     "first token on there; here from the end of the prompt of inference, which may open it"
 )
-# _IMSTART_TEMPLATE_PROCESSORS of Automodel's components/datasets/vlm/collate_fns.py: of these
-# families all is trained that follows <|im_start|>assistant; of others what follows the start of an
-# answer without a thought, as the template writes it
-MARKED_BY_HEADER = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+# Families of which Automodel trains all that follows <|im_start|>assistant, by
+# _IMSTART_TEMPLATE_PROCESSORS of components/datasets/vlm/collate_fns.py. For other families it
+# trains what follows the start of an answer as the template writes that without a thought.
+FAMILIES_MARKED_BY_HEADER = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 EARLIER_THOUGHTS = (
     "of a row with several answers one text is made there, in which the template leaves out the "
     "thinking of all but the last; here each has its own, after the prompt of inference"
@@ -92,7 +104,8 @@ EARLIER_ENDS = (
     "answers before the last one of a row end with <|end|> there, all with <|return|> here"
 )
 SCORED_END = "the EOS token follows an answer here, and is scored; there what stands before it is"
-# efficient_eos of a name that is known here, in PairwiseDatasetProcessor of LLaMA-Factory
+# PairwiseDatasetProcessor of LLaMA-Factory, for templates with efficient_eos: of those in TEMPLATES
+# that is gemma2
 SCORED_EOS_THERE = (
     "the EOS token follows an answer there, and is scored; here the line break before it is"
 )
@@ -103,16 +116,16 @@ SYSTEM_REFUSED = (
     "each row has a system message there, which this template refuses: no run ends; here one with "
     "words begins the question"
 )
-REFUSING_SYSTEMS = ("gemma",)  # templates of Axolotl's
-# Of Axolotl, by bradley_terry.chat_template.
-LOST_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
-# templates/gemma4.jinja of Axolotl
+REFUSING_SYSTEMS = ("gemma",)  # Axolotl's templates that refuse a system message
+# Axolotl's templates under which bradley_terry.chat_template loses words of an answer
+LOSING_WORDS = ("gemma4", "gemma4_unified", "mistral_v2v3", "mistral_v3_tekken")
+# Axolotl's templates/gemma4.jinja
 CALLS_THOUGHT_OF = (
     "an answer's reasoning is written there only beside a tool call; here it is written, and "
     "trained, wherever it follows the last question"
 )
-# (tool, its name) -> what it writes otherwise than our template, by its rendering
-# (tests/convert/test_token_ids.py).
+# (tool, its name) -> what its template writes otherwise than ours. tests/convert/test_token_ids.py
+# renders both.
 OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("LLaMA-Factory", name): THOUGHT for name in ("qwen3", "qwen3_5", "qwen3_6")},
     (
@@ -136,14 +149,14 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     **{("Axolotl", name): ONE_TEXT for name in ("qwen3", "qwen3_5")},
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
-# Axolotl's templates that write a system message of their own where a row has none -> the families
-# whose own template writes the same one before images.
+# Axolotl's templates that write their own system message where a row has none -> the families whose
+# own template writes the same message in rows with images.
 SYSTEM_OF_IMAGES: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": ("qwen2_vl", "qwen2_5_vl"),
     "mistral_v7_tekken": (),
 }
-# What Axolotl's templates write otherwise of a row with tools, by their rendering. Others write the
-# same, or one of the two refuses the row.
+# Axolotl's templates -> what they write otherwise for a row with tools, by their rendering. Other
+# templates write the same as ours, or one of the two refuses the row.
 OTHER_TOOLS: Mapping[str, str] = {
     "falcon_h1": (
         "of a row with tools, these are described in other words there, and the calls are left out"
@@ -158,28 +171,26 @@ OTHER_TOOLS: Mapping[str, str] = {
         "of a row with tools, their description and the calls are in JSON there, in XML here"
     ),
 }
-# Of LLaMA-Factory: names of its template.py, of whose tools its data/tool_utils.py writes what ours
-# write.
+# LLaMA-Factory's templates for which its data/tool_utils.py writes tools as our templates do.
 SAME_TOOLS = ("qwen",)
 TOOLS_IN_ITS_WORDS = (
     "of a row with tools, their description, the calls or the results are written in its own words "
     "there, in the chat template's here"
 )
-# Axolotl's templates that write a space before an answer, which SentencePiece makes a token of its
-# own.
-SPACED = ("mistral_v1", "mistral_v2v3")
+# Axolotl's templates that write a space before an answer. SentencePiece makes it a token by itself.
+WRITING_SPACES = ("mistral_v1", "mistral_v2v3")
 SPACE_TRAINED = (
     "the token of the space before an answer is trained here, not there, where a tokenizer has one "
     "for it"
 )
-# Axolotl's templates that keep, or trim, the white space around a turn otherwise than ours.
+# Axolotl's templates that treat white space around a turn otherwise than ours.
 SPACE_KEPT = "white space around a turn is kept there, trimmed here"
 OTHER_SPACE = {
     "qwen3_5": SPACE_KEPT,
     "mistral_v2v3": "white space around an answer is trimmed there, kept here",
 }
-# Axolotl's templates, which it saves with the tokenizer -> what follows an answer's header in their
-# prompts for inference, where another text does in ours.
+# Axolotl's templates whose prompts for inference end otherwise than ours -> how both end. Axolotl
+# saves its template with the tokenizer.
 OTHER_PROMPTS = {
     "qwen3": "with <think> and two line breaks there, with the answer's header here",
     "qwen3_5": "with two line breaks after <think> there, with one here",
@@ -188,34 +199,46 @@ OTHER_PROMPTS = {
     ),
 }
 PROMPT_ENDS = "a prompt for inference, which the exported tokenizer writes, ends {}"
-# LLaMA-Factory trains their line break after an answer.
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
 HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
-BREAKS = ("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "gemma", "phi3", "granite")
-# its templates of images that write one
+# our templates with a line break after an answer, which LLaMA-Factory trains
+BREAKING_TEMPLATES = (
+    "chatml",
+    "hermes",
+    "qwen",
+    "qwen3",
+    "qwen3.5",
+    "qwen3.6",
+    "gemma",
+    "phi3",
+    "granite",
+)
+# LLaMA-Factory's templates for images that write such a line break
 BREAKS_OF_IMAGES = re.compile(
     "chatml|qwen|(?<!pali)gemma|paligemma_chat|intern|minicpm|keye|lfm2|moss|mimo|yi|youtu"
 )
-# its templates of images by which it adds an empty thought (ReasoningTemplate)
+# LLaMA-Factory's templates for images that write an empty thought (ReasoningTemplate)
 THOUGHTS_OF_IMAGES = re.compile(
     "(ernie|keye|kimi|mimo|qwen3)_vl|gemma4n?|glm4v|glm4_5v|qwen3_[56]|qwen3_omni"
 )
-# Models whose tokenizers' templates write an empty thought: in every turn, or in the last one.
+# Models whose tokenizer's template writes an empty thought in every turn.
 THINKING = re.compile(r"glm-?4\.[567]|nex-n2|nemotron-?3-|kimi-k2-thinking|qwen-?3\.8")
-FORGETTING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking")  # in earlier turns
+# Those of them whose template leaves out the thinking of earlier turns.
+FORGETTING = re.compile(r"glm-?4\.[567]|nemotron-?3-|kimi-k2-thinking")
+# Models whose tokenizer's template writes an empty thought in the last turn.
 THINKING_LAST = re.compile(r"qwen-?3(?!\.8|.*(instruct|coder|embedding|guard|omni))")
-# Of these some may.
+# Models of which only some have a template that writes an empty thought.
 MAYBE_THINKING = re.compile(
     r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
     r"mimo|seed-oss|\bbeam-\d|minicpm-?5|deepcoder"
 )
-# templates that trim a turn's text; LLaMA-Factory's do not
-TRIMMED = ("llama3", "gemma", "mistral", "command-r")
+# our templates that trim a turn's text; LLaMA-Factory's do not
+TRIMMING_TEMPLATES = ("llama3", "gemma", "mistral", "command-r")
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
-# tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer; the model's own tokenizer has
-# these tokens with rstrip, and puts a space before every text
+# tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer. The model's own tokenizer strips
+# what follows these tokens (rstrip), and puts a space before every text.
 OF_PHI3 = (
     "chat_template: a space and a line break follow <|user|>, <|assistant|> and <|end|> there, as "
     "tokens of their turns; here the model's tokenizer leaves them out",
@@ -226,7 +249,13 @@ OF_PHI3 = (
     "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
     "each question; here an EOS token ends the row, and no BOS token is written",
 )
-# torchtune's tokenizers, which have a chat format built in -> ours.
+# encode of torchtune's SentencePieceBaseTokenizer writes a line break before an answer and cuts off
+# its token. Gemma's vocabulary has one token for several line breaks, and all of them are cut off.
+OF_GEMMA = (
+    "chat_template: line breaks at the start of an answer are left out there, unless a space ends "
+    "its question"
+)
+# torchtune's tokenizers, each with its built-in chat format -> our template.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune",
     "mistral_tokenizer": "inst-torchtune",
@@ -238,17 +267,21 @@ TOKENIZERS = {
     "phi3_mini_tokenizer": "phi3",
     "phi4_tokenizer": "phi4",
 }
-# Models whose turns mistral-common writes, by the version of their tokenizers; those of Devstral
-# and of the first Magistral by the tokens of Axolotl's tests/prompt_strategies.
+# Our template -> what torchtune's tokenizer writes otherwise.
+TOKENIZER_NOTES = {"phi3": OF_PHI3, "joined": (OF_GEMMA,)}
+# Pattern of a model's name -> our template for the turns that mistral-common writes, by the version
+# of its tokenizer. For Devstral and the first Magistral the tokens in Axolotl's
+# tests/prompt_strategies show the version.
 MISTRAL_COMMON = {
     r"ministral-3-|magistral-small-25(07|09)|devstral-small-2507": "mistral-v13-tekken",
     r"mistral-small-3\.2|magistral-small-2506": "mistral-v11-tekken",
     r"mistral-small-(3\.1|24b)|devstral-small-2505": "mistral-v7-tekken",
     r"ministral-8b|nemo": "mistral-v3-tekken",
 }
-WITH_SYSTEM_LAST = ("mistral-v3-tekken",)  # of these
-# Templates whose turns do not end with a model's EOS token as such -> the token at the end of a
-# turn.
+# those of these templates that write the system message in the last question
+WITH_SYSTEM_LAST = ("mistral-v3-tekken",)
+# Our templates that end a turn with a fixed token, and not with the tokenizer's EOS token -> that
+# token.
 TURN_ENDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("chatml", "hermes", "qwen", "qwen3", "qwen3.5", "qwen3.6", "phi4"), "<|im_end|>"
@@ -259,23 +292,29 @@ TURN_ENDS: Mapping[str, str] = {
     "gemma4": "<turn|>",
     "phi3": "<|end|>",
 }
+# Family -> the template of ours that writes the turns of its models' own templates.
 FAMILY_TEMPLATES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text"), "gemma"),
     "gemma4_text": "gemma4",
     "phi3": "phi3",
 }
-# Models whose EOS token ends their turns too, by their names.
+# (pattern of a model's name, EOS token): models whose EOS token also ends a turn.
 ENDS_AS_EOS = (
     (r"qwen-?[12]\S*(instruct|chat|-vl)|qwen-?3(?!.*base)|smollm\S*instruct|phi-?4", "<|im_end|>"),
     (r"llama-?3\S*instruct", "<|eot_id|>"),
     (r"llama-?4\S*instruct", "<|eot|>"),
 )
-OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
+# Axolotl's templates that are no model's own
+OTHER_STYLES = ("alpaca", "metharme")
+# names that ask for the tokenizer's own template
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
 
 def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
-    """Sets our template for the tool's, or reports that none is known here."""
+    """Sets our template for the one that a file names, or reports that none is known here.
+
+    A file with images keeps the tokenizer's own template.
+    """
     name = str(value)
     if conversion.images:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
@@ -286,7 +325,8 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
         if conversion.tool == "LLaMA-Factory" and THOUGHTS_OF_IMAGES.fullmatch(name):
             conversion.add_difference(key, value, THOUGHT_OF_IMAGES)
         return
-    if name in OWN_TEMPLATE and pair.key != "template":  # LLaMA-Factory's default writes `Human:`
+    # `template: default` of LLaMA-Factory is a template by itself: it writes `Human:`
+    if name in OWN_TEMPLATE and pair.key != "template":
         return
     ours = TEMPLATES.get(name.lower())
     if ours is not None:
@@ -303,7 +343,7 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
 
 
 def _compare_templates_of_images(key: str, name: str, conversion: Conversion) -> None:
-    """Reports what Axolotl's template of that name writes otherwise than a family's own."""
+    """Reports what Axolotl's template `name` writes otherwise than the tokenizer's own one."""
     if name in OTHER_SPACE:
         conversion.add_remark(key, name, OTHER_SPACE[name])
     if name in SYSTEM_OF_IMAGES and conversion.images not in SYSTEM_OF_IMAGES[name]:
@@ -311,26 +351,28 @@ def _compare_templates_of_images(key: str, name: str, conversion: Conversion) ->
 
 
 def shows_images(settings: ToolFile) -> bool:
-    """Whether rows of torchtune's data sets hold images."""
+    """Whether a torchtune file has a data set with images."""
     components = find_texts(settings, "_component_")
     return any(".datasets.multimodal." in each for each in components)
 
 
 def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Adds the chat format that torchtune's tokenizers and mistral-common have built in, whatever
-    the files say.
+    """Sets the template for tokenizers that write turns by themselves, without a template.
+
+    These are torchtune's tokenizers and mistral-common, which Axolotl can use.
     """
     if settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(ANSWERS_STRIPPED)
-    if settings.get("tokenizer_use_mistral_common") and conversion.images:
-        conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
-    elif settings.get("tokenizer_use_mistral_common"):
-        _add_mistral_turns(settings, conversion)
+        if conversion.images:
+            conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
+        else:
+            _add_mistral_turns(settings, conversion)
     tokenizer = read_section(settings, "tokenizer")
     component = str(tokenizer.get("_component_"))
-    name = TOKENIZERS.get(component.rsplit(".", 1)[-1])
+    class_name = component.split(".")[-1]
+    name = TOKENIZERS.get(class_name)
     if component.endswith("llama3_2_vision_transform") and not shows_images(settings):
-        name = "llama3"  # the model's own writes a system message into a row without images
+        name = "llama3"  # the model's own template writes a system message into rows without images
     elif component.endswith("_transform"):
         conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
     data = str(read_section(settings, "dataset").get("_component_"))
@@ -338,8 +380,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
-    if name == "phi3":
-        conversion.remarks += OF_PHI3
+    conversion.remarks += TOKENIZER_NOTES.get(name, ())
     if (
         name in ("llama3", "chatml", "phi3", "phi4")
         and conversion.recipe.get("assistant_only_loss") is not False
@@ -347,7 +388,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(HEADER_TRAINED)
 
 
-# encode_user_message of mistral-common's third version, which is that of the second
+# encode_user_message of mistral-common, the same in its second and third version
 SYSTEM_LAST = (
     "of a row with a system message and several answers one text is made there, with that message "
     "in the last question alone; here each answer has a text, with it in the last question of that"
@@ -357,7 +398,7 @@ COMMON_TURNS_OF_IMAGES = (
     "question before its words; here the tokenizer's template decides, which may have a system "
     "message of its own"
 )
-# _convert_content_parts of ChatTemplateStrategy, whose images come by another way
+# _convert_content_parts of Axolotl's ChatTemplateStrategy; rows with images are read otherwise
 THOUGHTS_LEFT_OUT = (
     "an answer's parts of type thinking are left out there, in 0.18 and 0.21; here they are its "
     "reasoning"
@@ -365,15 +406,17 @@ THOUGHTS_LEFT_OUT = (
 
 
 def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the template for the turns that mistral-common writes for the model, if one is known."""
     model = str(settings.get("base_model")).lower()
     name = next(
-        (name for pattern, name in MISTRAL_COMMON.items() if re.search(pattern, model)), None
+        (template for pattern, template in MISTRAL_COMMON.items() if re.search(pattern, model)),
+        None,
     )
-    kinds = find_texts(settings, "type")
-    are_turns = any(kind.startswith("chat_template") for kind in kinds) and not settings.get("rl")
-    if are_turns:
+    types = find_texts(settings, "type")
+    has_chats = any(each.startswith("chat_template") for each in types) and not settings.get("rl")
+    if has_chats:
         conversion.add_difference("tokenizer_use_mistral_common", True, THOUGHTS_LEFT_OUT)
-    if name in WITH_SYSTEM_LAST and are_turns:
+    if name in WITH_SYSTEM_LAST and has_chats:
         conversion.add_difference("tokenizer_use_mistral_common", True, SYSTEM_LAST)
     if name is None:
         note = "the tokenizer's own template is used"
@@ -387,10 +430,11 @@ def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
 SAVED_TEMPLATE = (
     "chat_template: {}, which writes the turns, is saved with the tokenizer here; there {}"
 )
-SAVED_BY_FACTORY = ("chatml",)  # replace_jinja_template, of the names in TEMPLATES
-# add_eos of its trainers, which get Axolotl's rows as texts
+# names in TEMPLATES that LLaMA-Factory saves with the tokenizer: replace_jinja_template
+SAVED_BY_FACTORY = ("chatml",)
+# add_eos of TRL's trainers, to which Axolotl hands rows as texts
 SCORED_EOS = "the EOS token follows {} there unless it is that, and is scored; it is not here"
-# add_bos_token_if_needed and add_eos_token_if_needed of its ORPO and CPO trainers
+# add_bos_token_if_needed and add_eos_token_if_needed of TRL's ORPO and CPO trainers
 ENDS_ADDED = (
     "the tokenizer's BOS token begins a prompt there, and its EOS token ends an answer and is "
     "scored, also where the template writes neither; here what the template writes"
@@ -398,6 +442,11 @@ ENDS_ADDED = (
 SCORED_BREAK = (
     "chat_template: what it writes after the end of an answer, as ChatML's line break, is scored "
     "too there"
+)
+# apply_chat_template of TRL's data_utils.py takes for a side all that follows the text both share
+SCORED_QUESTION = (
+    "rows: of a side with several answers, what is asked between them is scored too there; here "
+    "the answers alone"
 )
 # tokenize_row of TRL's DPOTrainer until 0.27, and _process_tokens of its KTOTrainer until 1.2
 ENDED_BEFORE = {
@@ -415,40 +464,44 @@ TOKENIZERS_BOS = (
     "chat_template: a prompt begins with the BOS token that the tokenizer writes by itself there, "
     "where it writes one; the template writes none here"
 )
-# of a template that is not known here
+# for a template that is not known here
 MAYBE_BOS = (
     "chat_template: a prompt begins with the tokenizer's BOS token there, where it has one, also "
     "under a template that writes none; not here"
 )
 ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
+# our templates that write no BOS token
 WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")
 OTHER_ENDS = (
     "the EOS token alone ends a trained turn there: where the tokenizer's template ends turns with "
     "another token, that is trained here alone"
 )
-CHANNEL = (
+CHANNEL_UNTRAINED = (
     "<|channel|> at the start of an answer is not trained there, nor the name and <|message|> "
     "after it where a row has no thinking; all three are here"
 )
 
 
 def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where Axolotl leaves the start of a turn untrained, which gpt-oss writes itself, or
-    its end: it trains the EOS token alone, without `eot_tokens`.
+    """Reports where Axolotl leaves the start or the end of an answer untrained.
+
+    Without eot_tokens Axolotl trains no end of a turn but the EOS token. Of gpt-oss's answers the
+    start is left out, which that model writes itself.
     """
-    entries = settings.get("datasets")
-    entries = entries if isinstance(entries, list) else []
-    kinds = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
-    if settings.get("rl") or not any(kind.startswith("chat_template") for kind in kinds):
+    datasets = settings.get("datasets")
+    entries = datasets if isinstance(datasets, list) else []
+    types = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
+    if settings.get("rl") or not any(each.startswith("chat_template") for each in types):
         return
     name = name_model(settings)
     if guess_family(name) == "gpt_oss":
-        for note in (CHANNEL, EARLIER_THOUGHTS, EARLIER_ENDS):
+        for note in (CHANNEL_UNTRAINED, EARLIER_THOUGHTS, EARLIER_ENDS):
             conversion.add_difference("datasets.type", "chat_template", note)
-    has_own = not settings.get("tokenizer_use_mistral_common")  # which comes later
-    if has_own and "chat_template" not in conversion.recipe and not conversion.images:
+    # add_tokenizers_turns sets the template for mistral-common later
+    has_own_template = not settings.get("tokenizer_use_mistral_common")
+    if has_own_template and "chat_template" not in conversion.recipe and not conversion.images:
         report_own_thoughts(name, "datasets.type", "chat_template", conversion)
-    end = _find_other_end(name, conversion)
+    end = _find_end_besides_eos(name, conversion)
     if end is not None and not settings.get("eot_tokens"):
         note = (
             f"the EOS token alone ends a trained turn there: {end} is not trained unless it is "
@@ -460,25 +513,33 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         and guess_family(name) not in FAMILY_TEMPLATES
         and not any(re.search(pattern, name.lower()) for pattern, _ in ENDS_AS_EOS)
     )
-    if has_own and is_unknown and not (settings.get("eot_tokens") or conversion.images):
+    if has_own_template and is_unknown and not (settings.get("eot_tokens") or conversion.images):
         conversion.add_remark("eot_tokens", None, OTHER_ENDS)
 
 
-def _find_other_end(name: str, conversion: Conversion) -> str | None:
-    """Returns the token at the end of a turn; None where it is not known, or the model's EOS."""
+def _find_end_besides_eos(name: str, conversion: Conversion) -> str | None:
+    """Returns the token that ends a turn, if it is known and is not the EOS token; else None.
+
+    Where only the EOS token is not known, the end is returned.
+    """
     recipe = conversion.recipe
     template = str(recipe.get("chat_template") or FAMILY_TEMPLATES.get(guess_family(name) or ""))
     end = TURN_ENDS.get(template)
+    if end is None:
+        return None
     eos = recipe.get("special_tokens", {}).get("eos_token")
     if eos is None:
         eos = next(
             (token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None
         )
-    return None if eos == end else end
+    return end if end != eos else None
 
 
 def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which template a tool saves with the tokenizer where it writes turns by another."""
+    """Reports which template a tool saves where that is not the one by which it writes turns.
+
+    The exported tokenizer has the recipe's template here. Nothing without one.
+    """
     ours = conversion.recipe.get("chat_template")
     if ours is None or conversion.images or conversion.is_factory_v1:
         return
@@ -494,11 +555,15 @@ def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports what TRL's trainers of preferences, which are Axolotl's too, read before a prompt and
-    score after an answer.
+    """Reports what TRL's trainers of preferences put before a prompt and score besides an answer.
+
+    Axolotl uses these trainers too. Nothing for methods without pairs or rated answers.
     """
-    if find_method_facts(conversion.recipe).rows not in ("pairs", "ratings"):
+    rows = find_method_facts(conversion.recipe).rows
+    if rows not in ("pairs", "ratings"):
         return
+    if conversion.tool == "TRL" and rows == "pairs":
+        conversion.remarks.append(SCORED_QUESTION)
     method = conversion.recipe.get("method")
     is_axolotl = conversion.tool == "Axolotl"
     # argilla of Axolotl's prompt_strategies/orpo strips no answer
@@ -511,16 +576,17 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ENDED_BEFORE[method])
     if not is_axolotl:
         return
-    end = _find_other_end(name_model(settings), conversion)
+    end = _find_end_besides_eos(name_model(settings), conversion)
     if end is not None and not adds_ends:
         conversion.add_remark("rl", settings.get("rl"), SCORED_EOS.format(end))
-    if conversion.recipe.get("chat_template") == "gemma4":
-        template = settings.get("chat_template")
-        conversion.add_difference("chat_template", template, ASKED_WITH_THOUGHT)
+    ours = conversion.recipe.get("chat_template")
+    if ours == "gemma4":
+        conversion.add_difference(
+            "chat_template", settings.get("chat_template"), ASKED_WITH_THOUGHT
+        )
     if adds_ends:
-        return
-    template = conversion.recipe.get("chat_template")
-    template = template or FAMILY_TEMPLATES.get(guess_family(name_model(settings)) or "")
+        return  # ENDS_ADDED says what becomes of the BOS token
+    template = ours or FAMILY_TEMPLATES.get(guess_family(name_model(settings)) or "")
     if template in WITHOUT_BOS:
         conversion.remarks.append(TOKENIZERS_BOS)
     elif template not in TEMPLATES.values():
@@ -528,14 +594,17 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion) -> None:
-    """Reports the empty thoughts that a tokenizer's own template writes; `key: value` asks for
-    it.
+    """Reports what the tool trains of the empty thoughts that the tokenizer's own template writes.
+
+    `name` is the model's; `key: value` is the setting that asks for that template.
     """
     lower = name.lower()
-    is_marked = conversion.tool != "Automodel" or conversion.images in MARKED_BY_HEADER
-    is_marked = is_marked and not conversion.is_factory_v1
-    own_thought = THOUGHT_WHOLE if conversion.images and is_marked else OWN_THOUGHT
-    # LLaMA-Factory's v1 splits the turns as here
+    # LLaMA-Factory's v1 splits the turns as this toolkit does
+    trains_from_header = not conversion.is_factory_v1 and (
+        conversion.tool != "Automodel" or conversion.images in FAMILIES_MARKED_BY_HEADER
+    )
+    own_thought = THOUGHT_WHOLE if conversion.images and trains_from_header else OWN_THOUGHT
+    # these two write one text for all answers of a row
     is_one_text = conversion.tool in ("Axolotl", "Automodel")
     if THINKING.search(lower):
         conversion.add_difference(key, value, own_thought)
@@ -553,8 +622,9 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
 
 
 def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where a reward model reads another text there, in place of which tokens are trained:
-    one is scored.
+    """Reports where a reward model reads another text there than here.
+
+    Replaces the reports about trained tokens: a reward model only scores the text.
     """
     conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
     for note in (SPACE_TRAINED, BREAK_TRAINED):
@@ -567,22 +637,24 @@ def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "Axolotl":
         note = SYSTEM_REFUSED if template in REFUSING_SYSTEMS else EMPTY_SYSTEM
         conversion.add_difference("datasets.type", "bradley_terry.chat_template", note)
-        if template in LOST_WORDS:
+        if template in LOSING_WORDS:
             conversion.add_difference(
                 "chat_template", template, "words of the answers are left out there"
             )
 
 
 def compare_turns(key: str, value: str, conversion: Conversion) -> None:
-    """Reports where their template of that name and ours differ: in the text, or in the tokens that
-    are trained.
+    """Reports where the tool's template and ours differ, in the text or in the trained tokens.
+
+    `key: value` names the tool's template; ours is in the recipe.
     """
-    note = OTHER_TURNS.get((conversion.tool, value.rsplit(".", 1)[-1]))
+    last_part = value.split(".")[-1]  # of the path of a torchtune component
+    note = OTHER_TURNS.get((conversion.tool, last_part))
     if note is not None:
         conversion.add_difference(key, value, note)
     if conversion.tool == "Axolotl" and value in ("gemma4", "gemma4_unified"):
         conversion.add_remark(key, value, CALLS_THOUGHT_OF)
-    if conversion.tool == "Axolotl" and value in SPACED:
+    if conversion.tool == "Axolotl" and value in WRITING_SPACES:
         conversion.add_remark(key, value, SPACE_TRAINED)
     if conversion.tool == "Axolotl" and value in OTHER_SPACE:
         conversion.add_remark(key, value, OTHER_SPACE[value])
@@ -590,14 +662,14 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, PROMPT_ENDS.format(OTHER_PROMPTS[value]))
     _compare_tools(key, value, conversion)
     name = conversion.recipe["chat_template"]
-    if conversion.tool == "LLaMA-Factory" and name in BREAKS:
+    if conversion.tool == "LLaMA-Factory" and name in BREAKING_TEMPLATES:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
-    if conversion.tool == "LLaMA-Factory" and name in TRIMMED:
+    if conversion.tool == "LLaMA-Factory" and name in TRIMMING_TEMPLATES:
         conversion.remarks.append(f"{key}: {value}   ({SPACE_KEPT})")
 
 
 def _compare_tools(key: str, value: str, conversion: Conversion) -> None:
-    """Reports what a template of that name writes otherwise of a row with tools."""
+    """Reports what the tool's template `value` writes otherwise for a row with tools."""
     if conversion.tool == "Axolotl" and value in OTHER_TOOLS:
         conversion.add_remark(key, value, OTHER_TOOLS[value])
     if conversion.tool == "LLaMA-Factory" and value not in SAME_TOOLS:

@@ -23,7 +23,7 @@ from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml
 from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
-from finetune.convert.axolotl import ROUTED_OTHERWISE, report_mlp_kernel
+from finetune.convert.axolotl import FAMILIES_ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
@@ -35,6 +35,7 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
+    report_rotation,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.chat_templates import (
@@ -313,6 +314,7 @@ def _convert(file: LoadedFile) -> Conversion:
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
+    report_rotation(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)
@@ -365,7 +367,7 @@ def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> Non
         return  # in 4 bits already: see EXPERTS_DEQUANTIZED
     family = guess_family(name) or ""
     is_fused = is_mixture(name) and has_fused_experts(family)
-    if conversion.tool == "Axolotl" and family in ROUTED_OTHERWISE:
+    if conversion.tool == "Axolotl" and family in FAMILIES_ROUTED_OTHERWISE:
         return  # whose code there has a linear layer for each
     if load_key and is_fused and not settings.get("quantize_moe_experts"):
         note = "a mixture's experts are quantized here too; there only linear layers are"

@@ -31,7 +31,7 @@ from finetune.convert.entries import (
     read_each,
     take_first_rows,
 )
-from finetune.convert.factory_v1 import list_v1_entries, read_v1_entry
+from finetune.convert.factory_v1 import V1_ROWS, list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
 from finetune.convert.image_models import runs_for_images
 from finetune.convert.model_names import guess_family, guess_vision_family
@@ -922,6 +922,7 @@ class _FactoryData:
             where = f"is not in {self.info_path}"
             its = "its file or hub name"
             if is_v1:
+                self.conversion.remarks.append(V1_ROWS)
                 where = "lists the data sets there"
                 its = "the path of each"
             elif folder.startswith("REMOTE:"):

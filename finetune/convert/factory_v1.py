@@ -100,7 +100,8 @@ def _adapt_turns(settings: ToolFile, conversion: Conversion) -> None:
 # SFTSample of its utils/types.py
 V1_ROWS = (
     "datasets: without a converter a row has messages there, each with a list of parts with a type "
-    "and a value, and a loss_weight; here their keys are text and weight"
+    "and a value, and a loss_weight; here a part has text or image in place of value, and a "
+    "message weight"
 )
 # adjust_data_index of its plugins/data_plugins/loader.py
 DRAWN_AGAIN = (

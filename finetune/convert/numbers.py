@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.schema import recipe_keys
+from finetune.convert.automodel import CUT_BEFORE_ANSWER, NEXT_IN_PLACE
 from finetune.convert.axolotl import TEXTS_CUT
-from finetune.convert.chat_templates import BREAKS
+from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLATES
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_mcore
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
+from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
@@ -47,6 +49,13 @@ END_MASKED = (
     "where a length is named, the last token of every row, which ends its last answer, is not "
     "trained there: the model does not learn to end; here it is trained"
 )
+# torchtune's tokenizers by SentencePiece, tiktoken and GPT-2's files, unlike those for Qwen and of
+# Hugging Face's files; and mistral-common, which Axolotl asks by a key
+PARSING_TOKENS = re.compile("qwen|hugging_face|HuggingFace")
+TYPED_AS_WORDS = (
+    "rows: a BOS, EOS or other control token that stands in a text is tokenized as words there, as "
+    "that token here"
+)
 # mask_messages of torchtune's data/_messages.py
 SYSTEM_MASKED = "after torchtune 0.6 a system message is not trained there; here it is"
 # ModulesToSaveWrapper of peft, which copies a module with its weight
@@ -76,6 +85,25 @@ BOS_OF_BLOCKS = (
     "stage: pt   (no text begins with the BOS token there; where the tokenizer says add_bos_token, "
     "as Llama 2's, it stands in place of the first token of a block; here each begins with it "
     "where the tokenizer writes one)"
+)
+# the trainers of these tools, of which the newest TRL, from 1.9, and Axolotl leave such rows out;
+# select_examples of data/data_report.py
+UNTRAINED_BY_CUT = (
+    "max_length: a row whose answers are cut off whole stays there{}, and trains nothing; here it "
+    "is left out"
+)
+KEEPING_UNTRAINED = {
+    ("Automodel", "answers"): "",
+    ("torchtune", "answers"): "",
+    ("torchtune", "pairs"): "",
+    ("ms-swift", "answers"): "",
+    ("TRL", "answers"): ", in TRL before 1.9",
+    ("TRL", "pairs"): ", in TRL 0.29 to 1.8",  # before, the prompt of a pair was cut
+}
+# TEACHES_NOTHING of data/groups.py
+PAIRS_LEFT_OUT = (
+    "rows: a pair of which an answer is empty, or both are the same, stays there; here it is left "
+    "out"
 )
 # zeropower_via_newtonschulz5 of LLaMA-Factory, whose products are not fused with their sums: 2.4 to
 # 3% from the iteration in float64 on random matrices, and 1.1 to 1.5% here
@@ -150,6 +178,9 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         conversion.remarks.append(_describe_cut(settings, conversion))
+        _report_untrained(conversion)
+    if rows in ("pairs", "scored_pairs"):
+        conversion.remarks.append(PAIRS_LEFT_OUT)
     if settings.get("use_muon"):
         conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
     _report_clipping(settings, conversion)
@@ -158,6 +189,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
     _report_masked_end(settings, conversion)
+    _report_typed_tokens(settings, conversion)
     _report_ends(settings, conversion)
     _report_joined_breaks(conversion)
 
@@ -167,6 +199,24 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
     if conversion.tool != "torchtune":
         return LABEL_BEHIND_CUT
     return TEXT_CUT if _holds_texts(settings) else EOS_AT_CUT
+
+
+def _report_untrained(conversion: Conversion) -> None:
+    """Reports that a row of which a cut leaves nothing to train on is no row here."""
+    recipe = conversion.recipe
+    rows = find_method_facts(recipe).rows
+    sources = recipe.get("datasets", ())
+    versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
+    where = ""
+    if rows == "answers" and recipe.get("assistant_only_loss") is False:
+        has_prompts = any(_has_prompt(each, True, conversion.tool == "TRL") for each in sources)
+        where = OF_TEXTS
+    else:
+        has_prompts = any(each.get("type") != "text" for each in sources)
+    said_elsewhere = (CUT_BEFORE_ANSWER, NEXT_IN_PLACE)
+    is_said = any(note in line for line in conversion.remarks for note in said_elsewhere)
+    if versions is not None and has_prompts and not is_said:
+        conversion.remarks.append(UNTRAINED_BY_CUT.format(versions + where))
 
 
 def _holds_texts(settings: ToolFile) -> bool:
@@ -225,6 +275,14 @@ def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("tokenizer.max_seq_len", longest, END_MASKED)
 
 
+def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that a special token that stands in a row is none for some tools' tokenizers."""
+    component = str(read_section(settings, "tokenizer").get("_component_"))
+    is_of_torchtune = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
+    if is_of_torchtune or settings.get("tokenizer_use_mistral_common"):
+        conversion.remarks.append(TYPED_AS_WORDS)
+
+
 def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how texts and answers begin and end where they hold such a token, or nothing."""
     if find_method_facts(conversion.recipe).rows != "answers" or conversion.images:
@@ -249,20 +307,26 @@ def _report_joined_breaks(conversion: Conversion) -> None:
     is_compared = rows in ("pairs", "ratings")
     if conversion.tool not in ENCODING_AS_ONE or conversion.images:
         return
-    if not _may_end_in_break(recipe.get("chat_template")) or not (is_compared or rows == "answers"):
+    may_be_texts = conversion.tool == "TRL"
+    if not _may_join_breaks(recipe, may_be_texts) or not (is_compared or rows == "answers"):
         return
     # a row of turns is one text here too where all of it is trained
     is_whole = rows == "answers" and recipe.get("assistant_only_loss") is False
-    may_be_texts = conversion.tool == "TRL"
     if any(_has_prompt(each, is_whole, may_be_texts) for each in recipe.get("datasets", ())):
         where = OF_TEXTS if is_whole else ""
         left_out = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), where)
         conversion.remarks.append(JOINED_BREAKS.format(left_out))
 
 
-def _may_end_in_break(template: Any) -> bool:
-    """Whether the header of an answer may end with a line break."""
-    return template in (None, *BREAKS) or OWN_TEMPLATE.search(str(template)) is not None
+def _may_join_breaks(recipe: Mapping[str, Any], may_be_texts: bool) -> bool:
+    """Whether the header of an answer may end with a line break, and an answer begin with one."""
+    template = recipe.get("chat_template")
+    if template is None:
+        family = guess_family(str(recipe.get("model_name_or_path")))
+        # whose own templates trim an answer
+        return may_be_texts or not str(family).startswith("gemma")
+    is_named = template in BREAKING_TEMPLATES and template not in TRIMMING_TEMPLATES
+    return is_named or OWN_TEMPLATE.search(str(template)) is not None
 
 
 def _has_prompt(entry: Mapping[str, Any], is_whole: bool, may_be_texts: bool) -> bool:

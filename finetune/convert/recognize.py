@@ -132,7 +132,6 @@ V1_NAMES = {
 }
 V1_DEFAULTS: Mapping[str, Any] = {
     "stage": "sft",
-    "do_train": True,
     "per_device_train_batch_size": 1,
     "cutoff_len": 2048,
     "learning_rate": 1e-4,

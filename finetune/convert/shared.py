@@ -1,5 +1,7 @@
 """Keys and layers that several tools name alike, and what is said of each of these tools."""
 
+import re
+
 from finetune.convert.counterparts import ToolFile
 
 OF_PAIRS = ("rl", "reward_model")  # keys of Axolotl's trainers that average pairs, not labels
@@ -18,6 +20,18 @@ MICRO_BATCHES_ALIKE = (
     "over those of the whole step"
 )
 LIGERS_LOSS = "liger_fused_linear_cross_entropy"
+# lce_forward of Liger's transformers/model/falcon_h1.py
+UNMULTIPLIED_BY_LIGER = ("falcon_h1",)
+UNMULTIPLIED = (
+    "Liger's forward gives scores without lm_head_multiplier of the config there; here they are "
+    "multiplied by it"
+)
+# LigerRopeFunction of Liger's ops/rope.py, which takes no narrower cos and sin
+ROTATED_IN_PART = re.compile(r"phi-?4-mini(?!-flash)")
+ROTATED_WHOLE = (
+    "Liger's kernel turns whole heads by position there, and by other angles than the model's "
+    "config says, whose partial_rotary_factor is 0.75; here as it says"
+)
 # load_best_model_at_end of Axolotl's core/builders/causal.py
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"

@@ -119,8 +119,13 @@ HYBRID = re.compile(
 THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3|minimax-?m2")
 # _add_non_thinking_prefix of its template/base.py, and _set_loss_scale of its template_args.py
 EMPTY_THOUGHTS = (
-    "an answer without a thought begins with an empty one there, {}, and none is trained; here as "
-    "the tokenizer's template writes it, whose empty thought is trained"
+    "an answer without a thought begins with an empty one there, {}, and none is trained, nor "
+    "white space after it; here as the tokenizer's template writes it, whose empty thought is "
+    "trained"
+)
+TRAINED_THOUGHTS = (
+    "an answer without a thought begins with an empty one there, {}; here where the tokenizer's "
+    "template writes one"
 )
 # its other templates, beside tokenizers' templates that write one, or may
 WRITING_THOUGHTS = re.compile(
@@ -162,10 +167,13 @@ def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
     is_last_round = conversion.recipe.get("turns") == "last"
     if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
         where = "in the last turn" if is_last_round else "in every turn"
-        conversion.add_difference("template", None, EMPTY_THOUGHTS.format(where))
+        are_trained = settings.get("disable_ignore_empty_think")
+        note = TRAINED_THOUGHTS if are_trained else EMPTY_THOUGHTS
+        conversion.add_difference("template", None, note.format(where))
     elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
         conversion.remarks.append(NO_EMPTY_THOUGHTS)
-    if (is_hybrid or THINKING.search(name)) and not is_last_round:
+    keeps = settings.get("preserve_thinking", not is_last_round)
+    if keeps and (is_hybrid or THINKING.search(name)):
         conversion.remarks.append(THOUGHTS_KEPT)
     system = next((text for names, text in SYSTEMS.items() if re.search(names, name)), None)
     if system and not template and settings.get("system") is None:

@@ -13,6 +13,7 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.image_models import adapt_fusion, report_unread_parts
 from finetune.convert.model_names import guess_family, guess_vision_family, is_mixture, name_model
+from finetune.convert.shared import MLP_LAYERS
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 
 NOT_OF_TEXT = re.compile("vision|visual|image|projector|audio")  # parts that get no adapters here
@@ -78,6 +79,7 @@ def report_classes(settings: ToolFile, conversion: Conversion) -> None:
         if not _may_adapt_head(settings) and conversion.recipe["lora_target_modules"] == WITH_HEAD:
             conversion.recipe["lora_target_modules"] = ALL_LINEAR
         _report_router(family, settings, conversion)
+        _report_fused_mlp(family, settings, conversion)
 
 
 # Gemma4Gate of its models/gemma4_moe
@@ -94,6 +96,32 @@ def _report_router(family: str, settings: ToolFile, conversion: Conversion) -> N
     is_own = is_mixture(name_model(settings)) and not is_of_transformers(settings)
     if family == "gemma4_text" and is_own and is_adapted:
         conversion.add_difference("lora_target_modules", targets, ROUTER_UNADAPTED)
+
+
+# install_fused_lora_mlp of its components/_peft/lora_mlp.py, for what has the three layers and
+# SiLU; under FSDP on several GPUs the model is on meta by then, and left as it is
+BY_FUSED_MLP = "on one GPU or under DDP, by its fused MLP with adapters, "
+FUSED_OTHERWISE = {
+    "falcon_h1": f"{BY_FUSED_MLP}mlp_multipliers of the config have no effect there; here they do",
+    "seed_oss": (
+        f"{BY_FUSED_MLP}an MLP's output is not dropped in part there; here by its config's share"
+    ),
+}
+DIVIDED = ("tp_size", "pp_size", "cp_size", "ep_size")
+
+
+def _report_fused_mlp(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Automodel's fused MLP computes otherwise than the model's own."""
+    peft = read_section(settings, "peft")
+    layout = read_section(settings, "distributed")
+    targets = conversion.recipe["lora_target_modules"]
+    has_all = ALL_LINEAR in targets or set(MLP_LAYERS) <= set(targets)
+    is_off = peft.get("use_memory_efficient_lora") is False or peft.get("use_dora")
+    is_divided = any(str(layout.get(size)) not in ("None", "none", "1") for size in DIVIDED)
+    is_kept = is_off or is_divided or peft.get("dropout") or settings.get("quantization")
+    if family in FUSED_OTHERWISE and has_all and not is_kept:
+        key = "use_memory_efficient_lora"
+        conversion.add_difference(f"peft.{key}", peft.get(key), FUSED_OTHERWISE[family])
 
 
 # materialize_lm_weight of its components/loss/linear_ce.py, which reads the head's weight alone

@@ -1,8 +1,12 @@
 """Training data, from files to batches.
 
-rows (`sources`, `readers`) -> messages, a prompt with its completion, or text (`formats`), two of
-them where answers are compared (`preferences`) -> text with the spans that are trained on
-(`render`, `spans`) -> token ids and labels (`tokenize`) -> documents on disk (`token_store`) ->
-examples of at most max_length tokens (`examples`) -> packed rows (`packing`) -> batches
-(`batches`). `prepare` runs all of it for a recipe, `inspect` shows the result.
+1. `sources` and `readers` read rows from files.
+2. `formats` reads a row as messages, as a prompt with its completion, or as text. `preferences`
+   reads the rows of methods that compare answers, which have several of these.
+3. `render` and `spans` make text of them, with the spans that are trained on.
+4. `tokenize` makes token ids and labels of the text, and `token_store` keeps the documents on disk.
+5. `examples` cuts documents into examples of at most max_length tokens.
+6. `packing` fills rows with examples, and makes the `batches` of each rank.
+
+`prepare` runs these steps for a recipe; `inspect` shows the result.
 """

@@ -18,62 +18,69 @@ Ids = NDArray[np.int64]
 class MicroBatch:
     """The rows of one forward pass on one rank.
 
-    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each
-    document begins; fewer than ROUND_TOKENS tokens of padding (for each rank that has a part of the
-    row) come last, as a document of their own. Unpacked, each row is one document, padded on the
-    right; attention is causal and padding comes last without labels, so that no mask is needed. The
-    documents of a group (chosen, rejected) follow one another, and no group is in two
+    Packed: the documents lie one after another in a single row, and `cu_seq_lens` says where each
+    begins. Padding comes last, as a document of its own; it rounds the row up to a multiple of
+    ROUND_TOKENS tokens for each rank that has a part of the row.
+
+    Padded: each row is one document, with padding on the right. No attention mask is needed,
+    because attention is causal and the padding has no labels.
+
+    The documents of a group (chosen, rejected) follow one another, and no group is in two
     micro-batches. A rank that has no row left in a step gets a filler, which has no document.
 
-    Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's,
-    from `first_token` on; boundaries, lengths and documents are those of the whole row.
+    Several ranks may share a row. `tokens` in the shapes below are then this rank's, from
+    `first_token` on; boundaries, lengths and documents are those of the whole row.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
     labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
     position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
-    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the
-    # flattened labels are. Found on the host: a GPU's search would make the host wait.
+    # int64[positions]: the indexes of the trained tokens in the flattened `labels`. Unlabeled
+    # positions fill it up to a multiple of ROUND_TOKENS. The host finds them: it would have to wait
+    # for a GPU's search.
     trained_positions: Tensor
-    # int32[documents + 1]: where documents begin in the packed row, and its end
+    # int32[documents + 1]: where each document begins in the packed row, then where the row ends;
+    # None: the rows are padded
     cu_seq_lens: Tensor | None
     max_document_length: int
-    example_ids: tuple[int, ...]
-    document_lengths: tuple[int, ...] = ()  # tokens of each example
-    # what `cu_seq_lens` says, known to the host without asking a GPU
+    example_ids: tuple[int, ...]  # the example of each document; padding has none
+    document_lengths: tuple[int, ...] = ()  # tokens of each document in `example_ids`
+    # The lengths between the entries of `cu_seq_lens`, padding included. The host reads them
+    # without waiting for a GPU.
     packed_lengths: tuple[int, ...] | None = None
-    # Of each document of `packed_lengths` the place of the one that it continues, such as a prompt;
-    # None: of none.
+    # For each document of `packed_lengths`, the index of the document (such as a prompt) that it
+    # continues, or None if it begins by itself. None in place of the tuple: no document continues
+    # another.
     continued: tuple[int | None, ...] | None = None
-    token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
-    # int64[len(trained_positions), targets]: several ids to score at each position in place of its
-    # label, or IGNORE_INDEX; None: the label alone
+    # bool[rows, tokens]: False where padding; None: there is no padding
+    token_mask: Tensor | None = None
+    # int64[positions, targets]: the ids to score at each of `trained_positions` in place of its
+    # label, filled up with IGNORE_INDEX; None: the label alone is scored
     targets: Tensor | None = None
-    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in
-    # `example_ids`) each of them belongs to; 0 for those without a label. None where documents are
-    # not compared.
+    # int64[positions]: the document of each of `trained_positions`, as an index into `example_ids`;
+    # 0 for positions without a label. None: documents are not compared.
     trained_documents: Tensor | None = None
     # bool[documents]: whether the answer is rated good; None where nothing is rated
     desirable: Tensor | None = None
     first_token: int = 0  # where this rank's tokens begin in the row
-    # Where answers are rated, their prompts with other answers, which are looked at and not trained
-    # on.
+    # For rated answers: each prompt with an answer to another prompt. A forward measures it; it is
+    # not trained on.
     mismatched: "MicroBatch | None" = None
-    # The model's arguments for all images of the documents, such as pixel_values; those of a blank
-    # image where other micro-batches have images and this one has none. None: the data holds no
-    # image.
+    # The model's arguments for all images of the documents, such as pixel_values. If these
+    # documents hold no image, but others of the data do: the arguments for a blank image.
+    # None: the data holds no image.
     images: Mapping[str, Tensor] | None = None
     image_counts: tuple[int, ...] = ()  # images of each document
-    # int16[rows, tokens, layers, chosen]: the experts that each token's routers take; negative:
-    # they choose
+    # int16[rows, tokens, layers, chosen]: the experts that each layer's router must choose for each
+    # token; negative: the router chooses
     experts: Tensor | None = None
-    # What the loss reads beside the tokens: of sampled completions by `make_step_batch`, of a
-    # script's rows by `Session.batch`.
+    # What the loss reads besides the tokens. `make_step_batch` makes it for sampled completions,
+    # `Session.batch` for a script's rows.
     columns: Mapping[str, Tensor] | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The model's keyword arguments."""
+        """The keyword arguments of the model's forward."""
         names = ("input_ids", "labels", "position_ids", "trained_positions")
         inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.token_mask is not None:
@@ -93,7 +100,10 @@ class MicroBatch:
         return inputs
 
     def locate_documents(self) -> Iterator[tuple[int, int, slice]]:
-        """Yields (example id, row, where its tokens are in the whole row) of each document."""
+        """Yields (example id, row, slice of the row's tokens) of each document.
+
+        The slice is of the whole row, also where ranks share the row. Padding is not a document.
+        """
         start = 0
         row = 0
         for example_id, length in zip(self.example_ids, self.document_lengths, strict=True):
@@ -104,18 +114,18 @@ class MicroBatch:
                 start += length
 
     def with_documents(self) -> "MicroBatch":
-        """The same with `trained_documents`, also where documents are not compared."""
+        """Returns the micro-batch with `trained_documents`, which are found if they are None."""
         if self.trained_documents is not None:
             return self
         return replace(self, trained_documents=_find_trained_documents(self))
 
     def find_labeled(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Describes each of `trained_positions`.
+        """Says for each of `trained_positions` whether it is labeled, and where it is.
 
         Returns:
-            bool[positions]: whether it has a label.
-            int64[positions]: the place in `example_ids` of its document; 0 without a label.
-            int64[positions]: its place in that document.
+            bool[positions]: whether the position has a label.
+            int64[positions]: its document, as an index into `example_ids`; 0 without a label.
+            int64[positions]: its position in that document, from 0.
         """
         documents = self.with_documents().trained_documents
         assert documents is not None
@@ -124,15 +134,15 @@ class MicroBatch:
         return has_label, documents, self.position_ids.flatten()[positions]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on `device`; from pinned memory the copy does not wait."""
+        """Returns a copy on `device`. The host does not wait for a copy from pinned memory."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
-        """The same in pinned host memory."""
+        """Returns a copy in pinned host memory."""
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        """The same with every tensor changed, those of `images`, `columns` and `mismatched` too."""
+        """Applies `change` to every tensor, those of `images`, `columns` and `mismatched` too."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -145,40 +155,48 @@ class MicroBatch:
         return replace(self, **changed)
 
 
-def copy_to(on_host: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to `device` without making the host wait."""
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a host tensor to `device` without making the host wait."""
     if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
-    """The document of each of `trained_positions`; 0 for those without a label."""
+    """Finds the document of each of `trained_positions`.
+
+    Returns:
+        int64[positions]: indexes into `example_ids`; 0 for positions without a label.
+    """
     positions = micro_batch.trained_positions
     if micro_batch.cu_seq_lens is None:
-        documents = positions // micro_batch.labels.shape[1]
+        # each row is one document
+        row_length = micro_batch.labels.shape[1]
+        documents = positions // row_length
     else:
-        in_row = positions + micro_batch.first_token
-        documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), in_row, right=True) - 1
+        # all documents are in one row, of which this rank may have a part
+        in_whole_row = positions + micro_batch.first_token
+        boundaries = micro_batch.cu_seq_lens.long()
+        documents = torch.searchsorted(boundaries, in_whole_row, right=True) - 1
     has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
     return torch.where(has_label, documents, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step's share of this rank. The counts are those of all ranks together."""
+    """What this rank trains on in one optimizer step. Every count is of all ranks together."""
 
     step: int  # 0-based
     epoch: float  # epochs done after this step
-    micro_batches: tuple[MicroBatch, ...]  # as many on every rank
-    tokens: int  # of the step over all ranks, padding not counted
-    trained_tokens: int  # of the step over all ranks: those with a label
-    # of trained_tokens, those of each group's first document: of the chosen or rated answers
+    micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has the same number of them
+    tokens: int  # padding is not counted
+    trained_tokens: int  # tokens with a label
+    # trained tokens of the first document of each group: the chosen, or the rated answer
     chosen_tokens: int = 0
-    # of the step over all ranks: the squares of its documents' lengths, which attention costs
+    # sum of the squared lengths of the documents, to which the cost of attention is proportional
     squared_tokens: int = 0
-    # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
-    # (each completion of a prompt is one)
+    # groups of documents that are compared, such as chosen with rejected; where none are compared,
+    # documents (each completion is one)
     groups: int = 0
     # whether a script gave the rows: their ids are then not those of the run's examples
     has_own_rows: bool = False

@@ -1,5 +1,5 @@
-"""Rows with a class: a text, a prompt with its completion or a conversation, and the label that a
-model learns.
+"""Reads rows for classification: a text, a prompt with its completion or a conversation, and the
+class that a model learns to name.
 """
 
 from collections.abc import Iterable
@@ -24,14 +24,15 @@ from finetune.data.formats import (
 from finetune.data.messages import BadRow, list_columns, role_of
 
 LABEL = "label"
-ANSWERING = ("assistant", "gpt", "model")  # roles
-EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
+ANSWERING = ("assistant", "gpt", "model")  # the roles of the assistant
+# stands in for the assistant's turn, without which `make_conversation` rejects a row
+EMPTY = make_message("assistant", "")
 
 
 def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a row with its class, one of the recipe's labels, or with several of them.
+    """Reads a row and its class, which is one of the recipe's labels (multi-label: a list of them).
 
-    Raises `BadRow`.
+    Raises `BadRow` for a row without a class, and one that its format's parser rejects.
 
     >>> parse_class(
     ...     {"text": "Hurrah!", "label": "good"},
@@ -50,12 +51,12 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     value = columns.take(name)
     if data.problem_type == MULTI_LABEL:
         values = value if isinstance(value, list) else [value]
-        places = {_find_class(each, name, data.labels) for each in values}
-        label = write_classes(places)
+        class_indexes = {_find_class(each, name, data.labels) for each in values}
+        label = write_classes(class_indexes)
     else:
         label = _find_class(value, name, data.labels)
-    others = {column: value for column, value in row.items() if column != name}
-    row_format = source.type or recognize_format(others, source)
+    other_columns = {column: value for column, value in row.items() if column != name}
+    row_format = source.type or recognize_format(other_columns, source)
     is_conversation = row_format in ("messages", "sharegpt")
     if is_conversation:
         document = _read_conversation(columns, source)
@@ -64,29 +65,36 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     return ParsedRow((Group((document,), labels=(label,)),), row_format, columns.unused)
 
 
-def write_classes(places: Iterable[int]) -> int:
-    """Returns the label of a row with the classes at `places`: a bit for each class.
+def write_classes(class_indexes: Iterable[int]) -> int:
+    """Returns the label of a row that has several classes: bit i is set if it has class i.
 
     >>> read_classes(write_classes([0, 2]), 4)
     (True, False, True, False)
     """
-    return sum(1 << place for place in places)
+    return sum(1 << index for index in class_indexes)
 
 
-def read_classes(label: int, classes: int) -> tuple[bool, ...]:
-    """Returns for each class whether a row with this label has it; `classes` counts them."""
-    return tuple(bool(label >> place & 1) for place in range(classes))
+def read_classes(label: int, class_count: int) -> tuple[bool, ...]:
+    """Returns for each class whether a row with this label of `write_classes` has it."""
+    return tuple(bool(label >> index & 1) for index in range(class_count))
 
 
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
-    """Returns the place of a class among `labels`, by its name or else by its place.
+    """Finds the index in `labels` of the class that a row gives by name or by index.
 
-    Raises `BadRow` where it is none of them.
+    The name is tried first: "1" or 1 may be the name of a class.
+
+    Raises `BadRow` if it is neither.
+
+    Args:
+        value: The row's class.
+        name: Its column, for the error.
+        labels: The recipe's classes.
     """
     if str(value) in labels:
         return labels.index(str(value))
-    is_place = isinstance(value, int) and not isinstance(value, bool)
-    if is_place and 0 <= value < len(labels):
+    is_index = isinstance(value, int) and not isinstance(value, bool)
+    if is_index and 0 <= value < len(labels):
         return int(value)
     raise BadRow(
         f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0"
@@ -94,10 +102,14 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
 
 
 def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
-    """Reads the messages of a row, whoever speaks last."""
+    """Reads the messages of a row, of which the last may be the user's or the assistant's.
+
+    Where it is not the assistant's, an empty answer is added for `make_conversation`, which
+    requires an assistant's turn, and removed again.
+    """
     present = [name for name in CONVERSATION_COLUMNS if columns.row.get(name) is not None]
-    usual = present[0] if present else CONVERSATION_COLUMNS[0]
-    turns = columns.take_messages(source.messages_column or usual)
+    default_column = present[0] if present else CONVERSATION_COLUMNS[0]
+    turns = columns.take_messages(source.messages_column or default_column)
     if not turns:
         raise BadRow("messages: an empty list")
     if role_of(turns[-1]) in ANSWERING:

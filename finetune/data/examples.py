@@ -1,5 +1,7 @@
-"""Examples: stretches of at most `max_length` tokens of stored documents; cut, mixed by weight,
-held out, asked.
+"""Examples: parts of stored documents of at most `max_length` tokens each.
+
+This module cuts them from documents, mixes them by the weights of their sources, holds some out for
+evaluation, and makes prompts of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,30 +23,31 @@ Overlength = Literal["truncate", "drop", "split", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation or text, or a stretch of one, as tokens."""
+    """The tokens of a conversation or a text, or of a part of one."""
 
     input_ids: Int32s  # [tokens]
-    # [tokens]: the id to predict at this position, the next token's, or IGNORE_INDEX
+    # [tokens]: the id to predict at this position (the id of the next token), or IGNORE_INDEX
     labels: Int32s
 
 
-COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside the store of each
+# the fields of `Examples` with a value for each example, besides `store`
+COLUMNS = ("document", "start", "lengths", "trained")
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Examples of several stores.
+    """Examples of several stores, as their places in the stores.
 
-    An example's id is its index here. Returned by `cut`, `join`, `take`.
+    The id of an example is its index in the arrays. Returned by `cut`, `join` and `take`.
     """
 
     stores: tuple[TokenStore, ...]
     store: Int32s  # [examples]: index into `stores`
     document: Int64s  # [examples]: index into the store's documents
-    start: Int64s  # [examples]: the first token, counted over the store
-    lengths: Int32s  # [examples]: tokens
-    trained: Int32s  # [examples]: tokens with a label
-    # examples that belong together, one after another: 2 for chosen and rejected
+    start: Int64s  # [examples]: index of the first token in the store's `input_ids`
+    lengths: Int32s  # [examples]: number of tokens
+    trained: Int32s  # [examples]: number of tokens with a label
+    # how many consecutive examples are a group: 2 for chosen and rejected
     group_size: int = 1
 
     def __len__(self) -> int:
@@ -64,15 +67,15 @@ class Examples:
         )
 
     def take(self, ids: Int64s) -> "Examples":
-        """The examples `ids`, numbered in that order; an id may come more than once.
+        """Returns the examples `ids` in that order, with new ids from 0; an id may be repeated.
 
-        No group is taken apart.
+        The result has the same `group_size`, so `ids` must list the groups' examples together.
         """
-        taken: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
-        return replace(self, **taken)
+        columns: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
+        return replace(self, **columns)
 
     def take_groups(self, groups: Int64s) -> "Examples":
-        """The examples of `groups`, numbered in that order; a group may come more than once."""
+        """Returns the examples of `groups` in that order; a group may be repeated."""
         return self.take(expand_groups(groups, self.group_size))
 
     @property
@@ -81,39 +84,41 @@ class Examples:
         return self.stores[0].is_rated
 
     def find_ratings(self) -> NDArray[np.int8]:
-        """int8[groups]: 1 for a rated good answer, -1 for a bad one, 0 where nothing is rated."""
+        """Returns the rating of each group, int8[groups]: 1 good, -1 bad, 0 unrated."""
         return self.look_up(lambda store: store.ratings)[:: self.group_size]
 
     def look_up(self, column: Callable[[TokenStore], NDArray[Any]]) -> NDArray[Any]:
-        """Returns for each example the value of its document: [examples].
+        """Returns a value for each example, [examples]: that of its document.
 
         Args:
-            column: Store -> the values of its documents, [documents].
+            column: Returns the values of a store's documents, [documents].
         """
         columns = [column(store) for store in self.stores]
         values = np.zeros(len(self), columns[0].dtype)
-        for number, of_documents in enumerate(columns):
+        for number, document_values in enumerate(columns):
             is_in_store = self.store == number
-            values[is_in_store] = of_documents[self.document[is_in_store]]
+            values[is_in_store] = document_values[self.document[is_in_store]]
         return values
 
     def answers(self) -> "Examples":
         """Returns the answers that are worth imitating, each in a group of its own.
 
-        They are the chosen sides of pairs, or the answers that are rated good; where nothing is
-        compared, every example.
+        They are the chosen answers of pairs, or the answers that are rated good. Where nothing is
+        compared, they are all examples.
         """
         if self.group_size == 1:
             return self
+        # 0 is the rating of a pair, whose first example is the chosen answer
         good_groups = np.flatnonzero(self.find_ratings() >= 0)
-        return replace(self.take(good_groups * self.group_size), group_size=1)
+        first_ids = good_groups * self.group_size
+        return replace(self.take(first_ids), group_size=1)
 
     def count_images(self, example_id: int) -> int:
-        """The images of an example."""
+        """Counts the images of an example."""
         return self.store_of(example_id).count_images(int(self.document[example_id]))
 
     def read_images(self, example_id: int) -> list[EncodedImage]:
-        """The images of an example, which holds all of its document's."""
+        """Reads the images of an example: all those of its document, for `cut` takes none away."""
         return self.store_of(example_id).read_images(int(self.document[example_id]))
 
     def read_row(self, example_id: int) -> Any:
@@ -122,23 +127,25 @@ class Examples:
 
     @property
     def has_images(self) -> bool:
+        """Whether any document of the stores has an image."""
         return any(store.first_images is not None for store in self.stores)
 
     def where(self, example_id: int) -> str:
-        """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
+        """Names the file and the line or row that an example comes from: `data/math.jsonl:17`."""
         return self.store_of(example_id).where(int(self.document[example_id]))
 
     def store_of(self, example_id: int) -> TokenStore:
+        """Returns the store of an example."""
         return self.stores[int(self.store[example_id])]
 
     def refuse_typed_images(self, image_token_ids: Sequence[int]) -> None:
-        """Raises `UserError` where a document without an image holds the token of one.
+        """Raises `UserError` if a document without images holds an image token as typed text.
 
-        The model would put there the pixels of another document's image.
+        At that token the model would put the features of another document's image.
         """
         for store in self.stores:
-            places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
-            documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
+            positions = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
+            documents = np.unique(np.searchsorted(store.starts, positions, side="right") - 1)
             typed = [
                 document for document in documents.tolist() if not store.count_images(document)
             ]
@@ -151,14 +158,11 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """The documents of more than max_length tokens, by what was done with them; and what was lost.
+    """What `cut` did with documents of more than max_length tokens, and how many tokens it lost."""
 
-    Returned by `cut`.
-    """
-
-    truncated: Int64s  # their indexes in the store
-    dropped: Int64s
-    split: Int64s
+    truncated: Int64s  # indexes of the truncated documents in the store
+    dropped: Int64s  # indexes of the dropped ones: all documents of a group with a long one
+    split: Int64s  # indexes of those that became several examples
     tokens_lost: int
     trained_tokens_lost: int
 
@@ -166,14 +170,14 @@ class Cuts:
 def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
     """Cuts the documents of a store into examples of at most `max_length` tokens.
 
-    Labels are those of the whole document: the last token of a cut example still has its successor
-    as label, so that splitting loses no target.
+    An example keeps the document's labels. The label of its last token is thus the first token of
+    the next part, and splitting loses no label.
 
     Args:
         store: The documents.
-        max_length: Tokens of an example.
-        overlength: What becomes of longer documents; None: plain text is split, anything else is
-            truncated. A group with a long document is dropped whole.
+        max_length: The most tokens that an example may have.
+        overlength: What is done with longer documents. None: plain text is split, anything else is
+            truncated. `drop` drops the whole group of a long document.
 
     Raises:
         UserError: A document is longer and `overlength` is `error`; or an image would be cut.
@@ -186,11 +190,14 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     size = store.group_size
     in_long_group = np.repeat(overlong.reshape(-1, size).any(1), size)
     to_drop = in_long_group & (overlength == "drop")
-    is_split = store.is_text if overlength is None else overlength == "split"
-    to_split = overlong & is_split
-    parts = np.where(to_split, (lengths + max_length - 1) // max_length, 1)
-    parts[to_drop] = 0
-    examples = _cut_into(store, parts, max_length)
+    if overlength is None:
+        to_split = overlong & store.is_text
+    else:
+        to_split = overlong & (overlength == "split")
+    parts_if_split = (lengths + max_length - 1) // max_length  # rounded up
+    part_counts = np.where(to_split, parts_if_split, 1)
+    part_counts[to_drop] = 0
+    examples = _cut_into_parts(store, part_counts, max_length)
     trained_tokens = examples.trained.sum(dtype=np.int64)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
@@ -203,10 +210,16 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
 
 
 def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
-    """Says which documents are too long, and what to do. `lengths`: [documents], in tokens."""
+    """Writes the message that documents are too long.
+
+    Args:
+        store: The documents.
+        lengths: int64[documents]: number of tokens.
+        max_length: The most tokens that are allowed.
+    """
     overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
-    rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
+    rows = np.unique(places, axis=1).shape[1]  # several documents may come from one row
     ways = "truncate, drop or split" if store.group_size == 1 else "truncate or drop"
     return (
         f"{store.where(int(overlong[0]))}: more than max_length = {max_length} tokens (overlength: "
@@ -215,38 +228,57 @@ def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
     )
 
 
-def _cut_into(store: TokenStore, parts: Int64s, max_length: int) -> Examples:
-    """Cuts each document into its number of parts of `max_length` tokens, an example each.
+def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
+    """Cuts each document into parts of `max_length` tokens, each of which is an example.
 
-    What a document has behind its last part is lost.
+    The tokens behind the last part of a document are lost.
 
     Args:
         store: The documents.
-        parts: int64[documents]: the parts of each; 0: none of it is kept.
-        max_length: Tokens of a part; the last may have fewer.
+        part_counts: int64[documents]: how many parts of each document are kept; 0: none.
+        max_length: Tokens of a part; the last of a document may have fewer.
     """
-    document = np.repeat(np.arange(len(parts)), parts)
-    first_part = np.cumsum(parts) - parts  # of each document, counted over all
-    part = np.arange(len(document)) - np.repeat(first_part, parts)
+    document = np.repeat(np.arange(len(part_counts)), part_counts)  # [examples]
+    first_example = np.cumsum(part_counts) - part_counts  # [documents]
+    # [examples]: the number of each among the parts of its document, from 0
+    part = np.arange(len(document)) - np.repeat(first_example, part_counts)
     start = store.starts[:-1][document] + part * max_length
-    left = store.starts[1:][document] - start
-    length = np.minimum(left, max_length).astype(np.int32)
+    remaining = store.starts[1:][document] - start  # tokens to the end of the document
+    length = np.minimum(remaining, max_length).astype(np.int32)
     trained = store.trained[document].astype(np.int32)
-    is_cut = (left > max_length) | (part > 0)
-    for i in np.flatnonzero(is_cut):
+    is_partial = (remaining > max_length) | (part > 0)
+    for i in np.flatnonzero(is_partial):
         trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
-    stores = np.zeros(len(document), np.int32)
-    return Examples((store,), stores, document, start, length, trained, store.group_size)
+    return Examples(
+        stores=(store,),
+        store=np.zeros(len(document), np.int32),
+        document=document,
+        start=start,
+        lengths=length,
+        trained=trained,
+        group_size=store.group_size,
+    )
 
 
 def _refuse_torn(
     store: TokenStore, overlong: NDArray[np.bool_], max_length: int, overlength: Overlength | None
 ) -> None:
-    """Raises `UserError` where cutting a long document would leave an image out, or tear it."""
+    """Raises `UserError` if cutting a long document would separate it from an image.
+
+    Truncation may cut off tokens of an image. Splitting always separates some: each example is
+    given all images of its document.
+
+    Args:
+        store: The documents.
+        overlong: bool[documents]: which have more than `max_length` tokens.
+        max_length: The most tokens that an example may have.
+        overlength: As in `cut`.
+    """
     if store.first_images is None or overlength == "drop":
         return
     torn = []
-    for document in np.flatnonzero(overlong & (np.diff(store.first_images) > 0)).tolist():
+    image_counts = np.diff(store.first_images)
+    for document in np.flatnonzero(overlong & (image_counts > 0)).tolist():
         cut_off = store.input_ids[store.starts[document] + max_length : store.starts[document + 1]]
         if overlength == "split" or np.isin(cut_off, store.facts["image_token_ids"]).any():
             torn.append(document)
@@ -260,54 +292,60 @@ def _refuse_torn(
 
 def join(parts: Sequence[Examples]) -> Examples:
     """The examples of all `parts`, one part after the other."""
-    shifts = np.cumsum([0] + [len(part.stores) for part in parts])
+    store_counts = [len(part.stores) for part in parts]
+    first_stores = np.cumsum([0, *store_counts[:-1]])  # of each part, in the joined `stores`
     stores = tuple(store for part in parts for store in part.stores)
     store = np.concatenate(
-        [part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)]
+        [part.store + np.int32(first) for part, first in zip(parts, first_stores, strict=True)]
     )
-    joined: dict[str, Any] = {
+    columns: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS
     }
-    return replace(parts[0], stores=stores, store=store, **joined)
+    return replace(parts[0], stores=stores, store=store, **columns)
 
 
 def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
-    """Joins the examples of all sources, each source's as often as its weight says.
+    """Joins the examples of all sources after applying each source's weight to its groups.
 
-    2: each of its groups twice; 0.5: a half of them, drawn by the seed.
+    Weight 2: every group comes twice. Weight 0.5: half of the groups, drawn by the seed.
+
+    Args:
+        parts: The examples of each source.
+        sources: The sources, with their weights.
+        seed: Decides which groups are drawn for the fraction of a weight.
     """
     return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
 
 
 def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Examples:
-    """Repeats or draws the groups of source `number`, as `mix_sources`."""
+    """Applies the weight of source `number`: repeats its groups, and draws a fraction of them."""
     if weight == 1:
         return examples
-    whole, rest = divmod(weight, 1.0)
+    repeats, fraction = divmod(weight, 1.0)
     count = examples.groups
-    least = 0 if whole else 1  # no source vanishes
-    drawn = make_generator(seed, "weights", number).permutation(count)
-    drawn = drawn[: max(round(rest * count), least)]
-    repeated = np.tile(np.arange(count), int(whole))
+    least_drawn = 0 if repeats else 1  # a small weight leaves at least one group of a source
+    draw_count = max(round(fraction * count), least_drawn)
+    drawn = make_generator(seed, "weights", number).permutation(count)[:draw_count]
+    repeated = np.tile(np.arange(count), int(repeats))
     return examples.take_groups(np.concatenate([repeated, np.sort(drawn)]))
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
     """Splits examples into those to train on and those held out.
 
-    All that comes of a row (stretches, groups, repetitions) stays on one side. Of what is held out
-    repetitions are dropped.
+    All examples of a row (parts, groups, repetitions by weight) are on the same side. Repetitions
+    of held-out examples are dropped.
 
     Args:
-        examples: Of all sources.
-        size: The rows to hold out: a share of all below 1, else their number.
-        seed: It decides which.
+        examples: The examples of all sources.
+        size: How many rows are held out: a share if below 1, else their number.
+        seed: Decides which rows are held out.
 
     Returns:
         The examples to train on, and the held-out ones.
 
     Raises:
-        UserError: One of the two is empty.
+        UserError: One of the two would be empty.
     """
     row_keys = _make_keys(examples.store, examples.look_up(number_rows))
     rows, row_of_example = np.unique(row_keys, return_inverse=True)
@@ -319,44 +357,52 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
             f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in "
             "eval_datasets"
         )
-    is_row_held = np.zeros(total, bool)
-    is_row_held[make_generator(seed, "held out").permutation(total)[:count]] = True
-    is_held = is_row_held[row_of_example]
-    to_train = examples.take(np.flatnonzero(~is_held))
-    held_out = examples.take(np.flatnonzero(is_held))
+    is_row_held_out = np.zeros(total, bool)
+    is_row_held_out[make_generator(seed, "held out").permutation(total)[:count]] = True
+    is_held_out = is_row_held_out[row_of_example]
+    to_train = examples.take(np.flatnonzero(~is_held_out))
+    held_out = examples.take(np.flatnonzero(is_held_out))
     return to_train, _drop_repeats(held_out)
 
 
 def number_rows(store: TokenStore) -> Int64s:
-    """Numbers the rows of a store: int64[documents], the row that each document comes of."""
-    is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
-    return np.append(0, np.cumsum(is_next))
+    """Numbers the rows of a store from 0, over all its files.
+
+    Returns:
+        int64[documents]: the number of the row that each document comes from.
+    """
+    begins_row = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)  # from the 2nd document
+    return np.append(0, np.cumsum(begins_row))
 
 
 def _drop_repeats(examples: Examples) -> Examples:
     """Drops the repetitions that a weight above 1 made."""
     keys = _make_keys(examples.store, examples.start)
-    _, first = np.unique(keys, return_index=True)
-    return examples.take(np.sort(first))
+    _, first_ids = np.unique(keys, return_index=True)
+    return examples.take(np.sort(first_ids))
 
 
-def _make_keys(store: Int32s, within: Int64s) -> Int64s:
-    """Makes one number of each (store, place within it); they sort far quicker than pairs."""
-    return (store.astype(np.int64) << 44) | within
+def _make_keys(store: Int32s, index: Int64s) -> Int64s:
+    """Joins each (store, index in the store) to one number, which sorts far quicker than a pair.
+
+    The lowest 44 bits hold the index.
+    """
+    return (store.astype(np.int64) << 44) | index
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A held-out question and its true answer."""
+    """A prompt of the held-out data, with the answer that the data has for it."""
 
-    prompt_ids: list[int]  # up to where the assistant (or the completion) begins
+    prompt_ids: list[int]  # up to where the last answer begins
     answer: str  # without special tokens and the white space around it
-    images: tuple[EncodedImage, ...] = ()  # of the question
+    images: tuple[EncodedImage, ...] = ()  # of the example
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """Makes prompts of the first `count` examples that ask something, cut where the last answer
-    begins; of a pair its chosen side.
+    """Makes prompts of the first `count` examples that have one, cut before the last answer.
+
+    Of a pair, the chosen answer is used; bad answers are left out.
     """
     examples = examples.answers()
     prompts: list[Prompt] = []
@@ -371,25 +417,28 @@ def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
 
 
 def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
-    """Cuts an example before the last stretch that it trains on; returns None for one that asks
-    nothing, such as plain text.
+    """Cuts an example before its last answer: the last run of consecutive trained positions.
+
+    Returns None for an example without a prompt, such as plain text: only one token, or only
+    special tokens, stand before the answer.
     """
     trained = np.flatnonzero(example.labels != IGNORE_INDEX)
     if len(trained) == 0:
         return None
-    breaks = np.flatnonzero(np.diff(trained) > 1)
-    start_of_last = breaks[-1] + 1 if len(breaks) else 0
-    first = int(trained[start_of_last])  # the position before the last answer's first token
-    prompt_ids = example.input_ids[: first + 1].tolist()
-    if first == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
+    gaps = np.flatnonzero(np.diff(trained) > 1)
+    run_start = gaps[-1] + 1 if len(gaps) else 0
+    # a label is the next token's id, so this position is that of the prompt's last token
+    prompt_end = int(trained[run_start])
+    prompt_ids = example.input_ids[: prompt_end + 1].tolist()
+    if prompt_end == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
         return None
-    answer_ids = example.labels[first : trained[-1] + 1].tolist()
+    answer_ids = example.labels[prompt_end : trained[-1] + 1].tolist()
     answer: str = tokenizer.decode(answer_ids, skip_special_tokens=True)
     return Prompt(prompt_ids, answer.strip())
 
 
 def expand_groups(groups: Int64s, size: int) -> Int64s:
-    """Lists the documents of `groups` in that order; group g has those from g x size on.
+    """Lists the documents of `groups`, in that order. Group g has `size` documents from g x size.
 
     >>> expand_groups(np.array([3, 0]), 2)
     array([6, 7, 0, 1])
@@ -398,7 +447,13 @@ def expand_groups(groups: Int64s, size: int) -> Int64s:
 
 
 def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """Random numbers that are a pure function of the arguments; each purpose has its own."""
+    """Makes a generator whose random numbers depend on the arguments alone.
+
+    Args:
+        seed: The run's seed.
+        purpose: What the numbers are for: each purpose has numbers of its own.
+        number: Which of several generators for one purpose.
+    """
     return np.random.Generator(
         np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()]))
     )

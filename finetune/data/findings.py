@@ -1,5 +1,6 @@
-"""What can be wrong with training data, or worth knowing about it: how severe each is, and how it
-is reported.
+"""The kinds of findings about training data: how severe each is, and what its message says.
+
+A finding is something that is wrong with the data, or worth knowing about it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -11,27 +12,28 @@ from finetune.errors import UserError
 from finetune.units import counted
 
 Severity = Literal["notice", "warning", "fatal"]
-MAX_SHOWN_ROWS = 3  # named with a finding
+MAX_SHOWN_ROWS = 3  # how many rows a finding names
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Something found in the data. Returned by `Tally.list_findings`."""
 
-    name: str  # in CHECKS
+    name: str  # a key of CHECKS
     severity: Severity
-    rows: int  # that it was found in
-    of: int  # rows examined
-    where: tuple[str, ...]  # the places of the first of them
-    what: str
+    rows: int  # number of rows that it was found in
+    of: int  # number of rows that were examined
+    where: tuple[str, ...]  # files and lines of the first rows that it was found in
+    what: str  # the message
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it stops the training."""
+        """Whether the finding stops the training."""
         return self.severity == "fatal"
 
     def __str__(self) -> str:
-        """
+        """The finding as a line of the log.
+
         >>> print(
         ...     Finding(
         ...         "doubled_bos",
@@ -50,19 +52,19 @@ class Finding:
         )
         if not self.where:
             return text
-        more = ", ..." if self.rows > len(self.where) else ""
-        return f"{text} ({', '.join(self.where)}{more})"
+        ellipsis = ", ..." if self.rows > len(self.where) else ""
+        return f"{text} ({', '.join(self.where)}{ellipsis})"
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A kind of finding: its severity in some rows, its severity in every row, and its message."""
+    """A kind of finding: the message, and how severe it is in some rows and in every row."""
 
-    some: Severity
-    every: Severity
-    what: str
-    many: float = 1.0  # a larger share of the rows than this counts as every row
-    names_unused: bool = False  # the message ends with the columns that nothing was read from
+    some: Severity  # the severity where some of the rows have it
+    every: Severity  # the severity where every row has it, or more than the share `many` of them
+    what: str  # the message
+    many: float = 1.0
+    names_unused: bool = False  # whether the message also lists the columns that were not read
 
 
 CHECKS: dict[str, Check] = {
@@ -330,23 +332,23 @@ CHECKS: dict[str, Check] = {
 
 @dataclass(slots=True)
 class Tally:
-    """How many rows each check was found in, and the first of them.
+    """Counts, for each kind of finding, the rows that have it. Each key is one of CHECKS.
 
     Stored with the tokens as JSON.
     """
 
-    rows: dict[str, int] = field(default_factory=dict)
-    where: dict[str, list[str]] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)  # what it was in the first row
-    tokens: dict[str, int] = field(default_factory=dict)  # that it adds to the data
+    rows: dict[str, int] = field(default_factory=dict)  # number of rows
+    where: dict[str, list[str]] = field(default_factory=dict)  # files and lines of the first rows
+    details: dict[str, str] = field(default_factory=dict)  # what exactly the first row has
+    tokens: dict[str, int] = field(default_factory=dict)  # number of tokens added to the data
 
     def add(self, name: str, places: Sequence[str], rows: int | None = None) -> None:
-        """Counts a finding.
+        """Counts a finding in some more rows.
 
         Args:
             name: A key of CHECKS.
-            places: The rows that it was found in, or the first of them.
-            rows: How many rows it was found in; None: `places` are all.
+            places: Files and lines of the rows that have it, or of the first of these rows.
+            rows: The number of rows that have it; None: that of `places`.
         """
         rows = len(places) if rows is None else rows
         if rows:
@@ -355,48 +357,48 @@ class Tally:
             # a stream can read a row again
             self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]
 
-    def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
-        """Lists the findings, the most severe first.
+    def list_findings(self, examined: int, unused_columns: Collection[str] = ()) -> list[Finding]:
+        """Lists the findings, the most severe first, then by the number of rows.
 
         Args:
-            of: The rows that were examined.
+            examined: The number of rows that were examined.
             unused_columns: The columns that hold a value and were not read.
         """
         findings = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
-            if rows >= of or rows > check.many * of:
+            if rows >= examined or rows > check.many * examined:
                 severity = check.every
             else:
                 severity = check.some
-            unused = ""
+            what = check.what
             if check.names_unused:
-                unused = f"; not used: {list_columns(unused_columns)}"
-            more = ""
+                what += f"; not used: {list_columns(unused_columns)}"
             if name in self.tokens:
-                more = f"; {self.tokens[name]:,} more tokens"
-            first = ""
+                what += f"; {self.tokens[name]:,} more tokens"
             if name in self.details:
-                first = f"; first: {self.details[name]}"
-            what = check.what + unused + more + first
-            findings.append(
-                Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what)
-            )
+                what += f"; first: {self.details[name]}"
+            where = tuple(self.where.get(name, ()))
+            findings.append(Finding(name, severity, rows, examined, where, what))
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
 def refuse_fatal(findings: Iterable[Finding]) -> None:
-    """Raises `UserError` with the findings that stop the training, where there are any."""
-    if stop := [str(finding) for finding in findings if finding.is_fatal]:
-        raise UserError.of(stop)
+    """Raises one `UserError` that lists the fatal findings, if there are any."""
+    if fatal := [str(finding) for finding in findings if finding.is_fatal]:
+        raise UserError.of(fatal)
 
 
 def check_longest_example(
     tokens: int, max_position_embeddings: int | None, whose: str = "model"
 ) -> list[str]:
-    """A warning if the longest example has more tokens than the model (`whose`: or the teacher) has
-    positions.
+    """Returns one warning if the longest example has more tokens than the model has positions.
+
+    Args:
+        tokens: The tokens of the longest example.
+        max_position_embeddings: The positions of the model; None: its config does not say.
+        whose: What the message calls the model, such as "teacher".
 
     >>> check_longest_example(512, 512), check_longest_example(512, None)
     ([], [])

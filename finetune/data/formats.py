@@ -1,5 +1,6 @@
-"""Rows as conversations, prompts with completions, plain text or tokens; the format is recognized
-from the columns.
+"""Reads a row as a conversation, a prompt with its completion, plain text or tokens.
+
+The format is the recipe's, or recognized from the row's columns.
 """
 
 import re
@@ -26,7 +27,7 @@ from finetune.data.messages import (
 )
 
 Row = Mapping[str, Any]
-# The names of columns in published data, in lower case, the most usual first.
+# The names that columns have in published data, in lower case, the most usual first.
 QUESTION_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input", "context")
 ANSWER_COLUMNS = (
     "completion",
@@ -40,9 +41,9 @@ ANSWER_COLUMNS = (
 )
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content", "document", "body", "article")
-LABEL_COLUMNS = ("label", "kto_tag")  # whether the answer is good
-# Those of a question and its answer, in any case of letters, that name themselves: a user's turn
-# and the assistant's.
+LABEL_COLUMNS = ("label", "kto_tag")  # say whether the answer is good
+# (question column, answer column), in upper or lower case: names that leave no doubt that they are
+# a user's turn and the assistant's
 COMMON_PAIRS = (
     ("prompt", "response"),
     ("input", "output"),
@@ -50,24 +51,23 @@ COMMON_PAIRS = (
     ("instruction", "response"),
     ("instruction", "output"),
 )
-# The name, in lower case, of a column that may be part of the question: options, option_a, choices,
-# A to E, passage.
+# Matches the name, in lower case, of a column that may be part of the question: options, option_a,
+# choices, A to E, passage.
 QUESTION_PART = re.compile(
     r"(option|choice|context|passage|paragraph|document|article|body|content|text|story|background"
     r"|table|schema|premise|candidate|ending)(s|_?[a-z0-9])?|history|[a-e]"
 )
-# the column of what a row's chat template reads beside its messages
+# the column of the variables that a row gives its chat template besides the messages
 VARIABLES = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders, from messages, sharegpt and alpaca rows, and
-    conversational prompts.
-    """
+    """Messages that a chat template renders."""
 
     messages: tuple[Message, ...]
-    trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
+    # [messages]: whether each is trained on; False for all but the assistant's
+    trained: tuple[bool, ...]
     tools: tuple[Tool, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
     images: tuple[Any, ...] = ()  # as the row names them, one for each IMAGE in the contents
@@ -75,13 +75,16 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and its completion, joined without a chat template; only the completion is trained
-    on.
+    """A prompt and its completion as text, joined without a chat template.
+
+    Only the completion is trained on.
     """
 
     prompt: str
     completion: str
-    are_turns: bool = field(default=False, repr=False)  # where there is a chat template
+    # True: if the tokenizer has a chat template, that renders the two as a user's turn and the
+    # assistant's
+    are_turns: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +96,26 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Ids that another program has made, with what it trains on.
-
-    No template and no BOS is put to them.
-    """
+    """Token ids that another program has made. No template and no BOS is added to them."""
 
     ids: tuple[int, ...]
-    trained: tuple[bool, ...]  # [ids]
+    trained: tuple[bool, ...]  # [ids]: whether each is trained on
 
     def stretches(self) -> Iterator[tuple[bool, list[int]]]:
-        """Yields (whether it is trained on, its ids) for each longest stretch of ids."""
+        """Splits the ids where training begins or ends.
+
+        Yields (whether they are trained on, consecutive ids).
+        """
         for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
-            yield is_trained, [token for _, token in pairs]
+            yield is_trained, [token_id for _, token_id in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt whose answers the model in training samples."""
+    """A prompt to which the model in training samples the answers."""
 
-    asked: Conversation | str
-    row: str  # what rewards read, as JSON
+    asked: Conversation | str  # the prompt
+    row: str  # JSON text of what rewards read of the row
 
     @property
     def images(self) -> tuple[Any, ...]:
@@ -122,19 +125,19 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A query with one of its documents, as the text by which a reranker scores them."""
+    """A query and one of its documents, as the one text that a reranker scores."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """An answer in steps after its prompt, each of which is scored at its end."""
+    """A prompt and the steps of an answer. Each step is scored at its end."""
 
     prompt: str
     steps: tuple[str, ...]
-    labels: tuple[int, ...]  # of each step, whether it is right
-    separator: str  # behind each step
+    labels: tuple[int, ...]  # [steps]: 1 for a right step, 0 for a wrong one
+    separator: str  # stands behind each step
 
 
 Document = Conversation | Completion | Text | TokenRow | Question | Candidate | Steps
@@ -142,22 +145,25 @@ Document = Conversation | Completion | Text | TokenRow | Question | Candidate | 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents that no batch takes apart.
+    """Documents that stay together in one batch, because a method compares them.
 
-    For example one answer; chosen and rejected; or a rated answer, and its prompt with the answer
-    to another.
+    Examples: chosen and rejected; a rated answer, and its prompt with the answer to another prompt.
+    A document that is not compared is a group by itself.
     """
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
-    # [documents]: what the score of each one's last token should be; None: nothing is scored
+    # [documents]: the label of the last token of each, for methods that train a score of it; None:
+    # nothing is scored
     labels: tuple[int, ...] | None = None
-    # how each document becomes one vector; None: it does not
+    # how the vector of each document is made; None: no vectors are made
     pooling: Pooling | None = field(default=None, repr=False)
 
 
 def label_of_number(number: float) -> int:
-    """A label that stands for a number: the bits of its fp32, which are never IGNORE_INDEX.
+    """Returns the label that stands for a number: the bits of its fp32, as an int32.
+
+    It is never IGNORE_INDEX, whose bits are those of a NaN.
 
     >>> number_of_label(label_of_number(0.25))
     0.25
@@ -166,26 +172,27 @@ def label_of_number(number: float) -> int:
 
 
 def number_of_label(label: int) -> float:
-    """The number that a label of `label_of_number` stands for."""
+    """Returns the number that a label of `label_of_number` stands for."""
     return float(np.int32(label).view(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """The contents of a row. Returned by `parse_row`, and by those of preferences and ratings."""
+    """The contents of a row. Returned by the parsers of every kind of row, such as `parse_row`."""
 
     groups: tuple[Group, ...]
-    format: str  # preference, or a key of PARSERS
-    unused_columns: tuple[str, ...]  # that hold a value
-    findings: Names = ()  # names in the table of data/findings.py
+    format: str  # a key of PARSERS, or the name of another parser's format, such as preference
+    unused_columns: tuple[str, ...]  # the columns that hold a value and were not read
+    findings: Names = ()  # keys of `CHECKS` in data/findings.py
 
     @property
     def document(self) -> Document:
+        """The first document of the first group."""
         return self.groups[0].documents[0]
 
     @property
     def rendering(self) -> str:
-        """The format under its name in reports, which says whether a chat template renders the row.
+        """The name of the format in reports. It says whether a chat template renders the row.
 
         >>> ParsedRow((Group((Completion("2+2=", " 4"),)),), "preference", ()).rendering
         'preference_text'
@@ -199,21 +206,20 @@ class ParsedRow:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A row and the columns of it that have been read."""
+    """A row, with a record of which columns have been read. The parsers read rows through it."""
 
     row: Row
     used: set[str] = field(default_factory=set)
 
     def take(self, column: str) -> Any:
-        """The value of a column, which counts as used from now on; None if the row has no such
-        column.
-        """
+        """Returns the value of a column, None if the row does not have it; records it as used."""
         self.used.add(column)
         return self.row.get(column)
 
     def take_text(self, column: str, may_be_empty: bool = True) -> str:
-        """As `take`. Raises `BadRow` if the column holds no text, or an empty one where none may be
-        empty.
+        """Takes the text of a column, as `take`.
+
+        Raises `BadRow` for a value that is not text, and for an empty text unless `may_be_empty`.
         """
         value = self.take(column)
         if not isinstance(value, str):
@@ -223,7 +229,10 @@ class Columns:
         return value
 
     def take_messages(self, column: str) -> list[Any]:
-        """As `take`, of a list or its JSON text. Raises `BadRow` if the column holds neither."""
+        """Takes the list of messages of a column, as `take`; the column may hold it as JSON text.
+
+        Raises `BadRow` for any other value.
+        """
         value = self.take(column)
         if isinstance(value, str):
             value = parse_if_json(value)
@@ -234,6 +243,7 @@ class Columns:
         return value
 
     def _describe(self, column: str, value: Any) -> str:
+        """Describes a value for an error; of a missing column also which columns the row has."""
         present = "" if column in self.row else f"; its columns are {list_columns(self.row)}"
         return describe_value(value) + present
 
@@ -241,47 +251,47 @@ class Columns:
     def unused(self) -> Names:
         """The columns that hold a value and have not been read."""
         return tuple(
-            str(c)
-            for c, value in self.row.items()
-            if c not in self.used and value not in (None, "", [], {})
+            str(column)
+            for column, value in self.row.items()
+            if column not in self.used and value not in (None, "", [], {})
         )
 
 
 def first_given(row: Row, columns: Iterable[str]) -> str | None:
-    """Returns the first of `columns` in which the row has a value; None without any."""
+    """Returns the first of `columns` in which the row has a value; None if it has none in any."""
     return next((column for column in columns if row.get(column) is not None), None)
 
 
 def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a row in the format that the source's `type` names, else in the one that its columns
-    show.
+    """Reads a row in the format of the source's `type`, else in the one that its columns show.
 
-    Raises `BadRow`.
+    Raises `BadRow` for a row of no known format, and for one that its format's parser rejects.
 
     >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')
     """
-    recognized = find_common_pair(row, source)
-    if recognized is None:
+    common_pair = find_common_pair(row, source)
+    if common_pair is None:
         row_format = source.type or recognize_format(row, source)
     else:
         row_format = "messages"
     columns = Columns(row)
     if FORMATS[row_format].may_be_rated:
-        _check_preference(columns, row_format, source)
+        _refuse_rated(columns, row_format, source)
     findings: Names = ()
-    if recognized is not None:
-        source = replace(source, prompt_column=recognized[0], completion_column=recognized[1])
+    if common_pair is not None:
+        question_column, answer_column = common_pair
+        source = replace(source, prompt_column=question_column, completion_column=answer_column)
         findings = ("columns_recognized",)
     group = Group((PARSERS[row_format](columns, source),))
     return ParsedRow((group,), row_format, columns.unused, findings)
 
 
 def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
-    """Finds the columns of a question and its answer by their names, where these leave no doubt.
+    """Finds the columns of a question and its answer by their names, if these leave no doubt.
 
-    Returns None where the source names columns or a format, and where other columns may be part of
-    the conversation.
+    Returns None if the source names columns or a format, if other columns may be part of the
+    conversation, or if there are several candidates.
 
     >>> find_common_pair({"Prompt": "2+2?", "Response": "4"}, DatasetSource(path="sums.csv"))
     ('Prompt', 'Response')
@@ -305,23 +315,24 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
 
 
 def _is_of_conversation(column: str) -> bool:
-    """Whether a column may hold a conversation, or a part of the question."""
+    """Whether a column, by its name, may hold a conversation or a part of the question."""
     name = column.lower()
     return name in CONVERSATION_COLUMNS or QUESTION_PART.fullmatch(name) is not None
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
-    """The format of a row: the one whose columns the source names, else the first of `FORMATS` that
-    fits the row's own.
+    """Finds the format of a row by its columns.
 
-    A list under `chosen` is a conversation, unless a prompt or another conversation stands beside.
+    It is the format whose columns the source names, else the first of `FORMATS` whose columns the
+    row has. A list under `chosen` is a conversation, unless the row also has a prompt or another
+    conversation.
 
-    Raises `BadRow`.
+    Raises `BadRow` if no format fits.
     """
     present = {column for column, value in row.items() if value is not None}
-    named = _find_named_format(present, source)
-    if named is not None:
-        return named
+    named_format = _find_named_format(present, source)
+    if named_format is not None:
+        return named_format
     fitting = next((name for name, facts in FORMATS.items() if facts.fits(present)), None)
     is_chat = fitting is not None and FORMATS[fitting].is_chat
     if isinstance(row.get("chosen"), list) and "prompt" not in present and not is_chat:
@@ -333,7 +344,10 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
 
 
 def _find_named_format(present: set[str], source: DatasetSource) -> str | None:
-    """The format whose columns the source names, in a row that has the columns `present`."""
+    """Finds the format that the source's column keys ask for; None if it names no column.
+
+    `present`: the columns in which the row has a value.
+    """
     if source.messages_column is not None:
         return "messages"
     # In a ShareGPT row completion_column names the answer to its conversation.
@@ -345,8 +359,11 @@ def _find_named_format(present: set[str], source: DatasetSource) -> str | None:
 
 
 def _explain_unknown(row: Row, present: set[str]) -> str:
-    """The message on a row of no known format."""
-    known = (
+    """Writes the message on a row of no known format.
+
+    `present`: the columns in which the row has a value.
+    """
+    known_formats = (
         " + ".join(facts.columns[0]) + (f" ({facts.note})" if facts.note else "")
         for facts in FORMATS.values()
     )
@@ -360,28 +377,33 @@ def _explain_unknown(row: Row, present: set[str]) -> str:
             )
     return (
         f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: "
-        f"{', '.join(known)}. {hint}"
+        f"{', '.join(known_formats)}. {hint}"
     )
 
 
 def _refuse_null_column(row: Row, present: set[str]) -> None:
-    """Raises `BadRow` where a row has all columns of a known format, but no value in one of
-    them.
+    """Raises `BadRow` for a row that has all columns of a known format, but no value in some.
+
+    Of several such formats, the message is about the one with the most values. `present`: the
+    columns in which the row has a value.
     """
-    candidates = []  # (a format, columns by which it is recognized, all of which the row has)
+    candidates = []  # (name of the format, columns by which it is recognized)
     for name, facts in FORMATS.items():
         candidates += [(name, columns) for columns in facts.columns if row.keys() >= set(columns)]
     if not candidates:
         return
     name, columns = max(candidates, key=lambda candidate: len(present.intersection(candidate[1])))
     expected = "text" if name in ("alpaca", "prompt_completion", "text") else "a value"
-    null = next(column for column in columns if column not in present)
-    raise BadRow(f"{null}: {expected} is expected, found nothing")
+    null_column = next(column for column in columns if column not in present)
+    raise BadRow(f"{null_column}: {expected} is expected, found nothing")
 
 
-def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:
-    """Raises `BadRow` for rows that rate an answer: a bad answer would be trained on like a good
-    one.
+def _refuse_rated(columns: Columns, row_format: str, source: DatasetSource) -> None:
+    """Raises `BadRow` for a row with a bad answer, which would be trained on like a good one.
+
+    Such a row has a label that says false, a rejected answer or a score. A label that says true is
+    recorded as used. A rejected answer is accepted if the source names `chosen`, or messages beside
+    the pair. A score is accepted if the source names a column of messages, prompt or completion.
     """
     row = columns.row
     for column in LABEL_COLUMNS:
@@ -397,9 +419,9 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
                 f"method: {RATED[0]} learns from both; else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
-    # turns beside the pair, which are no part of it
-    names_others = source.messages_column not in (None, "chosen", "rejected")
-    if row.get("rejected") and "chosen" not in named and not names_others:
+    # the messages of such a column are not a side of the pair
+    names_other_messages = source.messages_column not in (None, "chosen", "rejected")
+    if row.get("rejected") and "chosen" not in named and not names_other_messages:
         if row_format == "messages":
             key = "messages_column"
         else:
@@ -416,6 +438,7 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
 
 
 def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a list of messages; or, if the source names their columns, a question and an answer."""
     if source.prompt_column or source.completion_column:
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
@@ -430,50 +453,54 @@ def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
+    """Reads ShareGPT's turns, and the answer in a column of its own that may follow them."""
     if columns.row.get("conversations") is not None:
         default = "conversations"
     else:
         default = "conversation"
     turns = list(columns.take_messages(source.messages_column or default))
-    chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
-    if chosen is not None:
-        turns += chosen if isinstance(chosen, list) else [chosen]
+    answer = columns.take(source.completion_column or "chosen")  # "chosen": of a preference pair
+    if answer is not None:
+        turns += answer if isinstance(answer, list) else [answer]
     return make_conversation(columns, turns)
 
 
 def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
+    """Reads Alpaca's instruction and input as the user's turn, and its output as the answer."""
     question = take_question(columns, source)
     output = columns.take_text(source.completion_column or "output")
     return make_conversation(columns, [*question, make_message("assistant", output)])
 
 
 def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
-    """The turns before an Alpaca row's answer: earlier ones, then instruction and input.
+    """Reads the turns before an Alpaca row's answer: its history, then instruction and input.
 
-    Raises `BadRow`.
+    Raises `BadRow` for a column that does not hold what is expected.
     """
     instruction = columns.take_text(source.prompt_column or "instruction")
-    extra = ""
+    extra_input = ""
     if columns.row.get("input") is not None:
-        extra = columns.take_text("input")
+        extra_input = columns.take_text("input")
     if source.alpaca_prompt:
-        question = make_message("user", _make_alpaca_prompt(instruction, extra))
-    elif extra:
-        question = make_message("user", f"{instruction}\n\n{extra}") | {"input": extra}
+        question = make_message("user", _make_alpaca_prompt(instruction, extra_input))
+    elif extra_input:
+        # `input` is for chat templates that read message["input"]
+        question = make_message("user", f"{instruction}\n\n{extra_input}") | {"input": extra_input}
     else:
         question = make_message("user", instruction)
     return [*_parse_history(columns), question]
 
 
-def _make_alpaca_prompt(instruction: str, extra: str) -> str:
-    """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and
-    others write it.
+def _make_alpaca_prompt(instruction: str, extra_input: str) -> str:
+    """Writes the prompt of Alpaca's authors, without the part on the input if that is empty.
+
+    A line break follows the last heading, as torchtune and others write it.
 
     >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
     ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
     paired = ""
-    if extra:
+    if extra_input:
         paired = ", paired with an input that provides further context"
     task = (
         f"Below is an instruction that describes a task{paired}. Write a response that "
@@ -482,14 +509,17 @@ def _make_alpaca_prompt(instruction: str, extra: str) -> str:
     parts = [
         task,
         f"### Instruction:\n{instruction}",
-        f"### Input:\n{extra}" if extra else "",
+        f"### Input:\n{extra_input}" if extra_input else "",
         "### Response:\n",
     ]
     return "\n\n".join(filter(None, parts))
 
 
 def _parse_history(columns: Columns) -> list[Message]:
-    """The earlier turns of an Alpaca row, from its list of [question, answer]."""
+    """Reads the earlier turns of an Alpaca row from `history`, a list of [question, answer].
+
+    The column may also hold JSON text, or be missing.
+    """
     history = parse_if_json(columns.take("history")) or []
     turns = []
     for pair in history if isinstance(history, list) else [history]:
@@ -506,11 +536,12 @@ def _parse_history(columns: Columns) -> list[Message]:
 
 
 def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a prompt and its completion, as text or, if one is a list, as messages."""
     row = columns.row
     has_chosen_alone = row.get("completion") is None and row.get("chosen") is not None
-    usual = "chosen" if has_chosen_alone else "completion"
+    default_column = "chosen" if has_chosen_alone else "completion"
     prompt_column = source.prompt_column or "prompt"
-    completion_column = source.completion_column or usual
+    completion_column = source.completion_column or default_column
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
         prompt = columns.take_messages(prompt_column)
         completion = columns.take_messages(completion_column)
@@ -521,16 +552,17 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
 
 
 def without_training(turns: list[Any]) -> list[Any]:
-    """The turns of a prompt, none of which is trained on, not the assistant's either."""
+    """Marks every turn of a prompt, including the assistant's, as not trained on."""
     return [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _parse_text(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a row of plain text."""
     return Text(columns.take_text(source.text_column or "text", may_be_empty=False))
 
 
 def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
-    """SQuAD's rows as NeMo Automodel writes them: the first of the answers."""
+    """Reads a SQuAD row with the first of its answers, in the words of NeMo Automodel's prompt."""
     answers = columns.take(source.completion_column or "answers")
     texts = None
     if isinstance(answers, Mapping):
@@ -549,7 +581,7 @@ def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
 
 
 def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
-    """HellaSwag's rows as NeMo Automodel writes them: the context with its right ending."""
+    """Reads a HellaSwag row as NeMo Automodel does: the context, completed by the right ending."""
     endings = columns.take("endings")
     label = str(columns.take("label"))
     if not isinstance(endings, list) or not label.isdecimal() or int(label) >= len(endings):
@@ -561,7 +593,7 @@ def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
 
 
 def _parse_cauldron(columns: Columns, source: DatasetSource) -> Document:
-    """The Cauldron's rows: turns in pairs, about the row's images."""
+    """Reads a row of The Cauldron: pairs of turns about the row's images."""
     texts = columns.take("texts")
     if (
         not isinstance(texts, list)
@@ -578,6 +610,11 @@ def _parse_cauldron(columns: Columns, source: DatasetSource) -> Document:
 
 
 def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a row of token ids and drops its padding.
+
+    `labels` says which ids are trained on; without it, all are. `attention_mask` is 0 at padding;
+    without it, there is none.
+    """
     ids = _take_numbers(columns, "input_ids", None)
     labels = _take_numbers(columns, "labels", len(ids)) or ids
     mask = _take_numbers(columns, "attention_mask", len(ids)) or [1] * len(ids)
@@ -587,19 +624,30 @@ def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
                 f"labels: {label} at position {position}, where input_ids has {token}; labels are "
                 f"the ids themselves, and {IGNORE_INDEX} where nothing is trained"
             )
-    kept = [i for i, attended in enumerate(mask) if attended]  # the rest is padding
-    is_hole = kept and kept != list(range(kept[0], kept[-1] + 1))
-    if is_hole or not {*mask} <= {0, 1}:
+    attended = [i for i, value in enumerate(mask) if value]  # the positions that are not padding
+    has_gap = attended and attended != list(range(attended[0], attended[-1] + 1))
+    if has_gap or not {*mask} <= {0, 1}:
         raise BadRow(
             "attention_mask: ones are expected, with zeros before or after them where padding "
             f"stands, found {describe_value(mask)}"
         )
-    return TokenRow(tuple(ids[i] for i in kept), tuple(labels[i] != IGNORE_INDEX for i in kept))
+    return TokenRow(
+        ids=tuple(ids[i] for i in attended),
+        trained=tuple(labels[i] != IGNORE_INDEX for i in attended),
+    )
 
 
 def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int]:
-    """A column of whole numbers, as many as `length`; empty where that is given and the row has no
-    such column.
+    """Takes the list of whole numbers in a column.
+
+    Args:
+        columns: The row.
+        column: The column's name.
+        length: How many numbers are expected. The row may then be without the column, for which
+            the result is empty. None: any number of them; the column is required.
+
+    Raises:
+        BadRow: The column does not hold such a list.
     """
     numbers = columns.take(column)
     if numbers is None and length is not None:
@@ -631,14 +679,17 @@ PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
 
 
 def make_message(role: str, content: str) -> Message:
+    """Makes a message of plain text."""
     return {"role": role, "content": content}
 
 
 def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
-    """Makes a conversation of turns and of the row's own columns beside them.
+    """Makes a conversation of turns and of other columns of the row.
 
-    These are `system`, `tools`, its images and `chat_template_kwargs`; they count as used. Raises
-    `BadRow`.
+    The other columns are `system`, `tools`, `images` or `image`, and `chat_template_kwargs`. They
+    are recorded as used.
+
+    Raises `BadRow` for turns or columns that are not as expected.
     """
     messages, trained, images = parse_messages(turns, _take_images(columns))
     system = columns.row.get("system")
@@ -651,17 +702,19 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills mappings with nulls
-    given = {name: value for name, value in variables.items() if value is not None}
-    of_system = None
+    set_variables = {name: value for name, value in variables.items() if value is not None}
+    system_tools = None
     if messages[0]["role"] in ("system", "developer"):
-        of_system = messages[0].pop("tools", None)
-    return Conversation(
-        messages, trained, parse_tools(columns.take("tools") or of_system), given, images
-    )
+        system_tools = messages[0].pop("tools", None)
+    tools = parse_tools(columns.take("tools") or system_tools)
+    return Conversation(messages, trained, tools, set_variables, images)
 
 
 def _take_images(columns: Columns) -> list[Any]:
-    """The row's images, as TRL, LLaVA and LLaMA-Factory have them: one, or a list."""
+    """Takes the images of a row from the first column of `images` and `image` with a value.
+
+    The value is a list, or one image. Without such a column the result is empty.
+    """
     column = next((name for name in ("images", "image") if columns.row.get(name)), None)
     if column is None:
         return []

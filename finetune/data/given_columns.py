@@ -1,5 +1,5 @@
-"""Columns of a script's rows that its loss reads, such as advantages: numbers beside the trained
-tokens.
+"""Columns of a script's rows that its loss reads, such as advantages: a number for each trained
+token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,56 +17,66 @@ from finetune.data.examples import Examples
 from finetune.errors import UserError
 from finetune.units import is_fp32_number
 
-Column = list[NDArray[np.float32]]  # of each row: [1], or [trained tokens]
+# for each row: one number, fp32[1], or a number for each trained token, fp32[trained tokens]
+Column = list[NDArray[np.float32]]
 
 
 def read_columns(
     rows: Sequence[Mapping[str, Any]], names: Sequence[str], examples: Examples, place: str
 ) -> dict[str, Column]:
-    """Reads the columns `names` of rows, each a number or a list with one for each trained token.
+    """Reads the columns `names` of a script's rows.
+
+    The value in a row is a number, or a list of a number for each trained token. Where a row is
+    several documents that are compared, it is always a number.
 
     Args:
-        rows: As they were given.
-        names: Which columns.
-        examples: What was made of the rows.
-        place: The rows, for errors.
+        rows: The rows of the script.
+        names: The names of the columns.
+        examples: The examples that were made of the rows.
+        place: What errors call the rows.
+
+    Returns:
+        name -> values.
 
     Raises:
-        UserError: For rows that are not one example each, a value that is no number, and a list of
-            another length.
+        UserError: A row did not become exactly one group of examples, a column is missing, a value
+            is no finite number, or a list has another length.
     """
     size = examples.group_size
-    if len(examples) != len(rows) * size or (np.diff(examples.document) != 1).any():
+    is_one_to_one = (np.diff(examples.document) == 1).all()  # no document is skipped or split
+    if len(examples) != len(rows) * size or not is_one_to_one:
         raise UserError(
             f"{place}: {len(rows)} rows have become {examples.groups} examples, and "
             f"{', '.join(names)} would not fit them; leave out rows without an answer, and raise "
             "max_length above the longest"
         )
-    trained = examples.trained if size == 1 else np.zeros(len(rows), np.int32)
+    # 0: the row may not have a list
+    list_lengths = examples.trained if size == 1 else np.zeros(len(rows), np.int32)
     columns: dict[str, Column] = {}
     for name in names:
         columns[name] = [
-            _read_value(row, name, int(count), f"{place}, row {number}")
-            for number, (row, count) in enumerate(zip(rows, trained, strict=True), 1)
+            _read_value(row, name, int(length), f"{place}, row {number}")
+            for number, (row, length) in enumerate(zip(rows, list_lengths, strict=True), 1)
         ]
     return columns
 
 
-def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> NDArray[np.float32]:
-    """Reads the number in a row's column, or its list of numbers.
+def _read_value(
+    row: Mapping[str, Any], name: str, list_length: int, place: str
+) -> NDArray[np.float32]:
+    """Reads the number, or the list of numbers, in a column of a row.
 
     Args:
-        row: As it was given.
-        name: The column.
-        trained: Numbers that a list must have: one for each trained token. 0: no list may stand
-            here.
-        place: The row, for errors.
+        row: A row of the script.
+        name: The name of the column.
+        list_length: How many numbers a list must have; 0: a list is not allowed.
+        place: What errors call the row.
 
     Returns:
-        fp32[1], or of a list fp32[trained].
+        fp32[1] for a number, fp32[list_length] for a list.
 
     Raises:
-        UserError: The column is missing, holds what is no finite number, or a list of another
+        UserError: The column is missing, a value is no finite number, or the list has another
             length.
     """
     if name not in row:
@@ -79,12 +89,12 @@ def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> 
     for number in numbers:
         if not is_fp32_number(number):
             raise UserError(f"{place}: {name}: {number!r} is no finite number")
-    if is_list and not trained:
+    if is_list and not list_length:
         raise UserError(f"{place}: {name}: a row of several answers has one number, not a list")
-    if is_list and len(numbers) != trained:
+    if is_list and len(numbers) != list_length:
         raise UserError(
-            f"{place}: {name}: {len(numbers)} numbers, but {trained} tokens are trained on; give "
-            "one for each, or one for the row"
+            f"{place}: {name}: {len(numbers)} numbers, but {list_length} tokens are trained on; "
+            "give one for each, or one for the row"
         )
     return np.asarray(numbers, np.float32)
 
@@ -92,29 +102,35 @@ def _read_value(row: Mapping[str, Any], name: str, trained: int, place: str) -> 
 def attach_columns(
     batch: StepBatch, columns: Mapping[str, Column], examples: Examples
 ) -> StepBatch:
-    """Returns the batch with the columns in its micro-batches, a number for each trained token."""
+    """Adds the columns to each micro-batch of a batch, as a number for each trained position.
+
+    Args:
+        batch: A step's batch of these rows.
+        columns: name -> values, from `read_columns`.
+        examples: The examples that were made of the rows.
+    """
     micro_batches = []
     for micro_batch in batch.micro_batches:
-        spread = {name: _spread(micro_batch, values, examples) for name, values in columns.items()}
-        micro_batches.append(replace(micro_batch, columns=spread))
+        tensors = {name: _spread(micro_batch, values, examples) for name, values in columns.items()}
+        micro_batches.append(replace(micro_batch, columns=tensors))
     return replace(batch, micro_batches=tuple(micro_batches))
 
 
 def _spread(micro_batch: MicroBatch, values: Column, examples: Examples) -> Tensor:
-    """Puts each row's value at its trained tokens.
+    """Puts the value of each row at the row's trained positions.
 
     Returns:
         fp32[positions], in the order of `trained_positions`: 0 where there is no label.
     """
-    has_label, documents, places = micro_batch.find_labeled()
+    has_label, documents, positions = micro_batch.find_labeled()
     column = torch.zeros(len(has_label))
     for index, example_id in enumerate(micro_batch.example_ids):
-        own = has_label & (documents == index)
+        is_own = has_label & (documents == index)
         value = values[example_id // examples.group_size]
         if len(value) == 1:
-            column[own] = float(value[0])
+            column[is_own] = float(value[0])
         else:
-            # counted over the whole document, of which this rank may have a part
+            # Trained tokens are counted over the whole document: this rank may have a part of it.
             ordinals = np.cumsum(examples[example_id].labels != IGNORE_INDEX) - 1
-            column[own] = torch.from_numpy(value[ordinals[places[own].numpy()]])
+            column[is_own] = torch.from_numpy(value[ordinals[positions[is_own].numpy()]])
     return column

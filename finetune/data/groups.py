@@ -1,4 +1,4 @@
-"""Rows as the groups of documents that a method compares, and the texts of these."""
+"""Reads rows as the groups of documents that a method compares, and renders these groups."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,9 +50,9 @@ NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UT
 
 @dataclass(slots=True)
 class GroupReader:
-    """Reads rows as the groups that a method compares.
+    """Reads the rows of a source as groups.
 
-    Grows while the rows of a source are read, in their order.
+    The rows must be read in their order: a rated answer may be completed by an earlier one.
     """
 
     kind: RowKind
@@ -60,22 +60,26 @@ class GroupReader:
     earlier: Document | None = None  # the last rated answer that was read
 
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
-        """Reads each of `rows` as groups, or returns what is wrong with it."""
-        read = [_read_row(row, source, self.kind, self.data) for row in rows]
+        """Reads a batch of rows; what is wrong with a row is returned in its place."""
+        parsed_rows = [_read_row(row, source, self.kind, self.data) for row in rows]
         if self.kind == "ratings":
-            return self._add_mismatched(read)
-        return read
+            return self._add_mismatched(parsed_rows)
+        return parsed_rows
 
-    def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
-        """Adds to each rated answer its second document: its prompt with the next answer, among
-        these rows, to another prompt.
+    def _add_mismatched(self, rows: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
+        """Adds to the group of each rated answer a mismatched document.
+
+        It is the answer's prompt with the answer of a document of these rows to another prompt, or
+        of the last document before these rows.
         """
         documents = [
-            group.documents[0] for row in read if isinstance(row, ParsedRow) for group in row.groups
+            group.documents[0] for row in rows if isinstance(row, ParsedRow) for group in row.groups
         ]
-        others = iter(find_mismatched(documents, self.earlier))
+        mismatched = iter(find_mismatched(documents, self.earlier))
         self.earlier = documents[-1] if documents else self.earlier
-        return [row if isinstance(row, BadRow) else _complete_ratings(row, others) for row in read]
+        return [
+            row if isinstance(row, BadRow) else _complete_ratings(row, mismatched) for row in rows
+        ]
 
 
 def render_group(
@@ -86,10 +90,11 @@ def render_group(
     Args:
         group: The group.
         renderer: The renderer of its source.
-        folder: Where relative paths of images begin.
+        folder: The folder to which paths of images are relative.
 
     Returns:
-        The texts, none of a pair that teaches nothing; and the names of the group's findings.
+        The texts (none for a pair from which nothing can be learned), and the findings about the
+        group, by their names in `findings.CHECKS`.
 
     Raises:
         BadRow: The chat template rejects a document, or a text is not valid Unicode.
@@ -112,19 +117,22 @@ def render_group(
     return _with_hash(labeled, group_hash, rating=group.rating), tuple(findings)
 
 
-# findings of a pair
+# findings of a pair from which nothing can be learned
 TEACHES_NOTHING = {"sides_equal", "side_empty", "side_untrained"}
 
 
 def _with_hash(
     texts: Iterable[RenderedText], group_hash: int, **fields: Any
 ) -> tuple[RenderedText, ...]:
-    """The texts with the hash of their group, and these `fields`."""
+    """Sets the hash of the group, and `fields`, in each text."""
     return tuple(replace(text, group_hash=group_hash, **fields) for text in texts)
 
 
 def _with_labels(texts: tuple[RenderedText, ...], group: Group) -> tuple[RenderedText, ...]:
-    """The texts of a group with the labels of their last tokens, where these are scored."""
+    """Sets the label of the last token of each text, the only one that is then trained on.
+
+    Texts of a group without labels stay as they are.
+    """
     if group.labels is None:
         return texts
     labeled = zip(texts, group.labels, strict=True)
@@ -134,13 +142,14 @@ def _with_labels(texts: tuple[RenderedText, ...], group: Group) -> tuple[Rendere
 def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[RenderedText, ...]:
     """Renders each document of a group as a text with its images.
 
-    A document alone in its group may become several texts, one for each turn.
+    A document that is a group by itself may become several texts, each with some of its turns.
     """
     texts: list[RenderedText] = []
     for document in group.documents:
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
         if images:
-            # raises for a model without images, whose template would only ask for text
+            # Called for its error, which says that the model reads no images. Without it the
+            # rendering would only report that the chat template expects text.
             find_image_token(renderer)
         if group.pooling is not None and isinstance(document, Text):
             rendered: tuple[RenderedText, ...] = (render_embedded(document, renderer),)
@@ -155,9 +164,9 @@ def _render_documents(group: Group, renderer: Renderer, folder: Path) -> tuple[R
 
 
 def _encode_texts(texts: Sequence[RenderedText]) -> list[bytes]:
-    """Each text as UTF-8.
+    """Encodes each text as UTF-8.
 
-    Raises `BadRow` where one, or what rewards read of its row, is not valid Unicode.
+    Raises `BadRow` if a text, or what rewards read of its row, is not valid Unicode.
     """
     try:
         for text in texts:
@@ -168,10 +177,14 @@ def _encode_texts(texts: Sequence[RenderedText]) -> list[bytes]:
 
 
 def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[bytes]) -> int:
-    """Hashes a group, so that its duplicates have the same hash.
+    """Hashes the texts and images of a group; duplicates of the group have the same hash.
 
-    The hash of a rated answer leaves out its mismatched document, which depends on the rows around
-    it.
+    The mismatched document of a rated answer is left out: it depends on the rows around the answer.
+
+    Args:
+        group: The group.
+        texts: The texts of its documents.
+        encoded: The same texts as UTF-8.
     """
     if group.rating:
         identity = encoded[0] + bytes([group.rating > 0])
@@ -184,49 +197,51 @@ def _hash_group(group: Group, texts: Sequence[RenderedText], encoded: Sequence[b
 def _begin_alike(
     group: Group, texts: tuple[RenderedText, ...], renderer: Renderer
 ) -> tuple[RenderedText, ...]:
-    """Returns the texts of a pair with the trained parts of both beginning at the same character.
+    """Makes the trained parts of both texts of a pair begin at the same character.
 
-    An answer may leave its prompt before the prompt's end, as one without reasoning does after a
-    prompt that opens <think>. The rest of the prompt then counts as part of the other answer. Texts
-    whose prompts differ in another way stay as they are.
+    One answer may part from the prompt before the prompt's end: an answer without reasoning does,
+    after a prompt that opens <think>. The end of the prompt is then trained on as a part of the
+    other answer. Texts whose prompts differ in another way stay as they are.
     """
     if not all(text.spans for text in texts):
         return texts
     shorter, longer = sorted(map(_take_prompt, texts), key=len)
-    own = add_variables(renderer, getattr(group.documents[0], "variables", None))
+    row_renderer = add_variables(renderer, getattr(group.documents[0], "variables", None))
+    end_of_prompt = longer[len(shorter) :]
     if (
         shorter == longer
         or not longer.startswith(shorter)
-        or not own.generation_prompt.endswith(longer[len(shorter) :])
+        or not row_renderer.generation_prompt.endswith(end_of_prompt)
     ):
         return texts
-    rest_of_prompt = (len(shorter), len(longer))
-    alike = []
+    added_span = (len(shorter), len(longer))
+    aligned = []
     for text in texts:
         begins_late = text.spans[0][0] == len(longer)
         if begins_late:
-            text = replace(text, spans=(rest_of_prompt, *text.spans))
-        alike.append(text)
-    return tuple(alike)
+            text = replace(text, spans=(added_span, *text.spans))
+        aligned.append(text)
+    return tuple(aligned)
 
 
 def _take_prompt(text: RenderedText) -> str:
-    """Returns what stands before the first trained character of a text."""
-    return text.text[: text.spans[0][0]]
+    """Returns the part of a text before its first trained character."""
+    first_span_start, _ = text.spans[0]
+    return text.text[:first_span_start]
 
 
-def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
-    """Adds to each group of a row the mismatched document: its prompt with an answer to another.
+def _complete_ratings(row: ParsedRow, mismatched: Iterator[Document | None]) -> ParsedRow | BadRow:
+    """Adds to each group of a row its mismatched document: the prompt with an answer to another.
 
     Args:
-        row: Its groups have one rated answer each.
-        others: A document with an answer to another prompt, for each group; None where there is
-            none.
+        row: Each of its groups has one document, a rated answer.
+        mismatched: Yields for each group a document that answers another prompt, or None if no such
+            document was found; the row is then bad.
     """
     groups = []
     for group in row.groups:
         rated = group.documents[0]
-        other = next(others)
+        other = next(mismatched)
         if other is not None:
             groups.append(replace(group, documents=(rated, join_answer(rated, other))))
     if len(groups) == len(row.groups):
@@ -239,10 +254,14 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
 def _read_row(
     row: Row | BadRow, source: DatasetSource, kind: RowKind, data: Data
 ) -> ParsedRow | BadRow:
-    """Reads one row by the function of its kind in `READERS`, or returns what is wrong with it."""
+    """Reads one row by the function of its kind in `READERS`, or returns what is wrong with it.
+
+    A row that could not even be read from its file is a `BadRow` already.
+    """
     if isinstance(row, BadRow):
         return row
-    misnamed = [name for name in row if not isinstance(name, str)]  # by a user's function
+    # a user's function may make rows with such names
+    misnamed = [name for name in row if not isinstance(name, str)]
     if misnamed:
         return BadRow(f"a column's name is {misnamed[0]!r}, and text is expected")
     try:
@@ -268,9 +287,13 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource, Data], ParsedRow]] = {
 
 
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
-    """Lists what is wrong with a pair, by names of `findings.CHECKS`."""
+    """Lists what is wrong with a pair, as names in `findings.CHECKS`."""
     names = []
-    if any(isinstance(each, Conversation) and not any(each.trained) for each in group.documents):
+    is_side_masked = any(
+        isinstance(document, Conversation) and not any(document.trained)
+        for document in group.documents
+    )
+    if is_side_masked:
         names.append("side_untrained")
     elif any(map(is_empty_answer, group.documents)):
         names.append("side_empty")

@@ -1,7 +1,7 @@
-"""Rows in the forms in which hosted models are fine-tuned, rewritten as messages.
+"""Rewrites rows from the formats that hosts of models fine-tune on as rows of messages.
 
-They are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and OpenAI's
-and Google's pairs of answers. Their turns are read by `hosted_turns`.
+These are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and OpenAI's
+and Google's pairs of answers. `hosted_turns` reads the turns in them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from finetune.data.messages import BadRow, describe_value, parse_if_json
 
 Row = Mapping[str, Any]
 GOOGLES_SYSTEM = ("systemInstruction", "system_instruction")
-# the columns of which a pair is made: OpenAI's and Google's
+# the column by which a pair is recognized -> all columns of the pair; OpenAI's, then Google's
 PAIRS = {
     "preferred_output": ("input", "preferred_output", "non_preferred_output"),
     "completions": ("messages", "completions"),
@@ -21,12 +21,11 @@ PAIRS = {
 
 
 def rewrite_row(row: Row, source: DatasetSource) -> Row:
-    """Gives a row of a hosted model the columns of this project.
+    """Replaces the columns of a host's format by those that `formats` and `preferences` read.
 
-    Others, those that the source names, and columns that are not in a host's form stay as they
-    are.
+    All other columns stay as they are. So does `contents` if the source names the columns to read.
 
-    Raises `BadRow` where the row has such a column too, with another value.
+    Raises `BadRow` if the row already has one of the new columns with another value.
 
     >>> row = {"contents": [{"role": "model", "parts": [{"text": "Hi"}]}]}
     >>> rewrite_row(row, DatasetSource(path="gemini.jsonl"))
@@ -42,32 +41,37 @@ def rewrite_row(row: Row, source: DatasetSource) -> Row:
         if not isinstance(value, dict | list) or (column == "contents" and is_named):
             continue
         try:
-            made = rewrite(row, value)
-        except (KeyError, TypeError, AttributeError):  # parts of another form
+            new_columns = rewrite(row, value)
+        except (KeyError, TypeError, AttributeError):
+            # The value is not in the host's format: the column is not a host's.
             continue
-        if made is not None:
-            row = _exchange(row, column, made)
+        if new_columns is not None:
+            row = _replace_column(row, column, new_columns)
     return row
 
 
-def _exchange(row: Row, column: str, made: Row) -> Row:
-    """The row with the columns `made` in place of one. Raises `BadRow` where it has others."""
-    rest = without_keys(row, *PAIRS.get(column, (column,)))
-    for name, value in made.items():
-        if rest.get(name) and value and rest[name] != value:
+def _replace_column(row: Row, column: str, new_columns: Row) -> Row:
+    """Replaces a column, or all columns of a pair, by `new_columns`.
+
+    A value that the row already has in one of these stays. Raises `BadRow` if the two differ.
+    """
+    others = without_keys(row, *PAIRS.get(column, (column,)))
+    for name, value in new_columns.items():
+        if others.get(name) and value and others[name] != value:
             raise BadRow(f"{column} and {name}: the row has both, and they differ; keep one")
-    return {**rest, **{name: value for name, value in made.items() if not rest.get(name)}}
+    added = {name: value for name, value in new_columns.items() if not others.get(name)}
+    return {**others, **added}
 
 
 def _rewrite_contents(row: Row, contents: Any) -> Row | None:
-    """Google's turns: a list of {role, parts}."""
+    """Rewrites Google's turns, a list of {role, parts}, as `messages`."""
     if contents and not any(turn.get("parts") for turn in contents):
         return None
     return {"messages": [read_google_turn(turn) for turn in contents]}
 
 
 def _rewrite_system(row: Row, system: Any) -> Row | None:
-    """A system message in parts: Google's {parts}, Amazon's and Anthropic's list."""
+    """Joins the parts of a system message: Google's {parts}, or Amazon's and Anthropic's list."""
     if isinstance(system, dict) and system and not system.keys() & {"parts", "text"}:
         return None
     try:
@@ -75,36 +79,47 @@ def _rewrite_system(row: Row, system: Any) -> Row | None:
     except BadRow:
         if row.get("messages"):
             raise
-        return None  # of a row that is no conversation, it may be anything
+        return None  # the row is not a conversation, so its `system` may be anything
 
 
 def _read_system(part: Any) -> str:
-    """The text of a system message, or of a part of it. Raises `BadRow`."""
+    """Reads the text of a system message or of one of its parts.
+
+    Raises `BadRow` for a part without text that holds anything else.
+    """
     if isinstance(part, dict) and part.get("parts") is not None:
         part = part["parts"]
     if isinstance(part, list):
         return "".join(map(_read_system, part))
     text = part.get("text") if isinstance(part, dict) else part
-    if text is None and isinstance(part, dict) and not any(map(part.get, part.keys() - OF_SYSTEM)):
-        return ""  # Amazon's mark of its cache, or nothing
+    if text is None and isinstance(part, dict):
+        is_without_content = not any(map(part.get, part.keys() - NOT_CONTENT))
+        if is_without_content:
+            return ""  # such as the mark of Amazon's cache
     if not isinstance(text, str):
         raise BadRow(f"system: parts with text are expected, found {describe_value(part)}")
     return text
 
 
 def _rewrite_pair(row: Row, preferred: Any) -> Row:
-    """OpenAI's pair: {input: {messages, tools}, preferred_output, non_preferred_output}."""
-    asked = row["input"]
+    """Rewrites OpenAI's pair as `prompt`, `chosen`, `rejected` and the columns of its input.
+
+    The pair is {input: {messages, tools}, preferred_output, non_preferred_output}.
+    """
+    question = row["input"]
     return {
-        **without_keys(asked, "messages"),
-        "prompt": asked["messages"],
+        **without_keys(question, "messages"),
+        "prompt": question["messages"],
         "chosen": preferred,
         "rejected": row["non_preferred_output"],
     }
 
 
 def _rewrite_completions(row: Row, completions: Any) -> Row | None:
-    """Google's pair: a list of two {score, completion}, of which one has the score 1."""
+    """Rewrites Google's pair as `chosen` and `rejected`, and the row's messages as `prompt`.
+
+    The pair is a list of two {score, completion}: the chosen one has score 1, the other 0.
+    """
     by_score = {each["score"]: each["completion"] for each in completions}
     if not completions:
         return None
@@ -115,8 +130,12 @@ def _rewrite_completions(row: Row, completions: Any) -> Row | None:
 
 
 def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
-    """Amazon's tools: {tools: [{toolSpec: {name, description, inputSchema: {json}}}]}."""
-    if not config.get("tools"):  # Google's, which says how tools are chosen
+    """Rewrites Amazon's tools as `tools`.
+
+    They are {tools: [{toolSpec: {name, description, inputSchema: {json}}}]}. An entry that is only
+    a mark of Amazon's cache is left out.
+    """
+    if not config.get("tools"):  # Google's config, which says how tools are chosen
         return None
     tools = []
     for tool in config["tools"]:
@@ -129,7 +148,11 @@ def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
 
 
 def _rewrite_tools(row: Row, listed: Any) -> Row:
-    """Anthropic's tools, whose parameters are `input_schema`, and Google's, which are declared."""
+    """Rewrites Anthropic's and Google's tools with their parameters as `parameters`.
+
+    Anthropic's name them `input_schema`. Google's are lists of function declarations. Other tools
+    stay as they are.
+    """
     tools: list[Any] = []
     for tool in map(parse_if_json, listed if isinstance(listed, list) else [listed]):
         if declared := tool.get("functionDeclarations") or tool.get("function_declarations"):
@@ -143,7 +166,11 @@ def _rewrite_tools(row: Row, listed: Any) -> Row:
 
 
 def _read_declaration(function: Row) -> Row:
-    """A function that Google declares: its parameters in one of three names."""
+    """Rewrites a function declaration of Google's with its parameters as `parameters`.
+
+    They stand under one of the two names below as a JSON schema, or under `parameters` as Google's
+    schema, whose names of types are lowered.
+    """
     for name in ("parametersJsonSchema", "parameters_json_schema"):
         if function.get(name) is not None:
             return {**without_keys(function, name), "parameters": function[name]}
@@ -152,7 +179,10 @@ def _read_declaration(function: Row) -> Row:
 
 
 def _lower_types(schema: Any) -> Any:
-    """A schema with JSON's names of types, which Google writes in capitals."""
+    """Writes the names of types in a schema in lower case, as JSON schemas do; Google's are upper.
+
+    It does so at every level of the schema.
+    """
     if isinstance(schema, list):
         return [_lower_types(each) for each in schema]
     if not isinstance(schema, dict):
@@ -163,7 +193,8 @@ def _lower_types(schema: Any) -> Any:
     return lowered
 
 
-# each makes columns of a row's column in its form; None where it has another
+# column -> makes the new columns of (row, the column's value); it returns None, or raises KeyError,
+# TypeError or AttributeError, for a value in another format
 REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
     "contents": _rewrite_contents,
     **dict.fromkeys(GOOGLES_SYSTEM, _rewrite_system),
@@ -173,5 +204,5 @@ REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
     "toolConfig": _rewrite_tool_config,
     "tools": _rewrite_tools,
 }
-AS_JSON = ("contents", "tools", *GOOGLES_SYSTEM)  # which may be the text of JSON
-OF_SYSTEM = {"type", "cachePoint", "cache_control", "role"}  # that are no words
+AS_JSON = ("contents", "tools", *GOOGLES_SYSTEM)  # columns that may hold JSON text
+NOT_CONTENT = {"type", "cachePoint", "cache_control", "role"}  # keys of a part of a system message

@@ -50,8 +50,9 @@ from finetune.units import counted, name_place
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
 UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
-COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
+COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}  # of findings
 RESET = "\033[0m"
+# the colors of `format_turns`; "other": the part of a prompt that training does not have
 STYLES = {
     "prompt": UNTRAINED[0],
     "other": "\033[31m",
@@ -62,8 +63,9 @@ STYLES = {
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop
-    training, else 0.
+    """Prints some examples and the report of a recipe's data.
+
+    Returns the exit code: EXIT_USER_ERROR if a finding would stop training, else 0.
     """
     if options.html is not None and Path(options.html).suffix.lower() not in (".html", ".htm"):
         raise UserError(
@@ -85,14 +87,16 @@ def inspect_command(options: argparse.Namespace) -> int:
 
 
 def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
-    """Prints examples and the report of one recipe; returns the exit code."""
+    """Prints examples and the report of one recipe; returns the exit code of `inspect_command`."""
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )
     train, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
     warnings: list[str] = []
-    if options.recipe or options.model or not options.file:  # a model is named
+    names_model = options.recipe or options.model or not options.file
+    if names_model:
+        # of a stream only the first rows are read here
         streams = recipe.data.streaming
         longest = recipe.data.max_length if streams else int(examples.lengths.max())
         warnings = check_model(recipe, tokenizer, longest)
@@ -121,12 +125,13 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChosenExamples:
-    """The examples that are shown."""
+    """The examples that are shown, and what is shown beside them."""
 
-    examples: Examples
-    ids: Sequence[int]
-    turns: Mapping[str, Sequence["ShownTurn"]]  # place of a row -> its turns, where they are shown
-    # [ids]: (name of a reward model or judge, what it would read)
+    examples: Examples  # all examples
+    ids: Sequence[int]  # the chosen ones
+    # file and line of a row -> its turns; empty unless the options ask for turns
+    turns: Mapping[str, Sequence["ShownTurn"]]
+    # [ids]: for each reward model and judge (its name, the text that it would read)
     rewarded: Sequence[Sequence[tuple[str, str]]]
 
 
@@ -137,16 +142,18 @@ def _choose_examples(
     ids = _select_examples(options, examples)
     turns = {}
     if options.turns or options.html:
-        turns = read_turns(recipe, tokenizer, [examples.where(number) for number in ids])
+        turns = read_turns(recipe, tokenizer, [examples.where(example_id) for example_id in ids])
     rewarded: list[list[tuple[str, str]]] = [[] for _ in ids]
     if recipe.method_facts.samples:
         texts = read_reward_texts(recipe)
-        rewarded = [list(show_rewarded(examples.read_row(i), texts, recipe)) for i in ids]
+        rewarded = [
+            list(show_rewarded(examples.read_row(example_id), texts, recipe)) for example_id in ids
+        ]
     return ChosenExamples(examples, ids, turns, rewarded)
 
 
 def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, Any]]:
-    """Each example with the turns of its row, and what rewards would read."""
+    """Makes JSON values of the examples, the turns of their rows and what rewards would read."""
     rows = []
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         row = example_as_json(chosen.examples, tokenizer, example_id)
@@ -161,10 +168,10 @@ def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, 
 
 def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Iterator[list[str]]:
     """Yields the lines of each example; a row that became several examples shows its turns once."""
-    left = dict(chosen.turns)
+    turns_to_show = dict(chosen.turns)
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
-        turns = left.pop(chosen.examples.where(example_id), ())
+        turns = turns_to_show.pop(chosen.examples.where(example_id), ())
         lines += format_turns(turns, STYLES if color else {})
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
@@ -172,8 +179,9 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
 
 
 def _build_recipe(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options name, or one of defaults around FILE; `key=value` overrides
-    both.
+    """Reads the recipe that the options name, or makes one of the defaults and FILE.
+
+    FILE and the model of the options replace the recipe's; `key=value` overrides everything.
     """
     if options.file is None and options.model is None:
         return read_recipe(options.recipe or "quickstart", options.overrides)
@@ -183,8 +191,8 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
         )
     overrides = []
     if options.file is not None:
-        named = "function" if ".py:" in options.file else "path"
-        overrides.append(f"datasets={json.dumps([{named: options.file}])}")
+        key = "function" if ".py:" in options.file else "path"
+        overrides.append(f"datasets={json.dumps([{key: options.file}])}")
     if options.model is not None:
         overrides += [
             f"model_name_or_path={json.dumps(options.model)}",
@@ -204,9 +212,9 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
 
 
 def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
-    """Lists what `launch` would find about the recipe's model.
+    """Lists what `launch` would report about the recipe's model, each as a line.
 
-    `longest`: tokens of the longest example. A line that begins with `fatal:` would stop a launch.
+    A line that begins with `fatal:` would stop a launch. `longest`: tokens of the longest example.
     """
     try:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
@@ -222,9 +230,9 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
 
 def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequence[int]:
-    """The ids of the examples to show, both sides of a pair.
+    """Returns the ids of the examples that the options ask for, always whole groups.
 
-    Raises `UserError` if one does not exist.
+    Raises `UserError` for an example that does not exist, and options that are not numbers.
     """
     count = len(examples)
     size = examples.group_size
@@ -240,32 +248,37 @@ def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequenc
         raise UserError(
             f"--examples {options.examples}: not numbers with commas between, such as 169,120"
         ) from None
-    beyond = [example_id for example_id in ids if not 0 <= example_id < count]
-    if beyond:
-        raise UserError(f"--examples {beyond[0]}: there are {count:,} examples, numbered from 0")
-    groups = dict.fromkeys(example_id // size for example_id in ids)
-    chosen: list[int] = expand_groups(np.array([*groups], np.int64), size).tolist()
-    return chosen
+    missing = [example_id for example_id in ids if not 0 <= example_id < count]
+    if missing:
+        raise UserError(f"--examples {missing[0]}: there are {count:,} examples, numbered from 0")
+    groups = dict.fromkeys(example_id // size for example_id in ids)  # each once, in their order
+    group_ids: list[int] = expand_groups(np.array([*groups], np.int64), size).tolist()
+    return group_ids
 
 
 def name_side(examples: Examples, example_id: int) -> str:
-    """Names an example's side in its group; "" where it is alone."""
+    """Says what an example is in its group, such as "chosen"; "" if it is a group by itself."""
     if examples.group_size == 1:
         return ""
     if _is_pooled(examples, example_id):
-        return ("query", "document", "negative")[min(example_id % examples.group_size, 2)]
+        # a group is a query, the document that answers it, and documents that do not
+        index_in_group = example_id % examples.group_size
+        return ("query", "document", "negative")[min(index_in_group, 2)]
     if _label_kind(examples, example_id) == "number":
+        # each example is the query with one of its documents
         return "document"
+    # what is left are pairs, or rated answers with their mismatched ones
+    group, index_in_pair = divmod(example_id, 2)
     if not examples.is_rated:
-        return ("chosen", "rejected")[example_id % 2]
-    if example_id % 2:
+        return ("chosen", "rejected")[index_in_pair]
+    if index_in_pair == 1:
         return "mismatched"
-    (rating,) = examples.take_groups(np.array([example_id // 2])).find_ratings()
+    (rating,) = examples.take_groups(np.array([group])).find_ratings()
     return "good" if rating > 0 else "bad"
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
-    """One example: its file and row, and its tokens, each with whether it is trained on."""
+    """Makes JSON values of an example: its row, and its tokens with whether each is trained on."""
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
     trained = find_trained_tokens(examples, example_id)
@@ -275,17 +288,18 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
         token = {"id": token_id, "text": texts[i], "trained": trained[i]}
         tokens.append(token | {"image": True} if is_image[i] else token)
     side = name_side(examples, example_id)
-    described: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
+    content: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
     if side:
-        described["side"] = side
-    return described | {"tokens": tokens}
+        content["side"] = side
+    return content | {"tokens": tokens}
 
 
 def format_example(
     examples: Examples, tokenizer: Any, example_id: int, color: bool
 ) -> Iterator[str]:
-    """The lines of one example: what is trained on is green, or stands between >> and << without
-    color.
+    """Yields two lines: what the example is, and its text.
+
+    The text that is trained on is green, or without color between >> and <<.
     """
     example = examples[example_id]
     trained = find_trained_tokens(examples, example_id)
@@ -305,28 +319,38 @@ def format_example(
 
 
 def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
-    """Replaces the texts of an image's tokens by one word."""
-    for _, run in groupby(enumerate(is_image), key=itemgetter(1)):
-        places = [place for place, of_image in run if of_image]
-        if places:
-            word = f"[image: {counted(len(places), 'token')}]"
-            texts[places[0] : places[-1] + 1] = [word] + [""] * (len(places) - 1)
+    """Replaces the texts of each run of image tokens, in place: "[image: 3 tokens]", "", "".
+
+    Args:
+        texts: The text of each token.
+        is_image: Whether each token stands for a part of an image.
+    """
+    end = 0
+    for run_is_image, run in groupby(is_image):
+        start = end
+        length = len(list(run))
+        end = start + length
+        if run_is_image:
+            texts[start:end] = [f"[image: {counted(length, 'token')}]"] + [""] * (length - 1)
 
 
 def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Colors the texts of tokens, each with whether it is trained on.
+    """Joins the texts of tokens, in green if they are trained on, else in gray.
 
-    Each of the two colors has two shades by turns.
+    Neighboring tokens have different shades of these. `tokens`: (text, whether it is trained on).
     """
     painted = ""
-    for place, (text, is_trained) in enumerate(tokens):
+    for index, (text, is_trained) in enumerate(tokens):
         shades = TRAINED if is_trained else UNTRAINED
-        painted += f"{shades[place % 2]}{text}{RESET}"
+        painted += f"{shades[index % 2]}{text}{RESET}"
     return painted
 
 
 def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Joins the texts of tokens, with what is trained on between >> and <<."""
+    """Joins the texts of tokens, with the text that is trained on between >> and <<.
+
+    `tokens`: (text, whether it is trained on).
+    """
     marked = ""
     for is_trained, run in groupby(tokens, key=itemgetter(1)):
         text = "".join(text for text, _ in run)
@@ -335,10 +359,11 @@ def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
 
 
 def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
-    """The text that each token adds. Of the tokens that share a character, the last one adds it.
+    """Returns the text that each token adds to the text before it: [tokens].
 
-    A token is decoded together with the one before it: alone, a token of SentencePiece would lose
-    its leading space.
+    If several tokens make up one character, the last of them adds it and the others add "". A token
+    is decoded together with the one before it: alone, a token of SentencePiece would lose its
+    leading space.
     """
 
     def decode(begin: int, end: int) -> str:
@@ -349,7 +374,8 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
     ids = example.input_ids.tolist()
     texts: list[str] = []
-    # ids[before:begin] gave the last whole characters; ids[begin:end] may not be whole ones yet
+    # ids[before:begin] are decoded and give the context of ids[begin:end], which may still be a
+    # part of a character
     before = 0
     begin = 0
     for end in range(1, len(ids) + 1):
@@ -359,6 +385,7 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
             text = text.removeprefix(context)
         else:
             text = decode(begin, end)
+        # a character is at most four bytes, thus at most four tokens
         if text.endswith("\ufffd") and end < len(ids) and end - begin < 4:
             texts.append("")
             continue
@@ -369,76 +396,82 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
 
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
-    """bool[tokens]: whether each token stands for a part of an image."""
+    """Says for each token of an example whether it stands for a part of an image: [tokens]."""
     ids = examples.store_of(example_id).facts.get("image_token_ids", [])
     is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
     return is_image
 
 
 def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
-    """bool[tokens]: whether each token is trained on, scored, or read for an embedding.
+    """Says for each token of an example whether it is trained on: [tokens].
 
-    A token is trained on where it is the label of the position before it.
+    Where tokens are scored or embedded, these are the tokens with a label. Where tokens are
+    predicted, a token is trained on if it is the label of the position before it.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
-    is_read = bool(_name_scores(examples, example_id)) or _is_pooled(examples, example_id)
-    return has_label if is_read else [False, *has_label[:-1]]
+    is_scored = bool(_name_scores(examples, example_id))
+    if is_scored or _is_pooled(examples, example_id):
+        return has_label
+    return [False, *has_label[:-1]]
 
 
 def _is_pooled(examples: Examples, example_id: int) -> bool:
-    """Whether the tokens with a label are those whose states are an example's embedding."""
+    """Whether the example is embedded: its labels mark the tokens whose states are pooled."""
     return bool(examples.store_of(example_id).facts.get("is_pooled", False))
 
 
 def _name_scores(examples: Examples, example_id: int) -> list[str]:
-    """The names of the scores of an example whose last token is scored; none where its tokens are
-    predicted.
-    """
+    """Returns the names of an example's scores; none if its tokens are not scored."""
     names: list[str] = examples.store_of(example_id).facts.get("scores", [])
     return names
 
 
 def _label_kind(examples: Examples, example_id: int) -> str:
-    """Names the kind of label of an example's scored token; see `RowFacts`."""
+    """Returns what the label of a scored token says: a value of `RowFacts.label`, or "classes"."""
     return str(examples.store_of(example_id).facts.get("label", "margin"))
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """Says how many tokens of an example are trained, or what its scores are trained to be."""
-    names = _name_scores(examples, example_id)
+    score_names = _name_scores(examples, example_id)
     if _is_pooled(examples, example_id):
         return "embedded by the states of the marked ones"
-    if not names:
+    if not score_names:
         return f"{sum(find_trained_tokens(examples, example_id))} trained"
     labels = examples[example_id].labels
-    listed = labels[labels != IGNORE_INDEX].tolist()
-    label = max(listed, default=0)
+    set_labels = labels[labels != IGNORE_INDEX].tolist()
     kind = _label_kind(examples, example_id)
     if kind == "steps":
-        return f"scored at the marked ones as {', '.join(names[each] for each in listed)}"
+        marked = ", ".join(score_names[label] for label in set_labels)
+        return f"scored at the marked ones as {marked}"
+    label = max(set_labels, default=0)  # only the last token of a document has one
     if kind == "number":
-        name = f"{number_of_label(label):g}"
+        target = f"{number_of_label(label):g}"
     elif kind == "margin":
-        name = f"larger by {number_of_label(label):g}" if label else ""
+        target = f"larger by {number_of_label(label):g}" if label else ""
     elif kind == "classes":
-        name = ", ".join(compress(names, read_classes(label, len(names)))) or "none"
+        row_classes = compress(score_names, read_classes(label, len(score_names)))
+        target = ", ".join(row_classes) or "none"
     else:
-        name = names[label]
-    return f"scored at the marked one{f' as {name}' if name else ''}"
+        target = score_names[label]
+    return f"scored at the marked one{f' as {target}' if target else ''}"
 
 
 def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:
-    """The lines of the report; `warnings` come last."""
+    """Yields the lines of the report: sources, an epoch, held-out data, lengths, findings.
+
+    `warnings`: lines that come after the findings.
+    """
     for source in report.sources:
         yield from map(printable, _format_source(source, ""))
     for source in report.eval_sources:
         yield from map(printable, _format_source(source, "held out: "))
-    share = report.trained_tokens / max(report.tokens, 1)
+    trained_share = report.trained_tokens / max(report.tokens, 1)
     yield (
         "an epoch: "
         f"{count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, "
         f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of them trained "
-        f"({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
+        f"({trained_share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
         f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
@@ -448,20 +481,24 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
     )
     yield f"tokens in an example, by quantile: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
-        yield f"{COLORS[line.partition(':')[0]]}{line}{RESET}" if color else line
+        severity, _, _ = line.partition(":")
+        yield f"{COLORS[severity]}{line}{RESET}" if color else line
     if not report.findings and not warnings:
         yield "no problems found"
 
 
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
-    """Yields the lines of one source's report; `prefix`: before its path."""
+    """Yields the lines of one source's report. `prefix` stands before its path."""
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} "
         f"skipped, {source.overlong:,} over max_length, "
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
-    yield from (f"  {line}" for line in (*source.sample(), *source.pictures(), *source.loss()))
+    yield from (
+        f"  {line}"
+        for line in (*source.sample_lines(), *source.image_lines(), *source.lost_lines())
+    )
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})"
@@ -472,24 +509,25 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         yield f"  skipped {problem}"
 
 
-Pieces = tuple[tuple[str, bool], ...]  # texts, each with whether it is trained on
+Pieces = tuple[tuple[str, bool], ...]  # (text, whether it is trained on)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTurn:
-    """An answer, after the prompt that inference gives for it. Returned by `read_turns`."""
+    """An answer as it is trained, and the prompt that inference gives for it."""
 
-    message: int  # its number in the row, from 1
+    message: int  # the number of the answer's message in the row, from 1
     prompt: str
-    same: int  # characters of the prompt that also stand before the answer as it is trained
-    pieces: Pieces  # of the answer as it is trained
+    # the number of characters at the start of the prompt that training also has before the answer
+    same_length: int
+    pieces: Pieces  # the answer
 
     def as_json(self) -> dict[str, Any]:
         pieces = [{"text": text, "trained": trained} for text, trained in self.pieces]
         return {
             "message": self.message,
             "prompt": self.prompt,
-            "as_trained": self.same,
+            "as_trained": self.same_length,
             "answer": pieces,
         }
 
@@ -497,25 +535,25 @@ class ShownTurn:
 def read_turns(
     recipe: Recipe, tokenizer: Any, places: Collection[str]
 ) -> dict[str, list[ShownTurn]]:
-    """Returns the turns of the rows at `places`, by place.
+    """Reads the turns of the rows at `places`, which are files and lines: place -> turns.
 
-    Reads the sources up to the last of these rows.
+    Reads the sources up to the last of these rows. A row that cannot be used has no entry.
     """
     turns: dict[str, list[ShownTurn]] = {}
-    left = set(places)
+    unread = set(places)
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
     for source in recipe.data.datasets:
         reader = GroupReader(recipe.method_facts.rows, recipe.data)
         renderer = renderer_of_source(plain_renderer, source)
         for batch in read_rows(source, streaming=recipe.data.streaming):
-            names = [name_place(batch.file, number) for number in batch.numbers]
-            if left & set(names):
+            batch_places = [name_place(batch.file, number) for number in batch.numbers]
+            if unread & set(batch_places):
                 folder = find_image_folder(source, batch.file)
-                for name, row in zip(names, reader.read(batch.rows, source), strict=True):
-                    if name in left and not isinstance(row, BadRow):
-                        turns[name] = list(_show_row(row, renderer, folder))
-            left -= set(names)
-            if not left:
+                for place, row in zip(batch_places, reader.read(batch.rows, source), strict=True):
+                    if place in unread and not isinstance(row, BadRow):
+                        turns[place] = list(_show_row(row, renderer, folder))
+            unread -= set(batch_places)
+            if not unread:
                 return turns
     return turns
 
@@ -525,50 +563,63 @@ def _show_row(row: ParsedRow, renderer: Renderer, image_folder: Path) -> Iterato
     for group in row.groups:
         texts, _ = render_group(group, renderer, image_folder)
         for i, text in enumerate(texts):
-            # one document is several texts where it is split
+            # Texts and documents correspond, or a single document was split into several texts.
             document = group.documents[min(i, len(group.documents) - 1)]
             yield from _show_text(document, text, renderer)
 
 
 def _show_text(document: Document, text: RenderedText, renderer: Renderer) -> Iterator[ShownTurn]:
-    """Yields the turns of one text; what is no conversation is one turn after its prompt."""
+    """Yields the trained turns of a text.
+
+    A text without turns is one turn: it begins where training begins, and its prompt is the text
+    before.
+    """
     if not isinstance(document, Conversation) or not text.turns:
         start = text.spans[0][0] if text.spans else len(text.text)
-        yield ShownTurn(1, text.text[:start], start, _cut(text, start, len(text.text)))
+        pieces = _cut_pieces(text, start, len(text.text))
+        yield ShownTurn(message=1, prompt=text.text[:start], same_length=start, pieces=pieces)
         return
     asked = ask_turns(document, add_variables(renderer, document.variables))
     for i, (start, end) in sorted(text.turns.items()):
         if i in asked:
             prompt = asked[i].prompt
-            before = text.text[:start]
-            yield ShownTurn(i + 1, prompt, count_common(prompt, before), _cut(text, start, end))
+            same_length = count_common(prompt, text.text[:start])
+            yield ShownTurn(i + 1, prompt, same_length, _cut_pieces(text, start, end))
 
 
-def _cut(text: RenderedText, start: int, end: int) -> Pieces:
-    """Returns the text from `start` to `end`, cut where what is trained on begins and ends."""
+def _cut_pieces(text: RenderedText, start: int, end: int) -> Pieces:
+    """Cuts the text from `start` to `end` into pieces, each trained on or not."""
     borders = {start, end}
     for span in text.spans:
         borders.update(border for border in span if start < border < end)
     pieces = []
-    for begin, stop in pairwise(sorted(borders)):
-        is_trained = any(first <= begin and stop <= last for first, last in text.spans)
-        pieces.append((text.text[begin:stop], is_trained))
+    for piece_start, piece_end in pairwise(sorted(borders)):
+        is_trained = any(
+            span_start <= piece_start and piece_end <= span_end
+            for span_start, span_end in text.spans
+        )
+        pieces.append((text.text[piece_start:piece_end], is_trained))
     return tuple(pieces)
 
 
 def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
-    """The lines of a row's turns.
+    """Yields the lines of a row's turns: for each its prompt, then its answer.
 
-    `styles`: the codes of prompt, other, trained and untrained; empty: >> and <<.
+    `styles`: STYLES; empty: no colors, and trained text stands between >> and <<.
     """
     end = styles.get("end", "")
     for turn in turns:
         yield f"  message {turn.message}, asked with:"
-        prompt = [(turn.prompt[: turn.same], "prompt"), (turn.prompt[turn.same :], "other")]
+        prompt_pieces = [
+            (turn.prompt[: turn.same_length], "prompt"),
+            (turn.prompt[turn.same_length :], "other"),
+        ]
         yield "".join(
-            f"{styles.get(style, '')}{printable(text)}{end}" for text, style in prompt if text
+            f"{styles.get(style, '')}{printable(text)}{end}"
+            for text, style in prompt_pieces
+            if text
         )
-        if turn.same < len(turn.prompt):
+        if turn.same_length < len(turn.prompt):
             where = ", from the part in red on" if styles else ""
             yield f"  which is not what stands before it in training{where}"
         yield "  and trained to answer:"
@@ -578,7 +629,7 @@ def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Itera
 
 
 def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
-    """Shows by a color, or without colors by >> and <<, whether a text is trained on."""
+    """Marks a text as trained on or not: by a color, or without `styles` by >> and <<."""
     if styles:
         return styles["trained" if is_trained else "untrained"] + text + styles["end"]
     return f">>{text}<<" if is_trained else text
@@ -617,12 +668,19 @@ pre {{ font: 13px/1.45 ui-monospace, monospace;
 def write_page(
     path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
 ) -> None:
-    """Writes one HTML file that needs nothing but a browser.
+    """Writes the turns of rows as an HTML page that loads no other file.
 
-    Raises `UserError` where it cannot be written.
+    Args:
+        path: The file to write.
+        rows: File and line of a row -> its turns.
+        special_tokens: Matches a special token, which the page colors.
+
+    Raises:
+        UserError: The file cannot be written.
     """
 
     def mark(text: str, style: str) -> str:
+        """The text as HTML of this class, with the special tokens in it colored."""
         if not text:
             return ""
         pieces = []
@@ -639,8 +697,12 @@ def write_page(
     for place, turns in rows.items():
         parts.append(f"<h2>{html.escape(place)}</h2>")
         for turn in turns:
-            prompt = mark(turn.prompt[: turn.same], "off") + mark(turn.prompt[turn.same :], "other")
-            answer = "".join(mark(text, "on" if on else "off") for text, on in turn.pieces)
+            same_part = turn.prompt[: turn.same_length]
+            other_part = turn.prompt[turn.same_length :]
+            prompt = mark(same_part, "off") + mark(other_part, "other")
+            answer = "".join(
+                mark(text, "on" if is_trained else "off") for text, is_trained in turn.pieces
+            )
             parts.append(
                 f'<div class="turn"><div><h3>message {turn.message} is asked '
                 f"with</h3><pre>{prompt}</pre></div>"

@@ -1,4 +1,4 @@
-"""Messages, tool calls and tool schemas, brought into the form that chat templates read."""
+"""Reads messages, tool calls and tool schemas into the form that chat templates read."""
 
 import json
 import re
@@ -12,10 +12,11 @@ from finetune.data.hosted_turns import split_turn
 from finetune.errors import UserError, name_page
 from finetune.units import counted
 
-Message = dict[str, Any]  # role, content and whatever else the chat template reads
-# a JSON schema, as {"type": "function", "function": {name, description, parameters}}
+Message = dict[str, Any]  # role, content and any other key that the chat template reads
+# the JSON schema of a tool: {"type": "function", "function": {name, description, parameters}}
 Tool = dict[str, Any]
 
+# a role in a row, in lower case -> the role that chat templates know
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "prompter"), "user"),
@@ -27,8 +28,8 @@ ROLES = {
         ("function", "ipython", "observation", "tool_response", "function_response"), "tool"
     ),
 }
-CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON text
-# What rendering gives a chat template itself, so that chat_template_kwargs cannot.
+CALL_ROLES = ("function_call", "tool_call")  # the content of such a turn is calls as JSON text
+# Variables of a chat template that rendering sets, so chat_template_kwargs must not.
 OWN_VARIABLES = {
     "messages",
     "tools",
@@ -37,21 +38,24 @@ OWN_VARIABLES = {
     "continue_final_message",
     "chat_template",
 }
+# keys of a turn that are read here; all others are passed on to the chat template
 KNOWN_KEYS = frozenset(
     {"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"}
 )
-SHOWN_COLUMNS = 100
-# transformers passes them to templates as one
+SHOWN_COLUMNS = 100  # how many names of columns an error message lists
+# synonyms, which transformers passes to templates as one key
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
-# what writes a mapping with all of its keys, behind its name
-WHOLE = r"\s*(?:\|\s*(?:tojson|string|items)|\.items\(|\}\})"
+# template code that, after the name of a mapping, writes or reads all of the mapping's keys
+ALL_KEYS = r"\s*(?:\|\s*(?:tojson|string|items)|\.items\(|\}\})"
+# a template that writes messages with all of their keys
 WHOLE_MESSAGES = re.compile(
     r"for\s+(\w+)\s+in\s(?![^%]*(?:tool|content|param|arg|doc))[^%]*%\}.*?(?<![\w.'\"])\1"
-    rf"{WHOLE}|messages(?:\[[^\]]*\])?{WHOLE}",
+    rf"{ALL_KEYS}|messages(?:\[[^\]]*\])?{ALL_KEYS}",
     re.DOTALL,
 )
+# reasoning between its tags; group 1 is the reasoning
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
 
@@ -62,25 +66,26 @@ IMAGE = "\ufffc"
 class BadRow(Exception):
     """A row that cannot be used.
 
-    Its message says what is wrong with it; the reader of the file adds its place.
+    The message says what is wrong with the row. The reader of the file adds file and line.
     """
 
 
 def parse_messages(
     turns: Sequence[Any], images: Sequence[Any] = ()
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
-    """Brings the turns of a row into the form that chat templates read.
+    """Converts the turns of a row into the form that chat templates read.
 
     Args:
-        turns: As the row has them.
-        images: Of the row's own column, in the order of their places in the contents.
+        turns: The turns as they stand in the row.
+        images: The images of the row's own column, in the order of their places in the contents.
 
     Returns:
-        The messages, with IMAGE for each image in a content; whether each is trained on; and the
-        images.
+        The messages, with IMAGE for each image in a content; whether each message is trained on;
+        and the images, in the order of their places.
 
     Raises:
-        BadRow: A turn is none, their order is wrong, or the images do not fit their places.
+        BadRow: A turn cannot be read, the roles are out of order, or the number of images is not
+            the number of their places.
     """
     if not turns:
         raise BadRow("the list of messages is empty")
@@ -90,8 +95,8 @@ def parse_messages(
     for number, turn in _number_turns(turns):
         message, is_trained = _parse_message(turn, number, part_images)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
-            # ShareGPT has a turn for the text and one for each call; a chat template reads them as
-            # one message.
+            # ShareGPT has one turn for the text and one for each call. A chat template reads all of
+            # them as one message.
             messages[-1]["tool_calls"] = [
                 *messages[-1].get("tool_calls", ()),
                 *message["tool_calls"],
@@ -110,34 +115,41 @@ def parse_messages(
 
 
 def _number_turns(turns: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Yields (its number in the row, from 1; a turn), with blocks of tools as turns and calls.
+    """Yields (number in the row from 1, turn) for the turns of a row.
 
-    Raises `BadRow`.
+    A turn whose content has tool calls or results is split by `split_turn`; the turns that it gives
+    have the same number.
+
+    Raises `BadRow` if a turn cannot be split.
     """
-    for number, turn in enumerate(turns, 1):
+    for number, row_turn in enumerate(turns, 1):
         try:
-            split = split_turn(turn)
+            split_turns = split_turn(row_turn)
         except ValueError as problem:
             raise BadRow(f"message {number}: {problem}") from None
-        for each in split:
-            yield number, each
+        for turn in split_turns:
+            yield number, turn
 
 
 def _follows_its_reasoning(message: Message, previous: Message) -> bool:
-    """Whether `previous` is the reasoning of `message`.
+    """Whether `previous` is a turn with the reasoning of `message`.
 
-    gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it
-    leads to. A message with reasoning of its own has no place for another.
+    gpt-oss has one turn for each channel, and the reasoning is in the channel `analysis`. A chat
+    template reads the reasoning as a part of the answer or call that follows. If one of the two
+    messages already has a key with reasoning, they cannot be joined.
     """
-    if any(each["role"] != "assistant" for each in (previous, message)):
+    if previous["role"] != "assistant" or message["role"] != "assistant":
         return False
-    has_own = any(map(previous.get, REASONING_KEYS)) or any(map(message.get, REASONING_KEYS))
+    has_reasoning = any(map(previous.get, REASONING_KEYS)) or any(map(message.get, REASONING_KEYS))
     is_thought = previous.get("channel") == "analysis"
-    return is_thought and message.get("channel") != "analysis" and not has_own
+    return is_thought and message.get("channel") != "analysis" and not has_reasoning
 
 
 def _check_trained_alike(before: bool, after: bool, number: int) -> None:
-    """Raises `BadRow` where one of two turns that become one message is trained, the other not."""
+    """Raises `BadRow` if only one of two turns that become one message is trained on.
+
+    `before` and `after`: whether each turn is trained on. `number`: of the second turn.
+    """
     if before != after:
         raise BadRow(
             f"message {number}: it and the turn before are one message, which is trained as a "
@@ -146,8 +158,10 @@ def _check_trained_alike(before: bool, after: bool, number: int) -> None:
 
 
 def _remove_channel(message: Message) -> None:
-    """Takes gpt-oss's channel off a message. Raises `BadRow` for reasoning that is still a message
-    of its own, which would be trained as an answer.
+    """Removes gpt-oss's key `channel` from a message.
+
+    Raises `BadRow` for an analysis message: its reasoning was not joined to an answer or call, and
+    would be trained as an answer.
     """
     channel = message.pop("channel", None)
     if channel == "analysis" and message["role"] == "assistant":
@@ -158,36 +172,38 @@ def _remove_channel(message: Message) -> None:
 
 
 def _find_images(
-    messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]
+    messages: Sequence[Message], part_images: Sequence[Any], row_images: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Finds the image of each IMAGE in the contents, in order.
 
-    May put IMAGE into the contents: for <image>, and where no content has a place for an image.
+    Changes the contents of a row whose images are in a column: <image> becomes IMAGE, and if no
+    content has a place for an image, the first user message begins with all of them.
 
     Args:
         messages: The messages.
-        of_parts: The images of the contents' parts; None for a part that does not name its image.
-        of_row: The images of the row's own column.
+        part_images: One entry for each image part of the contents; None if the part does not name
+            its image.
+        row_images: The images of the row's own column.
 
     Raises:
         BadRow: Parts and column both name images, or there are not as many images as places.
     """
-    if not of_parts and not of_row:
+    if not part_images and not row_images:
         return ()  # an IMAGE in the contents is the text's own character
-    if of_row and not of_parts:  # LLaVA's and LLaMA-Factory's
+    if row_images and not part_images:  # the format of LLaVA and LLaMA-Factory
         for message in messages:
             message["content"] = message["content"].replace("<image>", IMAGE)
     places = sum(message["content"].count(IMAGE) for message in messages)
-    if of_row and not places:  # as TRL reads such a row
-        asked = next((message for message in messages if message["role"] == "user"), messages[0])
-        asked["content"] = IMAGE * len(of_row) + asked["content"]
-        places = len(of_row)
-    named = [image for image in of_parts if image is not None]
-    if named and of_row:
+    if row_images and not places:  # as TRL reads such a row
+        question = next((message for message in messages if message["role"] == "user"), messages[0])
+        question["content"] = IMAGE * len(row_images) + question["content"]
+        places = len(row_images)
+    named_images = [image for image in part_images if image is not None]
+    if named_images and row_images:
         raise BadRow(
             "images are named both in the messages and in a column of the row; keep one of the two"
         )
-    images = tuple(named or of_row)
+    images = tuple(named_images or row_images)
     if places != len(images):
         raise BadRow(
             f"its messages have {counted(places, 'place')} for an image, and the row has "
@@ -197,19 +213,25 @@ def _find_images(
 
 
 def read_reasoning(message: Message) -> str:
-    """Returns the assistant's reasoning: from its own key, or from the tags inside the content."""
+    """Returns an assistant's reasoning, stripped; "" if the message has none.
+
+    It is the text of the first key of REASONING_KEYS, else the first thought between tags in the
+    content. The opening tag may be missing, since some templates write it with the prompt.
+    """
     texts = [message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)]
-    own: str = texts[0].strip() if texts else ""
-    if own:
-        return own
-    before_end, *rest = THINKING_END.split(message["content"])
-    if not rest:
+    text_of_key: str = texts[0].strip() if texts else ""
+    if text_of_key:
+        return text_of_key
+    before_end_tag, *after_end_tag = THINKING_END.split(message["content"])
+    if not after_end_tag:  # no thought was closed
         return ""
-    return THINKING_START.split(before_end)[-1].strip()
+    return THINKING_START.split(before_end_tag)[-1].strip()
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
-    """Reads the tool schemas of a row, from a list or the JSON text of one. Raises `BadRow`.
+    """Reads the tool schemas of a row from a list or from JSON text.
+
+    Raises `BadRow` if a tool is no schema with a name.
 
     >>> parse_tools('[{"name": "now", "parameters": {}}]')
     ({'type': 'function', 'function': {'name': 'now', 'parameters': {}}},)
@@ -217,9 +239,9 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     tools = parse_if_json(value)
     if not tools:
         return ()
-    listed = tools if isinstance(tools, list | tuple) else [tools]
+    tool_list = tools if isinstance(tools, list | tuple) else [tools]
     schemas = []
-    for tool in map(parse_if_json, listed):
+    for tool in map(parse_if_json, tool_list):
         if not isinstance(tool, dict) or not tool.keys() & {"name", "function", "type"}:
             raise BadRow(
                 "tools: a list of JSON schemas, each with its name, is expected, found "
@@ -230,12 +252,12 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     return tuple(schemas)
 
 
-def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> Tool:
+def describe_tool(tool: str | Callable[..., Any], tool_name: str | None = None) -> Tool:
     """Makes the JSON schema of a tool from the type hints and the docstring of its function.
 
     Args:
         tool: FILE.py:NAME, or the function.
-        called: The tool's name, where `tool` is the function.
+        tool_name: The tool's name if `tool` is a function; otherwise it is NAME.
 
     Raises:
         UserError: The function has no type hints or no docstring.
@@ -244,23 +266,24 @@ def describe_tool(tool: str | Callable[..., Any], called: str | None = None) -> 
 
     if isinstance(tool, str):
         function = load(tool)
-        called = tool.rpartition(":")[2]
+        _, _, tool_name = tool.rpartition(":")
     else:
         function = tool
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # its own kinds, and what type hints raise
+    except Exception as error:  # transformers' own errors, and any error of evaluating type hints
         raise UserError(
-            f"{place_of(function)}{called}, a tool: {error}; describe it by a docstring and type "
-            f"hints ({name_page('online')}, Tools)"
+            f"{place_of(function)}{tool_name}, a tool: {error}; describe it by a docstring and "
+            f"type hints ({name_page('online')}, Tools)"
         ) from None
-    # by which it is found, also if it is an alias
-    return {**schema, "function": schema["function"] | {"name": called}}
+    # Calls find the tool by this name, which may be an alias of the function.
+    return {**schema, "function": schema["function"] | {"name": tool_name}}
 
 
 def parse_if_json(value: Any) -> Any:
-    """Parses a JSON text. Text that is not JSON, and a value that is no text, stay as they are;
-    what is empty becomes None.
+    """Parses a value if it is JSON text, and returns any other value unchanged.
+
+    An empty value ("", [], 0) becomes None.
     """
     if not isinstance(value, str) or not value.strip():
         return value or None
@@ -271,17 +294,17 @@ def parse_if_json(value: Any) -> Any:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of JSON text. Raises `BadRow` where two of its keys have the same name."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """Makes a JSON object from its keys and values. Raises `BadRow` if two keys are equal."""
+    json_object = dict(pairs)
+    if len(json_object) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
         raise BadRow(f"JSON text in which two keys are named {repeated!r:.60}; keep one")
-    return made
+    return json_object
 
 
 def describe_value(value: Any) -> str:
-    """A value with its type, short enough for an error message."""
+    """Shows a value and its type, short enough for an error message."""
     if value is None:
         return "nothing"
     try:
@@ -311,18 +334,18 @@ def list_columns(columns: Collection[str]) -> str:
 
 
 def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
-    """Brings one turn into the form that chat templates read, and adds its images to `images`.
+    """Converts one turn into the form that chat templates read.
 
     Args:
-        turn: As the row has it.
-        number: Its place in the row, from 1, for errors.
-        images: Grows.
+        turn: The turn as it stands in the row.
+        number: The turn's number in the row, from 1, for errors.
+        images: An entry is appended for each image part of the content; see `_parse_part`.
 
     Returns:
-        The message, and whether the turn asks to be trained on.
+        The message, and whether the turn's own keys allow training on it.
 
     Raises:
-        BadRow: It is no turn.
+        BadRow: The turn cannot be read.
     """
     if not isinstance(turn, dict):
         raise BadRow(
@@ -346,96 +369,110 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         "role": ROLES[name],
         "content": _read_content(content, ROLES[name], number, images),
     }
-    known = KNOWN_KEYS | {"recipient"} if isinstance(turn.get("recipient"), str) else KNOWN_KEYS
-    message |= {key: value for key, value in turn.items() if key not in known and value is not None}
+    known_keys = KNOWN_KEYS
+    if isinstance(turn.get("recipient"), str):  # gpt-oss's, which `_separate_calls` has read
+        known_keys = KNOWN_KEYS | {"recipient"}
+    message |= {
+        key: value for key, value in turn.items() if key not in known_keys and value is not None
+    }
     if ROLES[name] == "assistant":
-        _take_reasoning(message, "".join(thoughts), number)
+        _add_reasoning(message, "".join(thoughts), number)
     if calls:
-        listed = calls if isinstance(calls, list) else [calls]
-        message["tool_calls"] = [_parse_call(call, number) for call in listed]
+        call_list = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_parse_call(call, number) for call in call_list]
     return message, _read_train(turn, number)
 
 
 def list_unread_keys(message: Message, template: str) -> list[str]:
-    """Lists the keys of a message that hold a value and that a chat template does not name, and an
-    assistant's reasoning in another's message, which no template writes.
+    """Lists the keys of a message that hold a value which the chat template does not write.
+
+    These are the keys that the template does not name. Reasoning in a message that is not the
+    assistant's counts too, because no template writes it.
 
     >>> list_unread_keys({"role": "user", "content": "2+2?", "mood": "glad"}, "{{ m.content }}")
     ['mood']
     """
-    others = [str(key) for key, value in message.items() if value and key not in KNOWN_KEYS]
-    if not others:  # as a rule
+    further_keys = [str(key) for key, value in message.items() if value and key not in KNOWN_KEYS]
+    if not further_keys:  # the usual case
         return []
     names = _list_names(template)
     if names is None:
         return []
     if message["role"] != "assistant":
         names -= set(REASONING_KEYS)
-    return [key for key in others if not names.issuperset(re.findall(r"\w+", key))]
+    return [key for key in further_keys if not names.issuperset(re.findall(r"\w+", key))]
 
 
 @cache
 def _list_names(template: str) -> frozenset[str] | None:
-    """The words of a chat template, and those that stand for others; None: it writes messages with
-    all of their keys.
+    """Lists the words of a chat template, among them all keys that it can read.
+
+    If the template names `reasoning_content`, the other REASONING_KEYS count as named too.
+
+    Returns None for a template that writes messages with all of their keys.
     """
     if WHOLE_MESSAGES.search(template):
         return None
     names = set(re.findall(r"\w+", template))
     if "reasoning_content" in names:
         names.update(REASONING_KEYS)
-    return frozenset(names | {"input"})  # of an Alpaca row, which is written with the instruction
+    # the input of an Alpaca row is also a part of its content, which every template writes
+    return frozenset(names | {"input"})
 
 
-def _take_reasoning(message: Message, thoughts: str, number: int) -> None:
-    """Puts the reasoning in the parts of an answer beside that under its keys.
+def _add_reasoning(message: Message, thoughts: str, number: int) -> None:
+    """Adds the reasoning of an answer's parts as `reasoning_content`, unless a key has it already.
 
     Args:
-        message: Grows.
-        thoughts: The text of its parts of type thinking.
-        number: Its place in the row, for errors.
+        message: The answer, which is changed.
+        thoughts: The text of the content's parts of type thinking; "" without such parts.
+        number: The turn's number in the row, for errors.
 
     Raises:
-        BadRow: The reasoning is no text, or two texts differ, of which a template writes one.
+        BadRow: `reasoning_content` is no text, or the message has two different texts of reasoning,
+            of which a template would write only one.
     """
-    named = {key: message[key] for key in REASONING_KEYS if message.get(key)}
-    reasoning = named.get("reasoning_content", "")
+    reasoning_by_key = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+    reasoning = reasoning_by_key.get("reasoning_content", "")
     if not isinstance(reasoning, str):
         raise BadRow(
             f"message {number}: reasoning_content: a text is expected, found "
             f"{describe_value(reasoning)}"
         )
-    texts = {text.strip() for text in (thoughts, *named.values()) if isinstance(text, str)}
+    all_reasoning = (thoughts, *reasoning_by_key.values())
+    texts = {text.strip() for text in all_reasoning if isinstance(text, str)}
     if len(texts - {""}) > 1:
-        places = [*named, "parts of type thinking"] if thoughts else [*named]
+        places = [*reasoning_by_key]
+        if thoughts:
+            places.append("parts of type thinking")
         raise BadRow(
             f"message {number}: its reasoning stands in {' and '.join(places)}, with other words; "
             "keep one"
         )
-    if thoughts and not named:
+    if thoughts and not reasoning_by_key:
         message["reasoning_content"] = thoughts
 
 
 def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
-    """Returns (the content of a turn, its calls), wherever the turn has its calls.
+    """Returns (content, calls) of a turn; the calls still have the form that the row gives them.
 
-    They have a key of their own, or stand in place of the content: under a role of CALL_ROLES, and
-    where gpt-oss names a function as the recipient.
+    The calls have a key of their own, or they are the content: under a role of CALL_ROLES, and if
+    gpt-oss names a function as the recipient.
 
     Args:
         turn: The turn.
-        name: Its role, a key of ROLES.
-        number: Its place in the row, for errors.
+        name: The turn's role, a key of ROLES.
+        number: The turn's number in the row, for errors.
 
     Raises:
-        BadRow: A role of CALL_ROLES without a call.
+        BadRow: `tool_calls` and `function_call` differ, or a turn of CALL_ROLES has no call.
     """
     content = turn.get("content", turn.get("value"))
     calls = parse_if_json(turn.get("tool_calls"))
-    older = parse_if_json(turn.get("function_call"))  # OpenAI's name of one call
-    if calls and older and calls not in (older, [older]):
+    older_call = parse_if_json(turn.get("function_call"))  # OpenAI's older key, for one call
+    if calls and older_call and calls not in (older_call, [older_call]):
         raise BadRow(f"message {number}: has tool_calls and function_call; keep one")
-    calls = calls or older
+    calls = calls or older_call
     if name in CALL_ROLES:
         calls = parse_if_json(content)
         content = ""
@@ -443,8 +480,7 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
             raise BadRow(
                 f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing"
             )
-    recipient = turn.get("recipient")
-    # gpt-oss
+    recipient = turn.get("recipient")  # gpt-oss's key
     if (
         isinstance(recipient, str)
         and recipient.startswith("functions.")
@@ -457,12 +493,14 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
 
 
 def _separate_thoughts(content: Any, number: int) -> tuple[Any, list[str]]:
-    """Returns (an answer's content, its reasoning): Mistral's parts of type thinking, which begin a
-    content.
+    """Splits an answer's content into (the content without reasoning, the texts of reasoning).
+
+    Reasoning is what Mistral writes as parts of type thinking at the start of a content. A content
+    that is no list has none.
 
     Raises:
-        BadRow: Such a part holds no text, or is not closed; or a part is left untrained, which a
-            whole message alone can be.
+        BadRow: A thinking part holds no text or is not closed; or `train` or `weight` excludes one
+            part from training, which only a whole message can be.
     """
     if not isinstance(content, list):
         return content, []
@@ -481,11 +519,15 @@ def _is_thought(part: Any) -> bool:
 
 
 def _read_thought(part: Mapping[str, Any], number: int) -> str:
-    """Reads the text of a part of type thinking: a text, or parts of type text."""
+    """Reads the text of a part of type thinking, which is a text or a list of parts.
+
+    Raises `BadRow` if there is no text, if it holds an image, or if the thought is not closed.
+    """
     thought = part.get("thinking")
+    images: list[Any] = []
     if isinstance(thought, list):
-        thought = "".join(_parse_part(each, number, []) for each in thought)
-    if not isinstance(thought, str) or part.get("closed") is False:
+        thought = "".join(_parse_part(text_part, number, images) for text_part in thought)
+    if not isinstance(thought, str) or images or part.get("closed") is False:
         raise BadRow(
             f"message {number}: content: thinking that is a text and closed is expected, found "
             f"{describe_value(part)}"
@@ -494,11 +536,16 @@ def _read_thought(part: Mapping[str, Any], number: int) -> str:
 
 
 def _read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
-    """Reads a content as text, and adds the images of its parts to `images`. Raises `BadRow`."""
+    """Reads a content as text, and appends the images of its parts to `images`.
+
+    A tool's result may be any JSON value. Raises `BadRow` if another role's content is neither text
+    nor a list of parts.
+    """
+    # The result of a tool may also be a list of values.
     if isinstance(content, list) and (role != "tool" or _has_parts(content)):
         return "".join(_parse_part(part, number, images) for part in content)
     if role == "tool" and content is not None and not isinstance(content, str):
-        # a result as an object: templates write texts
+        # templates write text only
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
         raise BadRow(
@@ -512,29 +559,31 @@ def _has_parts(content: list[Any]) -> bool:
 
 
 def _read_train(turn: Message, number: int) -> bool:
-    """Whether a turn is trained on, as far as it says: `train`, or OpenAI's `weight`.
+    """Reads from a turn whether it is trained on: `train`, or OpenAI's `weight`.
 
-    Raises `BadRow`.
+    Returns True if the turn has neither key. Raises `BadRow` for a value other than true and false,
+    and if the two keys contradict each other.
     """
-    asked = [turn[key] for key in ("train", "weight") if turn.get(key) is not None]
-    for train in asked:
+    values = [turn[key] for key in ("train", "weight") if turn.get(key) is not None]
+    for train in values:
         if train not in (True, False):  # 0 and 1 are equal to these
             raise BadRow(
                 f"message {number}: train: true or false is expected, found {describe_value(train)}"
             )
-    if len({bool(train) for train in asked}) > 1:
+    if len({bool(train) for train in values}) > 1:
         raise BadRow(f"message {number}: train and weight say the opposite; keep one")
-    return all(asked)
+    return all(values)
 
 
 def role_of(turn: Any) -> Any:
-    """Returns the role of a row's turn, which may be anything; None where it names none."""
+    """Returns the role of a row's turn, unchecked; None if the turn has none or is no mapping."""
     if isinstance(turn, dict):
         return turn.get("role", turn.get("from"))
     return None
 
 
 def _normalize_role(turn: Any) -> str:
+    """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
     role = role_of(turn)
     if isinstance(role, str):
         return role.lower().replace("-", "_")
@@ -542,9 +591,11 @@ def _normalize_role(turn: Any) -> str:
 
 
 def _parse_call(value: Any, number: int) -> dict[str, Any]:
-    """One tool call as {"type": "function", "function": {name, arguments}}, its arguments parsed.
+    """Parses a tool call into {"type": "function", "function": {name, arguments}}.
 
-    Raises `BadRow`.
+    `arguments` may be JSON text, and becomes a mapping. `number`: of the turn, for errors.
+
+    Raises `BadRow` if the value is no call.
     """
     call = parse_if_json(value)
     if isinstance(call, dict) and not _read_train(call, number):
@@ -579,7 +630,7 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
 
 
 def _check_numbers(arguments: dict[str, Any], place: str) -> None:
-    """Raises `BadRow` for a number that JSON does not have, such as 1e400, which is infinite."""
+    """Raises `BadRow` for a number that is not finite, such as 1e400: JSON has no such number."""
     try:
         json.dumps(arguments, allow_nan=False, default=str)
     except ValueError:
@@ -589,9 +640,10 @@ def _check_numbers(arguments: dict[str, Any], place: str) -> None:
 
 
 def _parse_part(part: Any, number: int, images: list[Any]) -> str:
-    """The text of one part of a content list; an image is IMAGE, and added to `images`.
+    """Returns the text of one part of a content list.
 
-    Raises `BadRow`.
+    For an image this is IMAGE, and the image is appended to `images`; None is appended if the part
+    does not name its image. Raises `BadRow` for any other part.
     """
     if (
         isinstance(part, dict)
@@ -610,13 +662,16 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
 
 
 def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Counts the items that both begin with."""
-    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differ, min(len(first), len(second)))
+    """Counts the equal items at the beginning of two sequences."""
+    # One sequence may be longer: what it has beyond the other is not compared.
+    differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def _check_order(roles: list[str]) -> None:
-    for number, (previous, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
+    """Raises `BadRow` if the roles of messages are out of order, or none is the assistant's."""
+    previous = None
+    for number, role in enumerate(roles, 1):
         if role in ("system", "developer") and previous not in (None, "system", "developer"):
             raise BadRow(
                 f"message {number}: roles out of order: a {role} turn may only come first, not "
@@ -632,5 +687,6 @@ def _check_order(roles: list[str]) -> None:
                 f"message {number}: roles out of order: a tool turn follows an assistant turn, not "
                 f"{previous}"
             )
+        previous = role
     if "assistant" not in roles:
         raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")

@@ -1,6 +1,7 @@
-"""An environment behind an OpenEnv server, through the generic client of its package.
+"""An environment behind an OpenEnv server, through the generic client of the package `openenv`.
 
-Its tools are those that the server lists, or one named `step` with the fields of its actions.
+The environment's tools are those that the server lists. A server without a list has one tool,
+`step`, whose arguments are the fields of the server's actions.
 """
 
 import json
@@ -12,15 +13,15 @@ from typing import Any
 from finetune.data.messages import Tool
 from finetune.errors import UserError
 
-LATEST = ("metadata", "reward", "done")  # of an observation, beside what the model reads
+HIDDEN_FIELDS = ("metadata", "reward", "done")  # of an observation: the model does not read them
 
 
 def connect(address: str) -> Callable[[], "OpenEnv"]:
-    """Returns a function that opens a session of the server at `address`.
+    """Returns a function that opens a new session of the server at `address`.
 
-    Each completion that runs at a time has a session of its own.
+    Completions that run at the same time need one session each.
 
-    Raises `UserError` where the package is missing.
+    Raises `UserError` if the package `openenv` is missing.
     """
     try:
         from openenv.core.generic_client import GenericEnvClient
@@ -37,9 +38,9 @@ def connect(address: str) -> Callable[[], "OpenEnv"]:
 
 
 class OpenEnv:
-    """A session of an OpenEnv server, with TRL's methods.
+    """A session of an OpenEnv server, with the methods of TRL's environments.
 
-    The reward of a completion is the last that the server gave, as in OpenEnv's own rollouts.
+    The reward of a completion is the last one that the server gave, as in OpenEnv's own rollouts.
     """
 
     def __init__(self, client: Any, address: str) -> None:
@@ -50,15 +51,22 @@ class OpenEnv:
         self.served_tools = {tool["function"]["name"]: tool for tool in self._list_tools()}
 
     def reset(self, **row: Any) -> str | None:
-        """Begins an episode by the columns of a row, with a seed of its own."""
-        columns = {name: value for name, value in row.items() if name != "prompt"}
-        seed = {"seed": random.getrandbits(31)}
+        """Begins an episode and returns the text of its first observation; None if that is empty.
+
+        The server gets the columns of the row without its prompt, and a random seed unless `seed`
+        is one of the columns.
+        """
+        settings = {"seed": random.getrandbits(31)}
+        settings |= {name: value for name, value in row.items() if name != "prompt"}
         self.reward = None
         self.is_done = False
-        return self._read(self._client.reset(**seed | columns)) or None
+        return self._read(self._client.reset(**settings)) or None
 
     def call(self, name: str, **arguments: Any) -> str:
-        """Calls one of the server's tools; returns its answer."""
+        """Calls one of the server's tools and returns the answer's text.
+
+        Raises `ValueError` if the episode has ended, or the tool reports an error.
+        """
         if self.is_done:
             raise ValueError("The episode has ended.")
         if self._is_step:
@@ -68,7 +76,7 @@ class OpenEnv:
         return self._read(self._client.step(action))
 
     def get_reward(self) -> float | None:
-        """The last reward that the server gave; None where it gave none."""
+        """Returns the last reward that the server gave; None if it has given none."""
         return self.reward
 
     def close(self) -> None:
@@ -76,16 +84,19 @@ class OpenEnv:
         self._client.close()
 
     def _list_tools(self) -> list[Tool]:
-        """Lists the server's tools, and notes whether the only one is `step`."""
+        """Lists the server's tools, or `step` alone if the server has no list of tools.
+
+        Sets `_is_step`: whether `step` is the only tool.
+        """
         self._is_step = False
         try:
-            listed = self._client.step({"type": "list_tools"}).observation.get("tools")
-        except RuntimeError:  # as a server says that this is none of its actions
-            listed = None
-        if listed is not None:
+            served_tools = self._client.step({"type": "list_tools"}).observation.get("tools")
+        except RuntimeError:  # from the client, if the server does not know this action
+            served_tools = None
+        if served_tools is not None:
             return [
-                _make_tool(each["name"], each["description"], each["input_schema"])
-                for each in listed
+                _make_tool(tool["name"], tool["description"], tool["input_schema"])
+                for tool in served_tools
             ]
         import requests
 
@@ -98,44 +109,50 @@ class OpenEnv:
         return [_make_tool("step", description, schema | {"properties": fields})]
 
     def _read(self, result: Any) -> str:
-        """Returns the text of an observation; keeps its reward, and whether the episode has ended.
+        """Returns the text of an observation; stores its reward and whether the episode has ended.
 
-        Raises `ValueError` where the server reports an error of the tool.
+        Raises `ValueError` if the observation is an error of the called tool.
         """
         if result.reward is not None:
             self.reward = float(result.reward)
         self.is_done = bool(result.done)
         observation: Mapping[str, Any] = result.observation
         if "tool_name" not in observation:
-            shown = {
+            fields = {
                 name: value
                 for name, value in observation.items()
-                if name not in LATEST and value not in (None, "", [], {})
+                if name not in HIDDEN_FIELDS and value not in (None, "", [], {})
             }
-            return _write_fields(shown)
+            return _write_fields(fields)
         if observation.get("error"):
             raise ValueError(observation["error"].get("message", observation["error"]))
-        answered = observation.get("result")
-        if not isinstance(answered, Mapping) or "content" not in answered:
-            return _write_fields({"result": answered})
-        return "\n".join(part.get("text", "") for part in answered["content"])
+        tool_result = observation.get("result")
+        if not isinstance(tool_result, Mapping) or "content" not in tool_result:
+            return _write_fields({"result": tool_result})
+        return "\n".join(part.get("text", "") for part in tool_result["content"])
 
 
 def call_served(environment: OpenEnv) -> dict[str, Callable[..., Any]]:
-    """The tools of a session, by name."""
+    """Returns the tools of a session as functions, by name."""
     return {name: partial(environment.call, name) for name in environment.served_tools}
 
 
 def _make_tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:
-    """Describes a tool as chat templates read it, by the JSON schema of its arguments."""
-    kept = ("type", "properties", "required", "$defs")
-    parameters = {key: schema[key] for key in kept if key in schema}
+    """Describes a tool in the form that chat templates read.
+
+    `schema`: the JSON schema of the tool's arguments.
+    """
+    template_keys = ("type", "properties", "required", "$defs")
+    parameters = {key: schema[key] for key in template_keys if key in schema}
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def _write_fields(fields: Mapping[str, Any]) -> str:
-    """Writes fields for the model: a single text as it is, others as JSON, none as ""."""
+    """Writes fields as text for the model: a single string unchanged, other fields as JSON.
+
+    Returns "" if there are no fields.
+    """
     values = list(fields.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]

@@ -1,6 +1,6 @@
-"""How examples become rows, and rows the micro-batches of a rank.
+"""Arranges examples in rows, and deals the rows of each step out as micro-batches of the ranks.
 
-Their order is a pure function of (seed, epoch): the state of the loader is one integer, the step.
+The order of the rows is a pure function of (seed, epoch), so the loader's whole state is the step.
 """
 
 import json
@@ -34,25 +34,27 @@ from finetune.errors import UserError
 class Rows:
     """Which documents share a row. Returned by `pack` and `arrange_epoch`."""
 
-    ids: Int64s  # [documents], row after row
+    ids: Int64s  # [documents]: the documents of row 0, then those of row 1, and so on
     starts: Int64s  # [rows + 1]: row r holds ids[starts[r]:starts[r + 1]]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, row: int) -> Int64s:
-        """int64[documents of the row]: their ids."""
+        """Returns the ids of a row's documents: int64[documents of the row]."""
         return self.ids[self.starts[row] : self.starts[row + 1]]
 
     def take(self, order: Int64s) -> "Rows":
-        """The rows in another order."""
+        """Returns the rows in another order. `order`: [rows], a permutation of the row numbers."""
         sizes = np.diff(self.starts)[order]
         starts = np.concatenate(([0], np.cumsum(sizes)))
-        source = np.repeat(self.starts[:-1][order] - starts[:-1], sizes) + np.arange(len(self.ids))
+        # how far back or forth in `self.ids` the ids of each reordered row stand
+        shifts = self.starts[:-1][order] - starts[:-1]
+        source = np.repeat(shifts, sizes) + np.arange(len(self.ids))
         return Rows(self.ids[source], starts)
 
     def expand(self, size: int) -> "Rows":
-        """The rows of documents, where `ids` are those of groups of `size` documents."""
+        """Returns rows of documents for rows whose `ids` number groups of `size` documents."""
         if size == 1:
             return self
         return Rows(expand_groups(self.ids, size), self.starts * size)
@@ -61,17 +63,17 @@ class Rows:
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     """Packs documents into rows of `capacity` tokens, best fit decreasing.
 
-    The longest document comes first. Each goes into the fullest row that still has room for it, or
-    into a new row. Documents of equal length keep their order in `lengths`. It takes at most 11/9
-    of the fewest rows possible, plus one (Johnson 1974).
+    Documents are taken from the longest to the shortest, in the order of `lengths` if equally long.
+    Each goes into the fullest row that still has room for it, or else into a new row. This takes at
+    most 11/9 of the fewest possible rows, plus one (Johnson 1974).
 
-    The result is that of the one-by-one algorithm. But documents of one length and rows of one free
-    space are moved together, so that the loop runs over distinct lengths: a million documents take
-    a fraction of a second.
+    All documents of equal length are placed together, in rows with equal free space, so that the
+    loop runs over distinct lengths. The rows are the same as if each document were placed by
+    itself. A million documents take a fraction of a second.
 
     Args:
-        lengths: [documents]: tokens of each, 1 to `capacity`.
-        capacity: Tokens of a row.
+        lengths: [documents]: tokens of each document, 1 to `capacity`.
+        capacity: Tokens that a row holds.
 
     >>> pack(np.array([2, 6, 3, 5]), 8)
     Rows(ids=array([1, 0, 3, 2]), starts=array([0, 2, 4]))
@@ -86,36 +88,39 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     moves = _plan_moves(np.bincount(lengths, minlength=capacity + 1), capacity)
     first_row, rows, per_row = moves.T
-    moved = rows * per_row  # documents of each move
-    # Of each document, in `order`: its move, its place among the documents of that move, its row.
-    move_of = np.repeat(np.arange(len(moves)), moved)
-    place = np.arange(len(order)) - np.repeat(np.cumsum(moved) - moved, moved)
-    row_of = first_row[move_of] + place // per_row[move_of]
+    move_sizes = rows * per_row  # documents that each move places
+    # Three arrays [documents], in the order `order`: the move of each document, its number among
+    # the documents of that move, and its row.
+    move_of = np.repeat(np.arange(len(moves)), move_sizes)
+    move_begins = np.cumsum(move_sizes) - move_sizes
+    number_in_move = np.arange(len(order)) - np.repeat(move_begins, move_sizes)
+    row_of = first_row[move_of] + number_in_move // per_row[move_of]
     by_row = np.argsort(row_of, kind="stable")
     row_sizes = np.bincount(row_of)
     return Rows(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
 
 
 def _plan_moves(count_of_length: Int64s, capacity: int) -> Int64s:
-    """Plans which rows take the documents, from the longest documents on.
+    """Plans which rows take how many documents, from the longest documents to the shortest.
 
-    Rows with the same free space are kept as ranges of row numbers. The fullest rows with room,
-    `free` tokens each, take documents of `length` until less than `length` is left in them: after
-    its first document such a row is fuller still, so best fit stays with it.
+    Rows with equal free space are kept as ranges of row numbers. A row that takes one document of a
+    length takes as many of that length as it has room for. Best fit would do the same: with each
+    document the row becomes fuller, and stays the fullest one that has room.
 
     Args:
-        count_of_length: [capacity + 1]: documents of each length.
-        capacity: Tokens of a row.
+        count_of_length: [capacity + 1]: how many documents have each length.
+        capacity: Tokens that a row holds.
 
     Returns:
-        int64[moves, 3]: first row, number of rows, and number of documents put into each of them.
+        int64[moves, 3]: first row, number of rows, and number of documents put into each of these
+        rows. All documents of a move have the same length; the moves go from long to short.
     """
     moves: list[tuple[int, int, int]] = []
     ranges: dict[int, list[tuple[int, int]]] = {}  # free tokens -> ranges (first row, rows)
     spaces: list[int] = []  # the keys of `ranges`, ascending
-    opened = 0
+    opened_rows = 0
 
-    def put(free: int, first: int, rows: int) -> None:
+    def add_range(free: int, first: int, rows: int) -> None:
         if free == 0 or rows == 0:
             return
         if free not in ranges:
@@ -124,53 +129,55 @@ def _plan_moves(count_of_length: Int64s, capacity: int) -> Int64s:
         ranges[free].append((first, rows))
 
     for length in np.flatnonzero(count_of_length)[::-1].tolist():
-        left = int(count_of_length[length])
-        while left:
-            at = bisect_left(spaces, length)
-            if at < len(spaces):
-                free = spaces[at]
+        remaining = int(count_of_length[length])  # documents of this length
+        while remaining:
+            fullest = bisect_left(spaces, length)  # index of the smallest space with enough room
+            if fullest < len(spaces):
+                free = spaces[fullest]
                 first, rows = ranges[free].pop()
                 if not ranges[free]:
-                    del ranges[free], spaces[at]
+                    del ranges[free], spaces[fullest]
             else:
                 free = capacity
-                first = opened
-                rows = ceil_div(left, capacity // length)
-                opened += rows
+                first = opened_rows
+                rows = ceil_div(remaining, capacity // length)
+                opened_rows += rows
             per_row = free // length
-            used = min(rows, left // per_row)
-            if used:
-                moves.append((first, used, per_row))
-                put(free - per_row * length, first, used)
-                left -= used * per_row
-            if used < rows and left:  # fewer than `per_row` are left: one row takes them
-                moves.append((first + used, 1, left))
-                put(free - left * length, first + used, 1)
-                used += 1
-                left = 0
-            put(free, first + used, rows - used)
+            used_rows = min(rows, remaining // per_row)
+            if used_rows:
+                moves.append((first, used_rows, per_row))
+                add_range(free - per_row * length, first, used_rows)
+                remaining -= used_rows * per_row
+            if used_rows < rows and remaining:  # fewer than `per_row`: one row takes all of them
+                moves.append((first + used_rows, 1, remaining))
+                add_range(free - remaining * length, first + used_rows, 1)
+                used_rows += 1
+                remaining = 0
+            add_range(free, first + used_rows, rows - used_rows)
     return np.array(moves, dtype=np.int64)
 
 
-GROUP_STEPS = 64  # unpacked, the rows of so many steps are sorted by length together
+GROUP_STEPS = 64  # unpacked rows are sorted by length within stretches of this many steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig:
-    """The keys that decide the order of the data: how examples become rows, and rows steps."""
+    """The settings that decide which examples share a row, and which rows share a step."""
 
     seed: int
     packing: bool
-    max_length: int  # tokens in a packed row, for each document of a group
+    max_length: int  # a packed row has this many tokens for each document of a group
     global_batch_size: int  # rows in a step
-    # so that each step has as many groups, whatever their lengths, as negatives of each other
+    # Each row is one group. All full steps then have equally many groups, whatever their lengths,
+    # and each group has the others of its step as negatives.
     one_group_a_row: bool = False
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, rows: int) -> Self:
-        """The recipe's, with `rows` rows in a step."""
+        """Takes the settings from a recipe. `rows`: rows in a step, over all ranks."""
         return cls(
             seed=recipe.run.seed,
+            # the prompts of sampled completions are not packed
             packing=recipe.data.packing and not recipe.method_facts.samples,
             max_length=recipe.data.max_length,
             global_batch_size=rows,
@@ -179,20 +186,21 @@ class BatchConfig:
 
 
 def arrange_epoch(lengths: Int32s, config: BatchConfig, group_size: int, epoch: int) -> Rows:
-    """Arranges the rows of an epoch, which hold every example once.
+    """Arranges every example once, in the rows of an epoch and in the order of its steps.
 
-    With one group in a row (`one_group_a_row`), rows come in the order in which they are drawn, and
-    each micro-batch is packed when it is made. Packed, examples of equal length change places from
-    epoch to epoch, so that each epoch composes its rows differently while their number stays.
-    Unpacked, rows of similar length share a step, so that little is padding.
+    - `one_group_a_row`: the rows come in random order. If there is packing, it is done within each
+      micro-batch, by `collate`.
+    - Packed: every epoch has the same number of rows, in random order. Examples of equal length
+      change places from epoch to epoch, so the rows differ.
+    - Unpacked: rows of similar length share a step, which keeps the padding small.
 
-    The last step of an epoch holds what remains, and may be short. The examples of a group stay
-    side by side in one row.
+    The last step of an epoch has the remaining rows, which may be fewer. The examples of a group
+    stay side by side in one row; unpacked, an arranged row is one group.
 
     Args:
-        lengths: [examples]: tokens of each.
-        config: What decides the order.
-        group_size: Examples of a group.
+        lengths: [examples]: tokens of each example, the examples of a group side by side.
+        config: The settings.
+        group_size: Examples in a group.
         epoch: 0-based.
     """
     group_lengths = lengths.reshape(-1, group_size).sum(1)
@@ -200,45 +208,50 @@ def arrange_epoch(lengths: Int32s, config: BatchConfig, group_size: int, epoch: 
 
 
 def _arrange_groups(lengths: Int32s, config: BatchConfig, group_size: int, epoch: int) -> Rows:
-    """Arranges groups of `lengths` tokens, as `arrange_epoch`."""
+    """Does the work of `arrange_epoch` on whole groups, so the returned `ids` number groups.
+
+    `lengths`: [groups]: tokens of all examples of each group.
+    """
     random = make_generator(config.seed, "order", epoch)
-    drawn = random.permutation(len(lengths))
+    shuffled = random.permutation(len(lengths))
     if config.one_group_a_row:
-        return Rows(drawn, np.arange(len(lengths) + 1))
+        return Rows(shuffled, np.arange(len(lengths) + 1))
     if not config.packing:
-        drawn = _group_by_length(drawn, lengths, config.global_batch_size, random)
-        return Rows(drawn, np.arange(len(lengths) + 1))
-    packed = pack(lengths[drawn], config.max_length * group_size)
-    return Rows(drawn[packed.ids], packed.starts).take(random.permutation(len(packed)))
+        by_length = _group_by_length(shuffled, lengths, config.global_batch_size, random)
+        return Rows(by_length, np.arange(len(lengths) + 1))
+    packed = pack(lengths[shuffled], config.max_length * group_size)
+    return Rows(shuffled[packed.ids], packed.starts).take(random.permutation(len(packed)))
 
 
 def _group_by_length(
-    drawn: Int64s, lengths: Int32s, step_rows: int, random: np.random.Generator
+    shuffled: Int64s, lengths: Int32s, step_rows: int, random: np.random.Generator
 ) -> Int64s:
-    """Reorders unpacked rows so that those of a step have similar lengths.
+    """Reorders unpacked rows so that the rows of a step have similar lengths.
 
-    Within a step the longest row comes first; the steps come in random order.
+    Rows are sorted by length within stretches of GROUP_STEPS steps. Within a step the longest row
+    comes first. The steps come in random order.
 
     Args:
-        drawn: [rows]: their ids, in the order in which they were drawn.
-        lengths: [rows]: tokens of each, by id.
+        shuffled: [rows]: ids of the rows, in random order.
+        lengths: [rows]: tokens of each row, by id.
         step_rows: Rows of a step.
-        random: Orders the steps.
+        random: Draws the order of the steps.
     """
-    whole = []
-    short = []  # at most one step, of the last stretch: it ends the epoch
+    if len(shuffled) == 0:
+        return shuffled
+    full_steps = []
+    short_steps = []  # at most one, from the last stretch; it ends the epoch
     stretch = step_rows * GROUP_STEPS
-    for rows in np.split(drawn, range(stretch, len(drawn), stretch)):
+    for rows in np.split(shuffled, range(stretch, len(shuffled), stretch)):
         longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
         for start in range(0, len(rows), step_rows):
             step = longest_first[start : start + step_rows]
             if len(step) == step_rows:
-                whole.append(step)
+                full_steps.append(step)
             else:
-                short.append(step)
-    if not whole and not short:
-        return drawn
-    return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short)
+                short_steps.append(step)
+    order = random.permutation(len(full_steps))
+    return np.concatenate([full_steps[i] for i in order] + short_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,17 +263,17 @@ class StoredBatches:
     per_device_batch_size: int  # rows in a micro-batch
     steps: int  # in the whole run
     world: DataParallelRank
-    threads: int  # that build batches in advance; 0 builds them when asked
+    threads: int  # that build batches in advance; 0: a batch is built when it is asked for
     pad_token_id: int
-    epoch_rows: Callable[[int], Rows]  # caches the latest epochs
-    images: ImageProcessor | None = None  # None: the examples hold none
-    # Optimizer steps on the same rows. Above 1 where a method samples: `steps` and
-    # `steps_per_epoch` count all of them, and it makes its batches from `rows_of` alone.
+    epoch_rows: Callable[[int], Rows]  # epoch -> its rows; the latest epochs are cached
+    images: ImageProcessor | None = None  # None: the examples hold no images
+    # Optimizer steps on the same rows; more than 1 only if the method samples completions. `steps`
+    # and `steps_per_epoch` count all of them. Such a method uses `rows_of`, not `step_batch`.
     iterations: int = 1
 
     @property
     def row_tokens(self) -> int:
-        """Tokens in a packed row."""
+        """Tokens that a packed row holds."""
         return self.config.max_length * self.examples.group_size
 
     @property
@@ -275,28 +288,31 @@ class StoredBatches:
     def fingerprint(self) -> str:
         """A hash of the files that the examples come from.
 
-        The rendered text is left out, because it may contain a date.
+        It does not cover the rendered text, because a chat template may write a date.
         """
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def rows_of(self, rows_step: int) -> list[Ids]:
-        """The rows of a step over all ranks, each as the ids of its examples.
+        """Returns the rows of a step over all ranks, each as the ids of its examples.
 
-        rows_step: 0-based; the `iterations` optimizer steps on the same rows count as one.
+        `rows_step`: 0-based; the `iterations` optimizer steps on the same rows count as one.
         """
-        epoch, within = divmod(rows_step, self.steps_per_epoch // self.iterations)
+        epoch, step_in_epoch = divmod(rows_step, self.steps_per_epoch // self.iterations)
         rows = self.epoch_rows(epoch)
-        size = self.config.global_batch_size
-        return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
+        first = step_in_epoch * self.config.global_batch_size
+        end = min(first + self.config.global_batch_size, len(rows))
+        return [rows[row] for row in range(first, end)]
 
     def step_batch(self, step: int) -> StepBatch:
-        """Makes this rank's share of step `step`: the rows of `deal_rows`, or where ranks share
-        rows its part of their tokens. Only with one iteration.
+        """Makes this rank's share of a step (0-based): the micro-batches of `deal_rows`.
+
+        If several ranks share their rows, each gets a part of every row's tokens. `iterations` must
+        be 1.
         """
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
-        first_ids = ids[:: self.examples.group_size]  # of each group
+        first_ids = ids[:: self.examples.group_size]  # the first example of each group
         lengths = self.examples.lengths[ids].astype(np.int64)
         make_micro_batch = partial(
             collate,
@@ -325,10 +341,10 @@ class StoredBatches:
         return deal_rows(rows, rank, self.world.size, self.per_device_batch_size)
 
     def batches(self, from_step: int = 0, on_report: object = None) -> Iterator[StepBatch]:
-        """Yields the step batches from `from_step` to the end.
+        """Yields the step batches from `from_step` to the end, in pinned memory for CUDA.
 
-        Threads build them in advance; for CUDA they are in pinned memory. `on_report` is what
-        streamed batches call when all data is read, and ignored here: it has been.
+        `threads` threads build them in advance. `on_report` is never called: only streamed batches
+        have a report that changes while they are read.
         """
         steps = range(from_step, self.steps)
         if self.threads == 0:
@@ -348,6 +364,7 @@ class StoredBatches:
                     future.cancel()
 
     def _pinned_batch(self, step: int) -> StepBatch:
+        """Makes the batch of a step, in pinned memory if the device is a CUDA GPU."""
         batch = self.step_batch(step)
         if self.world.device.type != "cuda":
             return batch
@@ -358,24 +375,25 @@ class StoredBatches:
 
 
 def deal_rows(rows: Sequence[Ids], rank: int, ranks: int, size: int) -> list[Ids]:
-    """Deals the rows of a step to ranks, and lists the micro-batches of one rank.
+    """Deals the rows of a step out to the ranks, and lists the micro-batches of one rank.
 
-    Rank r has the rows r, r + ranks, ... Every rank has as many micro-batches; the last may be
-    empty.
+    Rank r gets the rows r, r + ranks, r + 2 ranks and so on. Every rank has the same number of
+    micro-batches, of which the last ones may have no examples.
 
     Args:
-        rows: Of a step, each the ids of its examples.
-        rank: Whose micro-batches are listed.
-        ranks: The ranks that share the rows.
+        rows: The rows of the step, each as the ids of its examples.
+        rank: The rank whose micro-batches are listed.
+        ranks: How many ranks the rows are dealt out to.
         size: Rows in a micro-batch.
 
     Returns:
-        int64[examples] for each micro-batch: their ids.
+        The example ids of each micro-batch: int64[examples].
     """
-    count = ceil(ceil(len(rows) / ranks) / size)
-    own = rows[rank::ranks]
-    empty = np.zeros(0, np.int64)
-    return [np.concatenate([empty, *own[i * size : (i + 1) * size]]) for i in range(count)]
+    most_rows = ceil(len(rows) / ranks)  # of any rank
+    count = ceil(most_rows / size)
+    rank_rows = rows[rank::ranks]
+    no_ids = np.zeros(0, np.int64)  # np.concatenate needs at least one array
+    return [np.concatenate([no_ids, *rank_rows[i * size : (i + 1) * size]]) for i in range(count)]
 
 
 def make_batches(
@@ -386,18 +404,18 @@ def make_batches(
     tokenizer: Any = None,
     threads: int = 0,
 ) -> StoredBatches:
-    """Makes the batches of one epoch for a rank; `replace` their `steps` for more or fewer.
+    """Makes the batches of one epoch for a rank. For more or fewer steps, `replace` `steps`.
 
     Args:
-        examples: What to train on, or to evaluate by.
-        config: What decides their order.
-        world: The rank.
+        examples: The examples to train on, or to evaluate on.
+        config: The settings that decide their order.
+        world: This rank.
         per_device_batch_size: Rows in a micro-batch.
-        tokenizer: As `load_tokenizer` gives it; None for tokens without text.
-        threads: They build batches in advance; 0: none.
+        tokenizer: Made by `load_tokenizer`; None if the examples come without a tokenizer.
+        threads: How many threads build batches in advance; 0: none.
 
     Raises:
-        UserError: A row without an image holds the token of one.
+        UserError: A row without an image holds an image token as typed text.
     """
     arrange = partial(arrange_epoch, examples.lengths, config, examples.group_size)
     rows = lru_cache(maxsize=2)(arrange)
@@ -430,18 +448,18 @@ def collate(
     parts: int = 1,
     images: ImageProcessor | None = None,
 ) -> MicroBatch:
-    """Makes a micro-batch of the examples `ids`; a filler where there are none.
+    """Makes the micro-batch of the examples `ids`; a filler if there are none.
 
-    Rated examples alternate with mismatched ones (another prompt's answer), which become a
-    micro-batch within the micro-batch.
+    If examples are rated, `ids` alternates between a rated example and its mismatched one (the
+    prompt with another prompt's answer). The mismatched ones become `MicroBatch.mismatched`.
 
     Args:
-        examples: Of the run.
-        ids: int64[examples]: which of them.
-        packing: Whether all stand in one row.
-        pad_token_id: It fills up rows that are not packed.
-        part: Which part of the tokens this rank has.
-        parts: The ranks that divide the tokens of a row.
+        examples: The examples of the run.
+        ids: int64[examples]: the examples of this micro-batch.
+        packing: Whether all examples go into one row.
+        pad_token_id: Fills up rows that are not packed.
+        part: The number, from 0, of the part of each row's tokens that this rank gets.
+        parts: Into how many parts the tokens of a row are divided, one for each rank.
         images: The processor that makes pixels; None: the examples hold no image.
     """
     if not examples.is_rated:
@@ -450,6 +468,7 @@ def collate(
             return micro_batch
         return add_images(micro_batch, micro_batch.example_ids, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
+    # `ids` holds whole groups of (rated, mismatched).
     rated = _collate(examples, ids[0::2], packing, pad_token_id, part, parts)
     mismatched = _collate(examples, ids[1::2], packing, pad_token_id, part, parts)
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
@@ -458,6 +477,10 @@ def collate(
 def _collate(
     examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: int, parts: int
 ) -> MicroBatch:
+    """Makes a micro-batch as `collate` does, without images, ratings and mismatched examples.
+
+    It has `trained_documents` if examples form groups, whose documents the loss compares.
+    """
     if len(ids) == 0:
         micro_batch = make_filler(packing, parts)
     else:
@@ -477,57 +500,60 @@ def _collate(
 def add_images(
     micro_batch: MicroBatch, ids: Sequence[int], examples: Examples, images: ImageProcessor
 ) -> MicroBatch:
-    """Adds the pixels of its documents' images to a micro-batch.
+    """Adds the pixels of the documents' images to a micro-batch.
+
+    If there are no images, these are the pixels of a blank image.
 
     Args:
-        micro_batch: Without images.
-        ids: For each document the example whose images it has.
-        examples: Of the run.
+        micro_batch: A micro-batch without images.
+        ids: For each document, the example that has its images.
+        examples: The examples of the run.
         images: The processor that makes the pixels.
 
     Raises:
         UserError: An image cannot be read.
     """
-    read = [image for example_id in ids for image in examples.read_images(example_id)]
+    read_images = [image for example_id in ids for image in examples.read_images(example_id)]
     try:
-        inputs = images.make_inputs(read) if read else images.blank_inputs
+        inputs = images.make_inputs(read_images) if read_images else images.blank_inputs
     except BadRow as problem:
         raise UserError(f"one of {', '.join(map(examples.where, ids))}: {problem}") from None
     return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))
 
 
 def _take_part(micro_batch: MicroBatch, part: int, parts: int) -> MicroBatch:
-    """Takes a rank's part of the tokens of each row, whose number `parts` divides."""
-    tokens = micro_batch.labels.shape[1] // parts
+    """Takes part `part` of the tokens of each row. A row's length is a multiple of `parts`."""
+    row_length = micro_batch.labels.shape[1]
+    tokens = row_length // parts
     first = part * tokens
     names = ("input_ids", "labels", "position_ids", "token_mask")
-    mine = {
+    part_tensors = {
         name: getattr(micro_batch, name)[:, first : first + tokens].contiguous() for name in names
     }
     return replace(
         micro_batch,
-        **mine,
-        trained_positions=_find_trained_positions(mine["labels"].numpy()),
+        **part_tensors,
+        trained_positions=_find_trained_positions(part_tensors["labels"].numpy()),
         first_token=first,
     )
 
 
 def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
-    """Packs documents one after another into a single row, filled up so that `parts` divides it.
+    """Packs documents one after another into a single row, which padding fills up.
 
-    `example_ids` are left empty.
+    The row's length becomes a multiple of ROUND_TOKENS x `parts`. `example_ids` stays empty.
     """
     document_lengths = [len(document.input_ids) for document in documents]
     tokens = sum(document_lengths)
     padding = -tokens % (ROUND_TOKENS * parts)
-    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a
-    # document holds nothing else, Gemma 3n, which takes the square root of its states' mean square,
-    # has a gradient of 0 x infinity.
+    # The padding repeats a token of the text, because the embedding of the pad token may be zero.
+    # Gemma 3n takes the square root of the mean square of its states. In a document of zeros alone
+    # its gradient would be 0 x infinity.
     input_ids = np.full(tokens + padding, documents[0].input_ids[0], np.int64)
     labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
     np.concatenate([document.input_ids for document in documents], out=input_ids[:tokens])
     np.concatenate([document.labels for document in documents], out=labels[:tokens])
-    # The padding is a document of its own, which no other attends to.
+    # The padding is a separate document, so no document attends to it.
     lengths = np.array([*document_lengths, padding] if padding else document_lengths, np.int64)
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
@@ -546,51 +572,52 @@ def pack_documents(documents: Sequence[Example], parts: int = 1) -> MicroBatch:
 
 
 def pad_documents(documents: Sequence[Example], pad_token_id: int, parts: int = 1) -> MicroBatch:
-    """Puts each document in a row of its own, padded to the longest, whose length `parts` divides.
+    """Puts each document in a separate row, padded to the length of the longest document.
 
-    `example_ids` are left empty.
+    That length is rounded up to a multiple of `parts`. `example_ids` stays empty.
     """
     lengths = [len(document.input_ids) for document in documents]
-    longest = round_up(max(lengths), parts)
-    input_ids = np.full((len(documents), longest), pad_token_id, np.int64)
-    labels = np.full((len(documents), longest), IGNORE_INDEX, np.int64)
+    row_length = round_up(max(lengths), parts)
+    input_ids = np.full((len(documents), row_length), pad_token_id, np.int64)
+    labels = np.full((len(documents), row_length), IGNORE_INDEX, np.int64)
     for row, document in enumerate(documents):
         input_ids[row, : lengths[row]] = document.input_ids
         labels[row, : lengths[row]] = document.labels
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
-        position_ids=torch.arange(longest).repeat(len(documents), 1),
+        position_ids=torch.arange(row_length).repeat(len(documents), 1),
         trained_positions=_find_trained_positions(labels),
         cu_seq_lens=None,
-        max_document_length=longest,
+        max_document_length=row_length,
         example_ids=(),
         document_lengths=tuple(lengths),
-        token_mask=torch.arange(longest) < torch.tensor(lengths)[:, None],
+        token_mask=torch.arange(row_length) < torch.tensor(lengths)[:, None],
     )
 
 
 def _find_trained_positions(labels: Ids) -> Tensor:
-    """Finds the positions of labels in the flattened `labels`.
+    """Finds the positions in the flattened `labels` that have a label: int64[positions].
 
-    Positions without a label follow, up to a multiple of ROUND_TOKENS; they add nothing to the
-    loss.
+    Positions without a label follow and round their number up to a multiple of ROUND_TOKENS, as far
+    as there are any. They add nothing to the loss.
     """
-    trained = np.flatnonzero(labels != IGNORE_INDEX)
-    missing = round_up(len(trained), ROUND_TOKENS) - len(trained)
-    others = np.flatnonzero(labels == IGNORE_INDEX)[:missing]
-    return torch.from_numpy(np.concatenate((trained, others)))
+    labeled = np.flatnonzero(labels != IGNORE_INDEX)
+    missing = round_up(len(labeled), ROUND_TOKENS) - len(labeled)
+    unlabeled = np.flatnonzero(labels == IGNORE_INDEX)[:missing]
+    return torch.from_numpy(np.concatenate((labeled, unlabeled)))
 
 
 def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
-    """Makes the micro-batch of a rank that has no row: ROUND_TOKENS tokens without a label.
+    """Makes the micro-batch of a rank without rows: ROUND_TOKENS x `parts` tokens without a label.
 
-    With it the rank takes part in the step's collectives and adds nothing. It is not a single
-    token: torch.compile treats a size of 1 as a constant, and would compile the layers again.
+    With it the rank takes part in the step's collectives and adds nothing to the loss. A single
+    token would not do: torch.compile treats a size of 1 as a constant and would compile the layers
+    a second time.
     """
     tokens = ROUND_TOKENS * parts
     return MicroBatch(
-        # 0 is often the pad token, see `pack_documents`
+        # token 1, because 0 is often the pad token: see `pack_documents`
         input_ids=torch.ones(1, tokens, dtype=torch.int64),
         labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
         position_ids=torch.arange(tokens)[None],

@@ -1,5 +1,6 @@
-"""What a reward reads of a completion: the text of a reward model, by its own template, or of a
-judge.
+"""The text that a reward model or a judge reads to score a completion.
+
+A reward model reads it by its own chat template, a judge as its prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,24 +16,24 @@ from finetune.data.render import render_scored
 from finetune.data.tokenizer import Renderer, apply_template, load_tokenizer, make_renderer
 from finetune.errors import UserError
 
-Said = str | Sequence[Message]  # a prompt or a completion, as text or as messages
+TextOrMessages = str | Sequence[Message]  # the form of a prompt or a completion
 
 
 @dataclass(frozen=True, slots=True)
 class RewardText:
-    """How a reward model reads a conversation: by its own tokenizer and chat template, as `method:
-    reward` does.
+    """Renders and encodes conversations for a reward model, as `method: reward` does.
+
+    The tokenizer and the chat template are the reward model's own.
     """
 
-    name: str  # of the folder or on the hub
+    name: str  # the model's folder, or its name on the hub
     tokenizer: Any
     renderer: Renderer
 
-    def render(self, prompt: Said, completion: Said) -> str:
-        """Renders a prompt with its completion as the text that the reward model reads.
+    def render(self, prompt: TextOrMessages, completion: TextOrMessages) -> str:
+        """Renders a prompt and its completion as the text that the reward model reads.
 
-        Both are text, or both are messages. Raises `UserError` where the chat template rejects
-        them.
+        Both are text, or both are messages. Raises `UserError` if the chat template rejects them.
         """
         try:
             if isinstance(prompt, str):
@@ -41,17 +42,18 @@ class RewardText:
         except BadRow as error:
             raise UserError(f"rewards: {self.name}: {error}") from None
 
-    def encode(self, prompt: Said, completion: Said) -> list[int]:
-        """The token ids of that text. Raises `UserError` as `render`."""
+    def encode(self, prompt: TextOrMessages, completion: TextOrMessages) -> list[int]:
+        """Returns the token ids of the text that `render` makes. Raises the same `UserError`."""
         text = self.render(prompt, completion)
+        # A chat template writes its own BOS; plain text gets the tokenizer's.
         is_plain = isinstance(prompt, str)
         return list(self.tokenizer(text, add_special_tokens=is_plain, verbose=False).input_ids)
 
 
 def read_reward_texts(recipe: Recipe) -> list[RewardText]:
-    """How each reward model of the recipe reads conversations.
+    """Loads the tokenizer of each of the recipe's reward models, in their order.
 
-    Raises `UserError` for one without a tokenizer.
+    Raises `UserError` for a model without a tokenizer.
     """
     texts = []
     for name in recipe.rollout.reward_models:
@@ -61,21 +63,24 @@ def read_reward_texts(recipe: Recipe) -> list[RewardText]:
 
 
 def keys_of_reward(name: str, recipe: Recipe) -> Model:
-    """Returns the recipe's keys for a model as they are for the reward model `name`."""
+    """Makes the keys by which a reward model is loaded.
+
+    `name`: the model's folder, or its name on the hub. `trust_remote_code` is the recipe's.
+    """
     return Model(model_name_or_path=name, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def show_rewarded(
     row: Mapping[str, Any], texts: Sequence[RewardText], recipe: Recipe
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name in metrics, text to read) for each reward model and judge of the recipe.
+    """Yields (name in metrics, text to read) for each reward model, then for each judge.
 
-    The text shows the row's own answer as the completion, or "..." where the row has no answer.
+    The text has the row's own answer as the completion, or "..." if the row has no answer.
 
     Args:
-        row: As `Examples.read_row` gives it.
-        texts: How the reward models read conversations.
-        recipe: With the judges.
+        row: What `Examples.read_row` returns.
+        texts: One for each reward model.
+        recipe: The run's, which has the judges.
 
     Raises:
         UserError: A chat template rejects the row.
@@ -83,7 +88,7 @@ def show_rewarded(
     prompt = row["prompt"]
     columns = row["columns"]
     answer = str(columns.get("answer", "..."))
-    completion: Said = answer
+    completion: TextOrMessages = answer
     if not isinstance(prompt, str):
         completion = [{"role": "assistant", "content": answer}]
     for text in texts:

@@ -1,7 +1,8 @@
-"""Rows of other methods: a prompt with a chosen and a rejected answer, a rated one, or a prompt
-that waits for one.
+"""Reads the rows of methods that compare, rate or sample answers.
 
-They are read in the forms that people have; the common prompt of a pair is found.
+A row is a prompt with a chosen and a rejected answer, with a rated answer, with the labeled steps
+of an answer, or without an answer. If the two answers of a pair hold their prompt, it is found as
+what both begin with.
 """
 
 import json
@@ -50,23 +51,27 @@ from finetune.data.messages import (
 )
 from finetune.units import is_fp32_number
 
+# names of columns
 CHOSEN = ("chosen", "response_w")
 MARGIN = "margin"  # by how much the chosen answer's score should be larger
 REJECTED = ("rejected", "response_l")
-# those that are read
+# columns that a pair's prompt is read from, in this order
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
-# text in these is a user's turn; in others it is a prompt without a template
-OF_CHAT = ("question", "instruction")
+# a text in these columns is a user's turn; a text in the other ones is a prompt without a template
+CHAT_PROMPTS = ("question", "instruction")
+# columns that usually hold a prompt, whether they are read or not
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
-ASKING = ("system", "developer", "user", "human", "prompter")  # roles that begin no answer
-RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
+ASKING = ("system", "developer", "user", "human", "prompter")  # roles that no answer begins with
+RATINGS = ("score", "rating", "reward")  # words in the name of a column: higher is better
 
 
-Side = Conversation | Completion  # an answer after its prompt, which is not trained on
+AnsweredPrompt = Conversation | Completion  # a prompt and its answer; only the answer is trained on
 
 
 def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a preference row, as a group of two. Raises `BadRow`.
+    """Reads a preference row as one group of two documents: chosen, rejected.
+
+    Raises `BadRow` for a row that cannot be read.
 
     >>> row = {"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}
     >>> parse_pair(row, DatasetSource(path="sums.jsonl")).groups[0].documents[1]
@@ -78,9 +83,10 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
             "plain text (type: text, text_column) holds no pairs of answers; remove the key, or "
             "set method: sft"
         )
-    names = _require_sides(row, source)
-    sides = [columns.take(name) for name in names]
-    prompt_name = _find_prompt(row, source, names)
+    chosen_name, rejected_name = _require_answer_columns(row, source)
+    chosen = columns.take(chosen_name)
+    rejected = columns.take(rejected_name)
+    prompt_name = _find_prompt_column(row, source, (chosen_name, rejected_name))
     if prompt_name is None:
         prompt = None
     else:
@@ -88,15 +94,16 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
     if source.type:
         is_chat = FORMATS[source.type].is_chat
     else:
-        is_chat = prompt_name in OF_CHAT
-    are_texts = all(isinstance(side, str) for side in sides)
+        is_chat = prompt_name in CHAT_PROMPTS
+    are_texts = isinstance(chosen, str) and isinstance(rejected, str)
     if are_texts and not is_chat and not isinstance(prompt, list):
-        pair = _read_texts(prompt, *sides)
+        pair = _read_texts(prompt, chosen, rejected)
     else:
-        turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
-        pair = _read_messages(columns, prompt, turns, prompt_name)
-    findings = _check_prompt(columns, pair[0], prompt)
-    if _is_swapped(columns, is_turned="reject" in names[0]):
+        answers = [_read_turns(chosen, chosen_name), _read_turns(rejected, rejected_name)]
+        pair = _read_messages(columns, prompt, answers, prompt_name)
+    chosen_document, _ = pair
+    findings = _check_prompt_column(columns, chosen_document, prompt)
+    if _is_swapped(columns, is_reversed="reject" in chosen_name):
         findings = (*findings, "order_swapped")
     return ParsedRow((Group(pair),), "preference", columns.unused, findings)
 
@@ -104,7 +111,8 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
 def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     """Reads a preference row for a reward model, which scores the last token of each answer.
 
-    The label of the chosen answer is the row's margin. Raises `BadRow`.
+    The label of the chosen answer is the row's margin, 0 without one; that of the rejected answer
+    is 0. Raises `BadRow` for a row or a margin that cannot be read.
     """
     parsed = parse_pair(row, source)
     margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
@@ -121,10 +129,9 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
 
 
 def parse_steps(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a prompt with the steps of its answer and whether each is right, as TRL's stepwise
-    rows.
+    """Reads a row with a prompt, the steps of its answer, and whether each step is right.
 
-    Raises `BadRow`.
+    This is the format of TRL's stepwise rows. Raises `BadRow` for any other row.
 
     >>> row = {"prompt": "2+2+1?", "completions": ["2+2=4", "4+1=6"], "labels": [True, False]}
     >>> parse_steps(row, DatasetSource(path="sums.jsonl"), Data()).document
@@ -132,22 +139,25 @@ def parse_steps(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     """
     columns = Columns(row)
     prompt = columns.take_text(source.prompt_column or "prompt")
-    name = source.completion_column or "completions"
-    named = source.label_column or "labels"
-    steps = columns.take(name)
-    labels = columns.take(named)
-    if not isinstance(steps, list) or not all(isinstance(s, str) and s for s in steps):
-        raise BadRow(f"{name}: a list of text is expected, found {describe_value(steps)}")
+    steps_name = source.completion_column or "completions"
+    labels_name = source.label_column or "labels"
+    steps = columns.take(steps_name)
+    labels = columns.take(labels_name)
+    if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
+        raise BadRow(f"{steps_name}: a list of text is expected, found {describe_value(steps)}")
     if not isinstance(labels, list) or any(label not in (0, 1) for label in labels):
-        raise BadRow(f"{named}: a list of true and false is expected, found {labels!r:.100}")
+        raise BadRow(f"{labels_name}: a list of true and false is expected, found {labels!r:.100}")
     if len(steps) != len(labels) or not steps:
-        raise BadRow(f"{named}: {len(labels)} labels for {len(steps)} steps in {name}")
+        raise BadRow(f"{labels_name}: {len(labels)} labels for {len(steps)} steps in {steps_name}")
     document = Steps(prompt, tuple(steps), tuple(map(int, labels)), data.step_separator)
     return ParsedRow((Group((document,)),), "steps", columns.unused)
 
 
 def is_empty_answer(document: Document) -> bool:
-    """Whether nothing stands in what is trained on."""
+    """Whether nothing but white space is trained on in a document.
+
+    Calls and other keys of a message make an answer non-empty.
+    """
     if isinstance(document, Completion):
         return not document.completion.strip()
     if isinstance(document, Text):
@@ -167,54 +177,60 @@ def is_empty_answer(document: Document) -> bool:
 
 
 def find_end_of_prompt(chosen: str, rejected: str) -> int:
-    """Finds where the prompt ends with which two texts begin.
+    """Finds the end of the prompt that two texts share, in characters; 0 if there is none.
 
-    It ends at the start of a word, so that no token of an answer is cut in two, and leaves
-    something of both answers. A space before the answer belongs to it, as in most tokenizers'
-    words, and as in TRL's `extract_prompt`.
+    The prompt ends before a word, so that no token of an answer is cut in two, and both answers
+    keep some text. A space before the answers belongs to them, as it does in the tokens of most
+    tokenizers and in TRL's `extract_prompt`.
 
     >>> find_end_of_prompt("Q: 1+1? A: two is right", "Q: 1+1? A: twelve")
     10
     """
     end = count_common(chosen, rejected)
     while end > 0:
-        begins_word = chosen[end - 1].isspace()
-        if begins_word and chosen[end:].strip() and rejected[end:].strip():
+        is_before_word = chosen[end - 1].isspace()
+        if is_before_word and chosen[end:].strip() and rejected[end:].strip():
             break
         end -= 1
     has_space_before = end > 0 and chosen[end - 1] == " "
     return end - 1 if has_space_before else end
 
 
-def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
-    """Finds the columns of the chosen and of the rejected answer; None where the row has none."""
-    chosen_names, rejected_names = _name_sides(source)
+def find_answer_columns(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
+    """Returns the names of the chosen and of the rejected answer's column.
+
+    A name is None if the row has no such answer.
+    """
+    chosen_names, rejected_names = _list_answer_columns(source)
     chosen = first_given(row, chosen_names)
     rejected = first_given(row, rejected_names)
     return chosen, rejected
 
 
-def _name_sides(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names that the column of the chosen, and of the rejected answer may have."""
-    named = source.chosen_column or source.completion_column
-    chosen = (named,) if named else CHOSEN
+def _list_answer_columns(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the possible names of the chosen and of the rejected answer's column.
+
+    A name in the source is then the only possible one.
+    """
+    chosen_name = source.chosen_column or source.completion_column
+    chosen = (chosen_name,) if chosen_name else CHOSEN
     rejected = (source.rejected_column,) if source.rejected_column else REJECTED
     return chosen, rejected
 
 
-def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
-    """The columns of the chosen and of the rejected answer.
+def _require_answer_columns(row: Row, source: DatasetSource) -> tuple[str, str]:
+    """Returns the names of the chosen and of the rejected answer's column.
 
-    Raises `BadRow` where the row has none.
+    Raises `BadRow` if the row lacks one of the two answers.
     """
-    chosen_names, rejected_names = _name_sides(source)
-    chosen, rejected = find_sides(row, source)
+    chosen_names, rejected_names = _list_answer_columns(source)
+    chosen, rejected = find_answer_columns(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
-    rated = first_given(row, LABEL_COLUMNS)
+    label_name = first_given(row, LABEL_COLUMNS)
     hint = ""
-    if rated:
-        hint = f"; method: {RATED[0]} learns from answers rated by {rated}"
+    if label_name:
+        hint = f"; method: {RATED[0]} learns from answers rated by {label_name}"
     missing = " or ".join(chosen_names if chosen is None else rejected_names)
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference "
@@ -223,23 +239,30 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     )
 
 
-def _named_prompt(row: Row, source: DatasetSource) -> str | None:
-    """The column of the prompt that the source names.
+def _find_named_prompt(row: Row, source: DatasetSource) -> str | None:
+    """Returns the prompt's column that the source names; None if it names none.
 
-    Raises `BadRow` where the row has nothing in it.
+    Raises `BadRow` if the row has no value in that column.
     """
-    named = source.prompt_column or source.messages_column
-    if named is not None and row.get(named) is None:
-        raise BadRow(f"{named}: nothing; its columns are {list_columns(row)}")
-    return named
+    name = source.prompt_column or source.messages_column
+    if name is not None and row.get(name) is None:
+        raise BadRow(f"{name}: nothing; its columns are {list_columns(row)}")
+    return name
 
 
-def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
-    usual = (name for name in PROMPTS if name not in sides)
-    return _named_prompt(row, source) or first_given(row, usual)
+def _find_prompt_column(
+    row: Row, source: DatasetSource, answer_columns: Sequence[str]
+) -> str | None:
+    """Returns the column of a pair's prompt; None if the row has none beside the two answers."""
+    usual_names = (name for name in PROMPTS if name not in answer_columns)
+    return _find_named_prompt(row, source) or first_given(row, usual_names)
 
 
 def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
+    """Takes a pair's prompt from the column `name`, as text or as turns.
+
+    Raises `BadRow` if the column holds neither.
+    """
     if name == "instruction":
         return take_question(columns, source)
     value = columns.take(name)
@@ -251,7 +274,10 @@ def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | li
 
 
 def _read_turns(value: Any, column: str) -> list[Any]:
-    """An answer as turns: a list of them, one of them, or the assistant's text."""
+    """Reads an answer as a list of turns. It may be such a list, one turn, or the assistant's text.
+
+    Raises `BadRow` for any other value.
+    """
     if isinstance(value, str):
         return [make_message("assistant", value)]
     if isinstance(value, dict):
@@ -264,29 +290,40 @@ def _read_turns(value: Any, column: str) -> list[Any]:
 
 
 def _read_messages(
-    columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None
-) -> tuple[Side, Side]:
-    """The pair of a conversational row: a prompt and answers, or two conversations that begin
-    alike.
+    columns: Columns, prompt: Any, answers: list[list[Any]], prompt_name: str | None
+) -> tuple[AnsweredPrompt, AnsweredPrompt]:
+    """Makes the two conversations of a row whose answers are messages: (chosen, rejected).
+
+    Either the answers follow a prompt of another column, or they are whole conversations that begin
+    with their prompt.
+
+    Args:
+        columns: The row.
+        prompt: The content of the prompt's column, text or turns; None if there is none.
+        answers: The turns of the chosen and of the rejected answer.
+        prompt_name: The prompt's column; None if there is none.
+
+    Raises:
+        BadRow: The turns cannot be read, or two whole conversations have no common prompt.
     """
     if isinstance(prompt, str):
         turns = [make_message("user", prompt)]
     else:
         turns = list(prompt or [])
-    holds_prompt = any(role_of(side[0]) in ASKING for side in sides)
+    holds_prompt = any(role_of(answer[0]) in ASKING for answer in answers)
     if turns and not holds_prompt:
         before = without_training(turns)
-        chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
+        chosen, rejected = (make_conversation(columns, [*before, *answer]) for answer in answers)
         return chosen, rejected
-    # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such
-    # as a system message.
+    # The answers hold their prompt. A column `prompt` may repeat it, or hold turns that come before
+    # it, such as a system message.
     before = []
     if prompt_name == "prompt" and isinstance(prompt, list):
         before = turns
-    is_repeated = all(side[: len(before)] == before for side in sides)
+    is_repeated = all(answer[: len(before)] == before for answer in answers)
     if is_repeated:
         before = []
-    chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
+    chosen, rejected = (make_conversation(columns, [*before, *answer]) for answer in answers)
     shared = _count_shared(chosen.messages, rejected.messages)
     _require_shared(shared, chosen, rejected, prompt, prompt_name)
     return _train_from(shared, chosen), _train_from(shared, rejected)
@@ -295,8 +332,10 @@ def _read_messages(
 def _require_shared(
     shared: int, chosen: Conversation, rejected: Conversation, prompt: Any, prompt_name: str | None
 ) -> None:
-    """Raises `BadRow` where two conversations share no message, or differ where it is not the
-    assistant's turn.
+    """Raises `BadRow` if two conversations have no common prompt that both answer.
+
+    `shared` counts the messages of the prompt. There must be at least one, and the next message of
+    both must be the assistant's. `prompt` and `prompt_name` are for the advice.
     """
     if shared == 0:
         advice = ""
@@ -307,7 +346,8 @@ def _require_shared(
         raise BadRow(
             f"chosen and rejected have no common prompt: their first messages differ{advice}"
         )
-    if any(side.messages[shared]["role"] != "assistant" for side in (chosen, rejected)):
+    next_messages = (chosen.messages[shared], rejected.messages[shared])
+    if any(message["role"] != "assistant" for message in next_messages):
         raise BadRow(
             f"message {shared + 1}: chosen and rejected differ in a turn that is not the "
             "assistant's"
@@ -315,19 +355,19 @@ def _require_shared(
 
 
 def _train_from(first: int, conversation: Conversation) -> Conversation:
-    """The conversation, of which no turn before message `first` is trained on."""
+    """Returns a copy of a conversation in which no message before index `first` is trained on."""
     trained = tuple(is_trained and i >= first for i, is_trained in enumerate(conversation.trained))
     return replace(conversation, trained=trained)
 
 
-def _check_prompt(
-    columns: Columns, chosen: Side, prompt: str | list[Any] | None
+def _check_prompt_column(
+    columns: Columns, chosen: AnsweredPrompt, prompt: str | list[Any] | None
 ) -> tuple[str, ...]:
-    """Lists the findings about a pair's prompt.
+    """Returns the findings about where a pair's prompt was read from.
 
     Args:
         columns: The row.
-        chosen: The chosen answer after its prompt, as it was read.
+        chosen: The chosen answer with the prompt that was found.
         prompt: The content of the prompt's column; None: there is no such column.
     """
     if isinstance(chosen, Conversation):
@@ -338,9 +378,9 @@ def _check_prompt(
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
-    """Whether an unread column may hold the prompt of a pair.
+    """Whether an unread column may hold the prompt of a pair of texts.
 
-    `shared`: what both answers begin with, which is their prompt otherwise.
+    `shared`: the text that both answers begin with. It is their prompt if no column holds it.
     """
     for name in columns.unused:
         value = columns.row[name]
@@ -352,27 +392,31 @@ def _lacks_prompt(columns: Columns, shared: str) -> bool:
             and isinstance(value, str)
             and len(value.strip()) > len(shared)
         ):
-            return True  # what the answers share is then how both begin, such as "It is"
+            # The answers only happen to begin with the same words, such as "It is".
+            return True
     return False
 
 
 def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
-    """Whether a conversation holds what the prompt's column asks; true without such a text."""
+    """Whether a message that is not trained on contains `prompt`, or is contained in it.
+
+    `prompt`: the content of the prompt's column. Returns True if that is no text, or is blank.
+    """
     if not isinstance(prompt, str) or not prompt.strip():
         return True
-    asked = [
-        m["content"].strip()
-        for m, is_trained in zip(conversation.messages, conversation.trained, strict=True)
+    untrained_texts = [
+        message["content"].strip()
+        for message, is_trained in zip(conversation.messages, conversation.trained, strict=True)
         if not is_trained
     ]
-    return any(text and (text in prompt or prompt.strip() in text) for text in asked)
+    return any(text and (text in prompt or prompt.strip() in text) for text in untrained_texts)
 
 
 def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """Counts the messages of the prompt with which two conversations begin.
+    """Counts the messages of the prompt that two conversations begin with.
 
-    They are all that both share. Where one conversation ends within these, they are those before
-    the last answer that both have.
+    The prompt is all messages up to the first that differs. If no message differs before one
+    conversation ends, the prompt ends before the last assistant message that both have.
     """
     shared = count_common(chosen, rejected)
     if shared < min(len(chosen), len(rejected)):
@@ -380,7 +424,13 @@ def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int
     return max((i for i in range(shared) if chosen[i]["role"] == "assistant"), default=0)
 
 
-def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, Side]:
+def _read_texts(
+    prompt: str | None, chosen: str, rejected: str
+) -> tuple[AnsweredPrompt, AnsweredPrompt]:
+    """Makes the two documents of a row whose answers are texts: (chosen, rejected).
+
+    If `prompt` is None, the prompt is what both texts begin with.
+    """
     if prompt is None:
         end = find_end_of_prompt(chosen, rejected)
         prompt = chosen[:end]
@@ -389,63 +439,73 @@ def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, S
     return Completion(prompt, chosen), Completion(prompt, rejected)
 
 
-def _is_swapped(columns: Columns, is_turned: bool) -> bool:
-    """Whether all of the row's own ratings are higher for its rejected answer, such as
-    score_rejected above score_chosen; false without ratings.
+def _is_swapped(columns: Columns, is_reversed: bool) -> bool:
+    """Whether every rating in the row is higher for the rejected answer; False without ratings.
 
-    `is_turned`: the recipe names the column `rejected` as that of the chosen answer.
+    `is_reversed`: the source names the column `rejected` as that of the chosen answer.
     """
     ratings = list(_read_ratings(columns))
     if not ratings:
         return False
-    if is_turned:
+    if is_reversed:
         return all(of_rejected < of_chosen for of_chosen, of_rejected in ratings)
     return all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
-    """Yields (rating of the column `chosen`, of `rejected`) for each kind of rating in the row."""
-    for name in columns.row:
-        if name.endswith("_w"):
-            other = f"{name[:-2]}_l"
+    """Yields (rating of `chosen`, rating of `rejected`) for each kind of rating in the row.
+
+    The two are in columns such as score_chosen and score_rejected, or score_w and score_l.
+    """
+    for chosen_name in columns.row:
+        if chosen_name.endswith("_w"):
+            rejected_name = chosen_name.removesuffix("_w") + "_l"
         else:
-            other = re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
-        values = [columns.row.get(column) for column in (name, other)]
-        is_number = all(
+            rejected_name = re.sub("chosen", "rejected", chosen_name, flags=re.IGNORECASE)
+        values = [columns.row.get(column) for column in (chosen_name, rejected_name)]
+        are_numbers = all(
             isinstance(value, int | float) and not isinstance(value, bool) for value in values
         )
-        if other != name and is_number and any(word in name.lower() for word in RATINGS):
-            yield columns.take(name), columns.take(other)
+        is_rating = any(word in chosen_name.lower() for word in RATINGS)
+        # The names are equal if the column is not one of a pair.
+        if rejected_name != chosen_name and are_numbers and is_rating:
+            yield columns.take(chosen_name), columns.take(rejected_name)
 
 
-Turns = list[tuple[Message, bool]]  # messages, each with whether it is trained on
+Turns = list[tuple[Message, bool]]  # (message, whether it is trained on)
+# a label as lower-case text -> whether the answer is good
 MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a row with a label, or a preference row as two. Raises `BadRow`.
+    """Reads an answer that a label rates as good or bad, as one group.
+
+    A preference row is read as two groups: its chosen answer is good, its rejected one bad.
+
+    Raises `BadRow` for any other row.
 
     >>> row = {"prompt": "2+2=", "completion": " 5", "label": False}
     >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).groups
     (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1, labels=None),)
     """
-    if source.label_column is None and None not in find_sides(row, source):
+    if source.label_column is None and None not in find_answer_columns(row, source):
         parsed = parse_pair(row, source)
         chosen, rejected = parsed.groups[0].documents
-        return replace(parsed, groups=(Group((chosen,), 1), Group((rejected,), -1)))
-    names = (source.label_column,) if source.label_column else LABEL_COLUMNS
-    label = first_given(row, names)
-    if label is None:
+        groups = (Group((chosen,), rating=1), Group((rejected,), rating=-1))
+        return replace(parsed, groups=groups)
+    label_names = (source.label_column,) if source.label_column else LABEL_COLUMNS
+    label_name = first_given(row, label_names)
+    if label_name is None:
         raise BadRow(
-            f"{' or '.join(names)}: no rating of the answer; its columns are "
+            f"{' or '.join(label_names)}: no rating of the answer; its columns are "
             f"{list_columns(row) or 'none'} (label_column names it); rows with a chosen and a "
             "rejected answer are read too"
         )
     columns = Columns(row)
-    value = columns.take(label)
-    is_good = MEANINGS.get(str(value).strip().lower())
+    label = columns.take(label_name)
+    is_good = MEANINGS.get(str(label).strip().lower())
     if is_good is None:
-        raise BadRow(f"{label}: true or false is expected, found {describe_value(value)}")
+        raise BadRow(f"{label_name}: true or false is expected, found {describe_value(label)}")
     row_format = source.type or recognize_format(row, source)
     document = PARSERS[row_format](columns, source)
     if isinstance(document, Text | TokenRow):
@@ -455,11 +515,12 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
         )
     if isinstance(document, Conversation) and row_format != "prompt_completion":
         document = _train_last(document)
-    return ParsedRow((Group((document,), 1 if is_good else -1),), row_format, columns.unused)
+    group = Group((document,), rating=1 if is_good else -1)
+    return ParsedRow((group,), row_format, columns.unused)
 
 
 def join_answer(prompt: Document, answer: Document) -> Document:
-    """The prompt of one document with the answer of another.
+    """Returns the prompt of one document with the answer of another, in the form of the first.
 
     >>> join_answer(Completion("2+2=", " 4"), Completion("Who?", " Me."))
     Completion(prompt='2+2=', completion=' Me.')
@@ -469,26 +530,33 @@ def join_answer(prompt: Document, answer: Document) -> Document:
             return replace(prompt, completion=answer.completion)
         contents = []
         if isinstance(answer, Conversation):
-            contents = [m["content"] for m, is_trained in _split(answer)[1] if is_trained]
+            contents = [
+                message["content"]
+                for message, is_trained in zip(answer.messages, answer.trained, strict=True)
+                if is_trained
+            ]
         return replace(prompt, completion="\n".join(contents))
     assert isinstance(prompt, Conversation), "plain text has no prompt"
+    prompt_turns, _ = _split_prompt(prompt)
     if isinstance(answer, Conversation):
-        turns = _split(answer)[1]
+        _, answer_turns = _split_prompt(answer)
     else:
         assert isinstance(answer, Completion), "plain text has no answer"
-        turns = [(make_message("assistant", answer.completion), True)]
-    whole = [*_split(prompt)[0], *turns]
+        answer_turns = [(make_message("assistant", answer.completion), True)]
+    turns = [*prompt_turns, *answer_turns]
     return replace(
         prompt,
-        messages=tuple(m for m, _ in whole),
-        trained=tuple(is_trained for _, is_trained in whole),
+        messages=tuple(message for message, _ in turns),
+        trained=tuple(is_trained for _, is_trained in turns),
     )
 
 
 def have_same_prompt(first: Document, second: Document) -> bool:
     """Whether two documents answer the same prompt."""
     if isinstance(first, Conversation) and isinstance(second, Conversation):
-        return _split(first)[0] == _split(second)[0]
+        first_prompt, _ = _split_prompt(first)
+        second_prompt, _ = _split_prompt(second)
+        return first_prompt == second_prompt
     return (
         isinstance(first, Completion)
         and isinstance(second, Completion)
@@ -499,16 +567,17 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 def find_mismatched(
     documents: Sequence[Document], earlier: Document | None
 ) -> list[Document | None]:
-    """Finds for each document one that answers another prompt.
+    """Finds for each document another one that answers another prompt.
 
-    It is the next of `documents`, in a circle, whose prompt differs; else `earlier`, which was read
-    before them; else None.
+    Candidates are the documents after it, then those from the first one on up to it, and last
+    `earlier`, which was read before all of them. The first that fits is taken; None if none does.
     """
     count = len(documents)
+    before_all = () if earlier is None else (earlier,)
     mismatched: list[Document | None] = []
     for i, document in enumerate(documents):
-        following = (documents[(i + k) % count] for k in range(1, count))
-        candidates = chain(following, () if earlier is None else (earlier,))
+        others_in_circle = (documents[(i + offset) % count] for offset in range(1, count))
+        candidates = chain(others_in_circle, before_all)
         mismatched.append(
             next((other for other in candidates if _can_mismatch(other, document)), None)
         )
@@ -522,7 +591,10 @@ def _can_mismatch(other: Document, document: Document) -> bool:
 
 
 def _train_last(conversation: Conversation) -> Conversation:
-    """Trains on the last answer alone, which is rated; what comes before it is its prompt."""
+    """Returns a copy that trains on the last answer alone, which is the rated one.
+
+    Everything before it is the answer's prompt.
+    """
     last = max(
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
     )
@@ -530,27 +602,28 @@ def _train_last(conversation: Conversation) -> Conversation:
     return replace(conversation, trained=trained)
 
 
-def _split(conversation: Conversation) -> tuple[Turns, Turns]:
-    """Returns (the turns before the first trained one, the others), each with whether it is
-    trained on.
-    """
+def _split_prompt(conversation: Conversation) -> tuple[Turns, Turns]:
+    """Returns (the turns of the prompt, the turns from the first trained one on)."""
     turns = list(zip(conversation.messages, conversation.trained, strict=True))
     first = next((i for i, is_trained in enumerate(conversation.trained) if is_trained), len(turns))
     return turns[:first], turns[first:]
 
 
-ENVIRONMENT = "environment"  # the column by which rows choose theirs
-ANSWER = "answer"  # the argument of reward functions that has the row's own answer
-# columns that TRL does not hand to reward functions
-OF_COMPLETION = ("prompt", "completion", "completion_ids")
-EMPTY = make_message("assistant", "")  # in the place of the answer, which a conversation needs
+ENVIRONMENT = "environment"  # the column that names a row's environment
+ANSWER = "answer"  # the argument of reward functions that gets the row's own answer
+# columns of a row that TRL does not pass on to reward functions
+COMPLETION_COLUMNS = ("prompt", "completion", "completion_ids")
+# stands for a missing answer, because `make_conversation` requires one
+EMPTY_ANSWER = make_message("assistant", "")
 
 
 def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
-    """Reads a row as a prompt: messages without the last answer, a question as the user's turn, or
-    a text.
+    """Reads a row as a prompt whose answers are sampled.
 
-    Raises `BadRow`.
+    The prompt is the row's messages without a last answer, a question as the user's turn, or a text
+    without a template. The row's own answer, if there is one, is kept for the rewards.
+
+    Raises `BadRow` if there is no prompt, or it does not end where the assistant would answer.
 
     >>> parsed = parse_prompt(
     ...     {"prompt": "2+2=", "completion": "4", "level": 1}, DatasetSource(path="sums.jsonl")
@@ -558,42 +631,49 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     >>> parsed.document.asked, parsed.document.row
     ('2+2=', '{"prompt": "2+2=", "columns": {"level": 1, "answer": "4"}}')
     """
-    if ENVIRONMENT in row and not _find_question(row, source):  # which asks itself, as TRL's
+    if ENVIRONMENT in row and not _find_question(row, source):
+        # The environment itself asks the question, as with TRL.
         row = {**row, "prompt": [make_message("user", "")]}
     columns = Columns(row)
     name = _require_question(row, source)
-    is_named = source.completion_column is not None
-    kept_row = {key: value for key, value in row.items() if not (is_named and key == ANSWER)}
+    is_answer_named = source.completion_column is not None
+    reward_row = dict(row)
+    if is_answer_named:
+        # The named column becomes `answer`, in place of a column that has this name.
+        reward_row.pop(ANSWER, None)
     turns = _take_turns(columns, name, source)
     answer = _find_answer(columns, source)
     if turns is None:
-        question = Question(row[name], _keep(kept_row, row[name], answer))
+        question = Question(row[name], _write_reward_row(reward_row, row[name], answer))
         return ParsedRow((Group((question,)),), "prompt_completion", ())
     has_answer = role_of(turns[-1]) in ("assistant", "gpt", "model")
-    conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY])
+    conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY_ANSWER])
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
         raise BadRow(
             f"{name}: the prompt is empty, or it does not end where the assistant would answer"
         )
-    if has_answer and not is_named:
+    if has_answer and not is_answer_named:
         answer = str(conversation.messages[-1]["content"])
     messages = conversation.messages[:-1]
     asked = replace(conversation, messages=messages, trained=(False,) * len(messages))
     variables = {**(source.chat_template_kwargs or {}), **conversation.variables}
-    if conversation.images:  # which rewards do not get
-        kept_row = {
+    if conversation.images:  # rewards do not get images
+        reward_row = {
             key: value
-            for key, value in kept_row.items()
+            for key, value in reward_row.items()
             if key != name and not holds_images(key, value)
         }
-    kept = _keep(kept_row, list(messages), answer, variables=variables, tools=conversation.tools)
-    return ParsedRow((Group((Question(asked, kept),)),), "messages", ())
+    row_text = _write_reward_row(
+        reward_row, list(messages), answer, variables=variables, tools=conversation.tools
+    )
+    return ParsedRow((Group((Question(asked, row_text),)),), "messages", ())
 
 
 def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any] | None:
-    """Takes the turns of a prompt from its column; None where it is text without a template.
+    """Takes the turns of a prompt from the column `name`.
 
-    Raises `BadRow` where the column holds neither text nor messages.
+    Returns None if the prompt is a text without a template. Raises `BadRow` if the column holds
+    neither text nor messages.
     """
     if name == "instruction":
         return take_question(columns, source)
@@ -609,13 +689,13 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
 
 
 def _find_question(row: Row, source: DatasetSource) -> str | None:
-    """Finds the column of the prompt; None where the row has none."""
-    usual = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
-    return _named_prompt(row, source) or first_given(row, usual)
+    """Returns the column of the prompt; None if the row has none."""
+    usual_names = ("prompt", *CONVERSATION_COLUMNS, *QUESTION_COLUMNS[1:])
+    return _find_named_prompt(row, source) or first_given(row, usual_names)
 
 
 def _require_question(row: Row, source: DatasetSource) -> str:
-    """Finds the column of the prompt. Raises `BadRow` where the row has none."""
+    """Returns the column of the prompt. Raises `BadRow` if the row has none."""
     name = _find_question(row, source)
     if name is None:
         raise BadRow(
@@ -626,8 +706,10 @@ def _require_question(row: Row, source: DatasetSource) -> str:
 
 
 def _find_answer(columns: Columns, source: DatasetSource) -> Any:
-    """Returns what the row's answer column holds, for rewards: the column that the source names,
-    else the first of ANSWER_COLUMNS with a text; None without any.
+    """Returns the row's own answer for the rewards; None if the row has none.
+
+    It is the value of the column that the source names, or else the text of the first of
+    ANSWER_COLUMNS that holds a text.
     """
     if source.completion_column is not None:
         return columns.row.get(source.completion_column)
@@ -637,35 +719,48 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
     )
 
 
-def _keep(row: Row, prompt: Any, answer: Any, **of_template: Any) -> str:
-    """Writes what reward functions read of a row as JSON; values that JSON lacks become text.
+def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any) -> str:
+    """Writes the parts of a row that rewards read as JSON; values that JSON lacks become text.
 
     Args:
-        row: Its columns, but those of OF_COMPLETION.
-        prompt: The text or the messages.
-        answer: The value of a column ANSWER, where the row has no such column.
-        of_template: What the chat template reads beside the messages.
+        row: The columns. Those of COMPLETION_COLUMNS are left out.
+        prompt: The prompt's text or messages.
+        answer: Written as the column ANSWER, unless the row has that column; None: no answer.
+        template_values: What the chat template reads besides the messages; empty values are left
+            out.
     """
-    columns = {name: value for name, value in row.items() if name not in OF_COMPLETION}
+    columns = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
     if answer is not None:
         columns.setdefault(ANSWER, answer)
-    kept = {"prompt": prompt, "columns": columns} | {
-        name: value for name, value in of_template.items() if value
-    }
-    return json.dumps(kept, ensure_ascii=False, default=str)
+    reward_row = {"prompt": prompt, "columns": columns}
+    reward_row |= {name: value for name, value in template_values.items() if value}
+    return json.dumps(reward_row, ensure_ascii=False, default=str)
 
 
 def check_prompt(question: Question, text: str, has_template: bool) -> Iterator[str]:
-    """Yields the findings about `text`, what the chat template made of a prompt."""
-    if isinstance(question.asked, str):
+    """Yields the findings about a rendered prompt; none if the prompt is text without a template.
+
+    Args:
+        question: The prompt.
+        text: What the chat template made of it.
+        has_template: Whether the tokenizer has a chat template; otherwise the plain one was used.
+    """
+    prompt = question.asked
+    if isinstance(prompt, str):
         return
     if not has_template:
         yield "plain_template"
-    for role, name in (("system", "system_dropped"), ("user", "user_dropped")):
-        contents = [
-            m["content"].rpartition(IMAGE)[2].strip()
-            for m in question.asked.messages
-            if m["role"] == role
-        ]
-        if any(content.rpartition("\n")[2].strip() not in text for content in contents):
-            yield name
+    for role, finding in (("system", "system_dropped"), ("user", "user_dropped")):
+        contents = [message["content"] for message in prompt.messages if message["role"] == role]
+        if any(_take_last_line(content) not in text for content in contents):
+            yield finding
+
+
+def _take_last_line(content: str) -> str:
+    """Returns the last line of what follows the last image in a content, stripped.
+
+    A template may trim a content and write its images in its own way.
+    """
+    _, _, behind_images = content.rpartition(IMAGE)
+    _, _, last_line = behind_images.strip().rpartition("\n")
+    return last_line.strip()

@@ -1,5 +1,6 @@
-"""From a recipe to batches: sources, their documents as tokens, examples cut from these, and
-batches of examples.
+"""Prepares the data of a recipe, from the rows of its sources to batches for each rank.
+
+Sources become documents as tokens, these are cut into examples, and batches are made of examples.
 """
 
 import json
@@ -70,22 +71,25 @@ from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
 from finetune.units import counted
 
-BLOCK_ROWS = 8192  # rows that are shuffled together
+BLOCK_ROWS = 8192  # rows of a stream that are shuffled together
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The facts of a block that are needed to skip it."""
+    """The facts of a block that are needed to skip it, kept in a file."""
 
-    runs: int  # read before the block, over all sources
+    runs: int  # batches of rows that were read up to the block's end, over all sources
     steps: int  # in the block
-    examples: int
-    epoch: int  # full passes over every source before the block
+    examples: int  # in the block
+    epoch: int  # full passes over every source up to the block's end
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedBatches:
-    """The batches of a run over data without a known end, for one rank."""
+    """The batches of a run over data without a known end, for one rank.
+
+    The rows are read, shuffled and trained on block by block.
+    """
 
     recipe: Recipe
     tokenizer: Any
@@ -93,9 +97,9 @@ class StreamedBatches:
     per_device_batch_size: int
     steps: int
     world: DataParallelRank
-    report: StreamReport  # before anything is read
-    folder: Path  # of this launch's blocks
-    kind: RowKind = "answers"  # what is read of the rows
+    report: StreamReport  # of the time before anything is read
+    folder: Path  # where this launch keeps its blocks
+    kind: RowKind = "answers"  # the kind of row that the method reads
 
     @property
     def data(self) -> Data:
@@ -107,41 +111,42 @@ class StreamedBatches:
 
     @property
     def fingerprint(self) -> str | None:
-        """A hash of samples of the files; None for a stream of the hub."""
+        """A hash of samples of the files; None for a data set that is streamed from the hub."""
         return fingerprint_samples(self.data.datasets)
 
     def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
         """Yields the step batches from `from_step` to the end.
 
-        The next block is made while one is trained on. `on_report` is called before the first batch
-        of each block.
+        While one block is trained on, a thread makes the next one. `on_report` is called before the
+        first batch of each block, with the report so far and the new lines for the log.
         """
-        # local rank 0 would remove a block that the others still look for
+        # Nothing is left to train on. Local rank 0 would remove a block that other ranks still look
+        # for.
         if from_step >= self.steps:
             return
         report = StreamReport(
             self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step
         )
-        block, step, examples = self._find_block(from_step)
+        block, step, first_example = self._find_block(from_step)
         canceled = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
             next_block = pool.submit(self.open_block, block, canceled)
             try:
                 while step < self.steps:
-                    current, note, rows = next_block.result()
-                    news = report.add(rows)
+                    block_batches, note, block_report = next_block.result()
+                    log_lines = report.add(block_report)
                     if on_report is not None:
-                        on_report(report, news)
+                        on_report(report, log_lines)
                     if step + note.steps < self.steps:
                         next_block = pool.submit(self.open_block, block + 1, canceled)
-                    for batch in islice(
-                        current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)
-                    ):
-                        yield _renumber(batch, step, examples, note)
+                    skipped_steps = max(from_step - step, 0)  # of this block
+                    remaining_steps = self.steps - step - skipped_steps
+                    for batch in islice(block_batches.batches(skipped_steps), remaining_steps):
+                        yield _renumber(batch, step, first_example, note)
+                    self._remove_block(block - 1)
                     step = step + note.steps
-                    examples = examples + note.examples
+                    first_example = first_example + note.examples
                     block = block + 1
-                    self._remove_block(block - 2)
             finally:
                 canceled.set()
                 next_block.cancel()
@@ -151,11 +156,17 @@ class StreamedBatches:
     def open_block(
         self, number: int, canceled: Event | None = None
     ) -> tuple[StoredBatches, Note, SourceReport]:
-        """Opens a block: its batches, numbered from 0; its note; and the report of its rows.
+        """Opens a block; local rank 0 writes the block's note.
 
-        Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
+        If the block's tokens are missing, local rank 0 writes them, and the other ranks wait until
+        they are there or `canceled` is set.
 
-        Raises `UserError` for rows that cannot be read and for fatal findings.
+        Returns:
+            The block's batches, with steps and examples numbered from 0; its note; and the report
+            of its rows.
+
+        Raises:
+            UserError: Rows cannot be read, a finding is fatal, or no row holds a token to train on.
         """
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
@@ -178,7 +189,7 @@ class StreamedBatches:
         return batches, note, report
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
-        """Opens the tokens of a block; local rank 0 writes them where they are missing."""
+        """Opens the tokens of a block. Local rank 0 writes them if they are missing."""
         folder = self.folder / f"block-{number:06}"
 
         def write(staging: Path) -> None:
@@ -188,12 +199,13 @@ class StreamedBatches:
         return open_or_write_store(folder, self.world.local_rank, write, canceled)
 
     def remove_blocks(self) -> None:
-        """Removes this launch's blocks; their notes stay."""
+        """Removes all blocks of this launch. Their notes stay."""
         if self.world.local_rank == 0:
             remove_tree(self.folder, ignore_errors=True)
 
     def _make_batches(self, examples: Examples, number: int) -> StoredBatches:
-        # The number of the block in place of the epoch: each block has its own order.
+        """Makes the batches of one pass over the examples of block `number`."""
+        # Each pass has epoch 0, so a seed of its own gives each block another order.
         seed = int(make_generator(self.config.seed, "block", number).integers(2**62))
         return make_batches(
             examples,
@@ -205,47 +217,58 @@ class StreamedBatches:
         )
 
     def _tokenize_block(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
-        runs = 0 if number == 0 else self._read_note(number - 1).runs
-        passes: list[int] = []  # at each run of the block
+        """Yields the tokens of a block, which begins where the block before it ended.
+
+        `stats` counts the rows, and gets the values of the block's note in `stream` at the end.
+        """
+        runs_before = 0 if number == 0 else self._read_note(number - 1).runs
+        passes: list[int] = []  # full passes over every source so far, at each run of the block
 
         def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
             rows = 0
-            for source, batch, passed in interleave_sources(self.data.datasets, runs):
-                passes.append(passed)
+            for source, batch, full_passes in interleave_sources(self.data.datasets, runs_before):
+                passes.append(full_passes)
                 rows += len(batch.rows)
                 yield source, batch
                 if rows >= BLOCK_ROWS:
                     return
 
         yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
-        stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
+        stats.stream = {"runs": runs_before + len(passes), "epoch": passes[-1]}
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
-        """Returns (the block that step `step` is in, its first step, the examples before it)."""
-        block = first = examples = 0
+        """Returns (number of the block with step `step`, its first step, its first example).
+
+        All numbers are 0-based and those of the whole run.
+        """
+        block = 0
+        first_step = 0
+        first_example = 0
         while True:
             note = self._read_note(block)
-            if step < first + note.steps:
-                return block, first, examples
+            if step < first_step + note.steps:
+                return block, first_step, first_example
             block = block + 1
-            first = first + note.steps
-            examples = examples + note.examples
+            first_step = first_step + note.steps
+            first_example = first_example + note.examples
 
     def _read_note(self, number: int) -> Note:
-        """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
+        """Reads the note of a block. If it is missing or damaged, the block itself is opened."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
             if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
                 return Note(**json.loads(text))
-        return self.open_block(number)[1]
+        _, note, _ = self.open_block(number)
+        return note
 
     def _note_file(self, number: int) -> Path:
+        """Returns the file of a block's note, beside the folders of all launches."""
         return self.folder.parent / f"block-{number:06}.json"
 
     def _remove_block(self, number: int) -> None:
-        """Removes a block that every rank has opened.
+        """Removes a block that every rank has opened; does nothing for a negative number.
 
-        A rank that still reads it keeps it: it is memory-mapped.
+        A rank that still reads the block is not disturbed, because the files are memory-mapped.
         """
         if number >= 0 and self.world.local_rank == 0:
             remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)
@@ -257,10 +280,16 @@ def open_stream(
     world: DataParallelRank,
     eval_sources: tuple[SourceReport, ...] = (),
 ) -> StreamedBatches:
-    """The batches of a run over a stream. `eval_sources`: the report of what is held out beside it.
+    """Makes the batches of a run over a stream; nothing of it is read yet.
 
-    A tokenizer without a chat template gets the plain one: whether the stream needs it is not known
-    before it is read.
+    A tokenizer without a chat template gets the plain one, because it is not known before reading
+    whether the stream needs it.
+
+    Args:
+        recipe: The run's.
+        tokenizer: Made by `load_tokenizer`.
+        world: This rank.
+        eval_sources: The reports of the recipe's held-out data, which is not streamed.
     """
     data = recipe.data
     steps = recipe.optimization.max_steps
@@ -271,8 +300,8 @@ def open_stream(
     content = [describe_source(source) for source in data.datasets]
     kind = recipe.method_facts.rows
     key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
-    # Blocks are this launch's alone (its ranks have one parent); the notes beside them are
-    # everybody's.
+    # Each launch has blocks of its own; all ranks on a machine have the same parent process. The
+    # notes are shared between launches.
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
     folder = cache_folder(data) / f"stream-{key}" / launch
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,9 +316,16 @@ def open_stream(
 
 
 def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:
-    """A block's batch under the run's own numbers."""
+    """Returns a block's batch with the numbers of the whole run.
 
-    def shift(micro_batch: MicroBatch) -> MicroBatch:
+    Args:
+        batch: A batch whose step and examples are numbered within the block.
+        first_step: The block's first step.
+        first_example: The block's first example.
+        note: The block's note, which has the epoch.
+    """
+
+    def shift_ids(micro_batch: MicroBatch) -> MicroBatch:
         return replace(
             micro_batch, example_ids=tuple(first_example + i for i in micro_batch.example_ids)
         )
@@ -298,7 +334,7 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
         batch,
         step=first_step + batch.step,
         epoch=float(note.epoch),
-        micro_batches=tuple(map(shift, batch.micro_batches)),
+        micro_batches=tuple(map(shift_ids, batch.micro_batches)),
     )
 
 
@@ -313,17 +349,18 @@ class PreparedData:
 
     @property
     def images(self) -> str | None:
-        """The family of the model whose images are in the rows; None where none are, or they are
-        not read yet.
+        """The `model_type` of the model that takes the rows' images.
+
+        None if no row has an image, or the rows are not read yet.
         """
-        parts = [part for part in (self.train, self.evaluation) if isinstance(part, StoredBatches)]
-        return next((part.images.family for part in parts if part.images is not None), None)
+        stored = [data for data in (self.train, self.evaluation) if isinstance(data, StoredBatches)]
+        return next((data.images.family for data in stored if data.images is not None), None)
 
     def complete_recipe(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the data decides: without plain text, an `overlength` of null is
-        `truncate`.
+        """Returns the recipe with the `overlength` that the data decides, if it is null there.
 
-        A run over conversations from when this was every format's default resumes with it.
+        Without plain text it becomes `truncate`. A run over conversations that began when this was
+        the default of every format can then be resumed.
         """
         is_decided = recipe.data.overlength or recipe.method_facts.samples
         if is_decided or not self.report.is_complete or "text" in self.report.formats:
@@ -331,21 +368,22 @@ class PreparedData:
         return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
-        """At most `count` held-out examples as prompts."""
+        """Returns at most `count` held-out examples as prompts; none without held-out data."""
         if self.evaluation:
             return cut_prompts(self.evaluation.examples, count, self.tokenizer)
         return []
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
-    """Reads, tokenizes (or finds tokenized), splits and arranges the data of a recipe, for one
-    rank.
+    """Prepares the data of a recipe for one rank: reads, tokenizes, splits and arranges it.
 
-    A tokenizer without a chat template gets the plain one where conversations need it. Raises
-    `UserError` for data that cannot be read, and for fatal findings.
+    Tokens that are in the cache are not made a second time. A tokenizer without a chat template
+    gets the plain one if conversations need it.
+
+    Raises `UserError` if the data cannot be read, or a finding is fatal.
     """
     if recipe.rollout.takes_turns and has_tools(tokenizer):
-        make_tool_turns(recipe, tokenizer)  # or it says why no tool can be called
+        make_tool_turns(recipe, tokenizer)  # only for the error if no tool can be called
     if recipe.data.streaming:
         data = _prepare_stream(recipe, tokenizer, world)
     else:
@@ -355,7 +393,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     return data
 
 
-GIVEN = "rows"  # how messages name rows that no file holds
+GIVEN = "rows"  # the name of a script's rows in messages, in place of a file's
 
 
 def batch_rows(
@@ -366,21 +404,20 @@ def batch_rows(
     step: int = 0,
     columns: Sequence[str] = (),
 ) -> StepBatch:
-    """Makes one rank's share of a step over rows that a script gives.
+    """Makes one rank's share of a step that trains on all of a script's rows.
 
-    A tokenizer without a chat template gets the plain one where conversations need it.
+    A tokenizer without a chat template gets the plain one if conversations need it.
 
     Args:
-        rows: Read as the rows of a file; the same on all ranks.
+        rows: Rows as those of a file; the same on all ranks.
         recipe: The run's.
-        tokenizer: As `load_tokenizer` gives it.
-        world: The rank.
-        step: The number of the step.
+        tokenizer: Made by `load_tokenizer`.
+        world: This rank.
+        step: The number of the step, from 0.
         columns: The columns of `rows` that the loss reads.
 
     Raises:
-        UserError: For a row that cannot be used, for fatal findings, and where nothing is trained
-            on.
+        UserError: A row cannot be used, a finding is fatal, or no row holds a token to train on.
     """
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
@@ -398,7 +435,7 @@ def batch_rows(
     if not len(examples):
         raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
     _set_plain_template(tokenizer, report.findings)
-    config = BatchConfig.from_recipe(recipe, len(examples))  # all in one step
+    config = BatchConfig.from_recipe(recipe, len(examples))  # one step has room for all
     size = recipe.batch.per_device_train_batch_size
     batches = make_batches(examples, config, world, size, tokenizer)
     if batches.images is not None:
@@ -412,10 +449,10 @@ def batch_rows(
 def preview_data(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, DataReport]:
-    """Returns the training data and its report, with fatal findings too; of a stream, its first
-    block.
+    """Returns the training data and its report; of a stream only its first block.
 
-    Raises `UserError` for data that cannot be read, or that leaves nothing to train on.
+    A fatal finding is no error here, and is in the report. Raises `UserError` if the data cannot be
+    read, or nothing is left to train on.
     """
     if not recipe.data.streaming:
         train, _, report = _read_stored(recipe, tokenizer, world)
@@ -424,12 +461,13 @@ def preview_data(
     examples, source = select_examples(
         stream.open_block_store(0), recipe.data.datasets[0], recipe.data
     )
-    stream.remove_blocks()  # an open store is memory-mapped, and needs no name
+    stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
 
 
 def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
+    """Opens the stream of a recipe, and prepares its held-out data, which is not streamed."""
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     train: StreamedBatches = open_stream(recipe, tokenizer, world, eval_sources)
     return PreparedData(
@@ -440,35 +478,38 @@ def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> 
 def _read_stored(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
-    """Returns (training, held-out, report) of data that is read before training.
+    """Reads data that is not streamed; returns (training batches, held-out batches, report).
 
-    A tokenizer without a chat template gets `plain` where rows were rendered by it.
+    The held-out batches are None if nothing is held out. A tokenizer without a chat template gets
+    the plain one if rows were rendered with it. Raises `UserError` if no example is left to train
+    on.
     """
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
-        stop = [str(finding) for finding in findings if finding.is_fatal]
-        nothing = f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"
-        raise UserError.of([*stop, nothing + _explain_room(recipe, tokenizer, sources)])
+        fatal_findings = [str(finding) for finding in findings if finding.is_fatal]
+        problem = f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"
+        problem += _explain_room(recipe, tokenizer, sources)
+        raise UserError.of([*fatal_findings, problem])
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     if held_out is None:
-        leaked = []
+        leak_findings = []
     else:
-        leaked = find_held_out_in_training(examples, held_out)
+        leak_findings = find_held_out_in_training(examples, held_out)
     _set_plain_template(tokenizer, findings)
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
-    report = make_report(
-        train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]
-    )
+    example_findings = [*find_same_ratings(examples), *leak_findings]
+    report = make_report(train, sources, eval_sources, held_out, example_findings)
     return train, evaluation, report
 
 
 def _set_plain_template(tokenizer: Any, findings: Iterable[Finding]) -> None:
-    """Gives the tokenizer the template `plain` where a finding says that rows were rendered by it:
-    the run then saves it with the model.
+    """Gives the tokenizer the plain template if a finding says that rows were rendered with it.
+
+    The run then saves this template with the model.
     """
     if any(finding.name == "plain_template" for finding in findings):
         tokenizer.chat_template = PLAIN
@@ -477,16 +518,16 @@ def _set_plain_template(tokenizer: Any, findings: Iterable[Finding]) -> None:
 def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport]) -> str:
     """Says how long prompts and the descriptions of their tools are, and how long they may be.
 
-    Returns "" where no prompt was too long.
+    It continues the message that nothing is left to train on. Returns "" if no prompt was too long.
     """
     if not recipe.method_facts.samples or not any(source.overlong for source in sources):
         return ""
     tokens = sum(source.tokens for source in sources)
     documents = sum(source.documents for source in sources)
-    of_tools = count_tool_tokens(tokenizer)
-    described = f", {of_tools:,} of them the descriptions of tools" if of_tools else ""
+    tool_tokens = count_tool_tokens(tokenizer)
+    tool_note = f", {tool_tokens:,} of them the descriptions of tools" if tool_tokens else ""
     return (
-        f": a prompt has {tokens // documents:,} tokens on average{described}, and max_length less "
+        f": a prompt has {tokens // documents:,} tokens on average{tool_note}, and max_length less "
         f"max_completion_length leaves {recipe.document_data.max_length:,}; raise max_length"
     )
 
@@ -494,17 +535,20 @@ def _explain_room(recipe: Recipe, tokenizer: Any, sources: Sequence[SourceReport
 def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
-    """Returns (the examples of all sources, a report of each); None where there is no source."""
+    """Returns (the mixed examples of all sources, a report of each source).
+
+    The examples are None if there is no source.
+    """
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
-    parts = []
+    source_examples = []
     reports = []
     for source in sources:
         store = open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
         examples, report = select_examples(store, source, recipe.document_data)
-        parts.append(examples)
+        source_examples.append(examples)
         reports.append(report)
-    mixed = mix_sources(parts, sources, seed) if parts else None
+    mixed = mix_sources(source_examples, sources, seed) if source_examples else None
     return mixed, tuple(reports)
 
 
@@ -516,11 +560,11 @@ def open_cached_store(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> TokenStore:
-    """Opens a source's tokens in the cache.
+    """Opens the tokens of a source in the cache.
 
-    If they are missing or damaged, local rank 0 writes them and the others wait.
+    If they are missing or damaged, local rank 0 writes them and the other ranks wait.
 
-    Raises `UserError` on every rank where the data cannot be read.
+    Raises `UserError`, on every rank, if the data cannot be read or has no row that can be used.
     """
     content = hash_content(source)
     folder = cache_folder(data) / cache_key(source, content, data, tokenizer, seed, kind)
@@ -543,25 +587,28 @@ def open_cached_store(
 def make_train_batches(
     recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches:
-    """Makes the batches to train on. Raises `UserError` for fewer rows than ranks."""
+    """Makes the batches of the whole run to train on.
+
+    Raises `UserError` if there are fewer rows than ranks.
+    """
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
     train = make_batches(
         examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers
     )
     if train.rows_per_epoch < world.size:
-        given = ""
-        less = ""
+        packed_note = ""
+        packing_advice = ""
         if config.packing:
-            given = (
+            packed_note = (
                 f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
             )
-            less = ", a smaller max_length, or packing: false"
+            packing_advice = ", a smaller max_length, or packing: false"
         raise UserError(
             f"{recipe.place_of('datasets')}: datasets: "
-            f"{counted(train.rows_per_epoch, 'row')}{given} "
+            f"{counted(train.rows_per_epoch, 'row')}{packed_note} "
             f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give "
-            f"more data or fewer ranks{less}"
+            f"more data or fewer ranks{packing_advice}"
         )
     train = replace(train, iterations=recipe.rollout.num_iterations)
     steps = recipe.optimization.max_steps
@@ -573,7 +620,7 @@ def make_train_batches(
 def make_eval_batches(
     recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches | None:
-    """Makes the batches of one pass over the held-out examples; None where there are none.
+    """Makes the batches of one pass over the held-out examples; None if there are none.
 
     Their order does not matter to a loss that weighs every token alike.
     """

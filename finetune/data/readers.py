@@ -1,10 +1,11 @@
-"""Text files as rows: JSON, CSV and lines, gzipped or not.
+"""Reads rows from text files: JSON, CSV and lines, gzipped or not.
 
-A damaged row is a `BadRow`, a damaged file a `UserError`.
+A damaged row is a `BadRow` in its place, a damaged file raises `UserError`. Rows are read one at a
+time, those of a JSON array too.
 
-They are read here, not through the `datasets` library: it unifies the columns of all rows (a key
-that one message has is null in every other, "007" becomes 7), and names neither the file nor the
-row of what it cannot read. Of an array of rows one is held at a time.
+The `datasets` library is not used, for two reasons. It unifies the columns of all rows: a key that
+one message has becomes null in every other one, and "007" becomes 7. And its errors name neither
+the file nor the row that cannot be read.
 """
 
 import codecs
@@ -22,9 +23,13 @@ from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.units import counted, has_lines
 
-BLANK_LINES = 1024  # after which those that follow are skipped together
-UNPACKED_TIMES = 30  # what a file unpacks to, as a multiple of its size; text makes 3 to 20
-UNPACKED_BYTES = 64 * 2**20  # whatever its size
+# A blank line whose number is a multiple of this is skipped together with those that follow it.
+BLANK_LINES = 1024
+# A file may unpack to this multiple of its size (text takes 3 to 20), or to this many bytes if that
+# is more.
+UNPACKED_TIMES = 30
+UNPACKED_BYTES = 64 * 2**20
+# first bytes of a file that is no UTF-8 text -> what it is and what to do
 MAGIC = {
     b"\xff\xfe": "text in UTF-16; save it as UTF-8",
     b"\xfe\xff": "text in UTF-16; save it as UTF-8",
@@ -36,6 +41,7 @@ MAGIC = {
     b"BZh": "a bzip2 file; unpack it, or pack it with gzip",
     b"\xfd7zXZ": "an xz file; unpack it, or pack it with gzip",
 }
+# ending of a file's name -> kind of file
 KINDS = {
     ".json": "json",
     ".jsonl": "json",
@@ -48,23 +54,26 @@ KINDS = {
 }
 
 
-CHUNK_BYTES = 2**20
-# a longer row is a broken file, or a whole corpus that belongs in several rows
+CHUNK_BYTES = 2**20  # read from a file at once, at least
+# A longer row is a damaged file, or a whole corpus that belongs in several rows.
 MAX_ROW_BYTES = 16 * 2**20
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row in which, at any depth, two keys have the same name: only the last one's value is
-    kept.
+    """A row or object that has two equal keys, in itself or at any depth.
+
+    It keeps only the value of the last one.
     """
 
 
-NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
+# (number, row); the number is the one that `units.name_place` shows: of the line or of the row
+NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 
 class RowDecoder(json.JSONDecoder):
-    """JSON that notices equal keys in one object; the `json` module silently drops all but the
-    last.
+    """Decodes JSON, and makes `RepeatedKeys` of an object with equal keys.
+
+    Without this, the `json` module would silently drop all but the last of them.
     """
 
     def __init__(self) -> None:
@@ -72,19 +81,23 @@ class RowDecoder(json.JSONDecoder):
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    is_repeated = len(result) != len(pairs) or any(map(_has_repeated_keys, result.values()))
-    return RepeatedKeys(result) if is_repeated else result
+    """Makes a JSON object of its keys and values; `RepeatedKeys` if keys are equal at any depth."""
+    json_object = dict(pairs)
+    has_equal_keys = len(json_object) != len(pairs)
+    if has_equal_keys or any(map(_has_repeated_keys, json_object.values())):
+        return RepeatedKeys(json_object)
+    return json_object
 
 
 def _has_repeated_keys(value: Any) -> bool:
+    """Whether a decoded JSON value has equal keys in one of its objects."""
     if isinstance(value, list):
         return any(map(_has_repeated_keys, value))
     return isinstance(value, RepeatedKeys)
 
 
 def file_kind(path: str) -> str | None:
-    """A file's kind by its name, with or without `.gz`; None where the name is of no known kind.
+    """Returns the kind of a file by its name, with or without `.gz`; None for an unknown ending.
 
     >>> file_kind("data/math.jsonl.gz")
     'json'
@@ -102,7 +115,10 @@ def convert_os_errors(path: str) -> Iterator[None]:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a gzip file, up to a bound: a few megabytes can stand for terabytes."""
+    """The content of a gzip file as a stream.
+
+    Reading raises `UserError` at a bound, because a few megabytes may unpack to terabytes.
+    """
 
     def __init__(self, packed: gzip.GzipFile, path: str) -> None:
         self._packed = packed
@@ -124,12 +140,12 @@ class _Unpacked(io.RawIOBase):
 
 
 def most_unpacked(size: int) -> int:
-    """The bytes that a file of `size` bytes may unpack to."""
+    """Returns how many bytes a file of `size` bytes may unpack to."""
     return max(UNPACKED_BYTES, UNPACKED_TIMES * size)
 
 
 def limit_unpacked(path: str, size: int) -> None:
-    """Raises `UserError` where a file unpacks to more than data does."""
+    """Raises `UserError` if `size` is more bytes than the file at `path` may unpack to."""
     most = most_unpacked(Path(path).stat().st_size)
     if size > most:
         raise UserError(
@@ -140,12 +156,15 @@ def limit_unpacked(path: str, size: int) -> None:
 
 @contextmanager
 def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked. Whatever fails while they are read is a `UserError`."""
+    """Opens a file as a stream of its unpacked bytes.
+
+    An error of the file system or of gzip in the block becomes a `UserError`.
+    """
     with convert_os_errors(path):
         try:
             if path.endswith(".gz"):
                 with gzip.open(path, "rb") as packed:
-                    yield io.BufferedReader(_Unpacked(packed, path), 2**20)
+                    yield io.BufferedReader(_Unpacked(packed, path), buffer_size=2**20)
             else:
                 with Path(path).open("rb") as stream:
                     yield stream
@@ -161,13 +180,14 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
 
 
 def _refuse_binary(path: str, stream: IO[bytes]) -> None:
-    """Raises `UserError` where the file begins like no text in UTF-8; else the stream is at its
-    start again.
+    """Raises `UserError` if a file does not begin like text in UTF-8.
+
+    Otherwise the stream is at the file's start again.
     """
     start = stream.read(1024)
     stream.seek(0)
     problem = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-    # a few are a damaged row, and the others are read
+    # A few zero bytes are a damaged row, and the other rows can be read.
     if problem is None and start.count(0) > len(start) // 4:
         problem = (
             "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as "
@@ -178,14 +198,15 @@ def _refuse_binary(path: str, stream: IO[bytes]) -> None:
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
-    """Yields the lines that are not blank, with their numbers from 1.
+    """Yields (number from 1, line without its end) for each line that is not blank.
 
-    A line that is too long is a `BadRow`, and is never held in memory.
+    A line that is too long or no UTF-8 is a `BadRow`. No more than MAX_ROW_BYTES of it are held.
     """
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+            # skip the rest of the line
             while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
                 pass
             yield (
@@ -201,11 +222,14 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
         if text.strip():
             yield number, text
         elif number % BLANK_LINES == 0 and isinstance(stream, io.BufferedReader):
-            ahead = stream.peek()  # a copy of all that is buffered
-            number += len(stream.read(len(ahead) - len(ahead.lstrip(b"\n"))))
+            # skip all blank lines in the buffer at once
+            buffered = stream.peek()
+            line_ends = len(buffered) - len(buffered.lstrip(b"\n"))
+            number += len(stream.read(line_ends))
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
+    """Yields each line of a file that is not blank as the row {"text": line}."""
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
         for number, line in _read_lines(stream):
@@ -213,13 +237,13 @@ def _read_text(path: str) -> Iterator[NumberedRow]:
 
 
 def _read_json(path: str) -> Iterator[NumberedRow]:
-    """Yields the rows of a JSON file: one a line (JSON Lines), an array, or an object with a list.
+    """Yields the rows of a JSON file in one of three forms, which its beginning shows.
 
-    How the file begins says which.
+    The rows are the lines of the file (JSON Lines), an array, or the one list of rows in an object.
     """
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
-        first = next(_read_lines(stream), (0, ""))[1]
+        _, first_line = next(_read_lines(stream), (0, ""))
         stream.seek(0)
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
@@ -229,10 +253,10 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
         decoder = RowDecoder()
         if (
             start.startswith(b"{")
-            and isinstance(first, str)
-            and isinstance(parse_line(first, decoder), BadRow)
+            and isinstance(first_line, str)
+            and isinstance(parse_line(first_line, decoder), BadRow)
         ):
-            # an object over many lines, or a damaged first row
+            # one object over many lines, or JSON Lines with a damaged first row
             rows = read_wrapped_rows(path, stream)
             if rows is not None:
                 yield from enumerate(rows, 1)
@@ -244,7 +268,10 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
 
 
 def _read_csv(path: str) -> Iterator[NumberedRow]:
-    """Rows under the names of the first line; every value stays the text that it is."""
+    """Yields the rows of a CSV file, each with the column names of the first line.
+
+    Every value stays text. A row has the number of the line that it begins on.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)
     with _open_unpacked(path) as stream:
         _refuse_binary(path, stream)
@@ -271,9 +298,7 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
             if columns is None:
                 columns = values
                 _refuse_other_delimiter(path, columns, delimiter)
-                if len(set(columns)) == len(columns):
-                    row_type = dict
-                else:
+                if len(set(columns)) != len(columns):
                     row_type = RepeatedKeys
             elif len(values) == len(columns):
                 yield number, row_type(zip(columns, values, strict=True))
@@ -287,24 +312,30 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
 
 
 def _refuse_other_delimiter(path: str, columns: list[str], delimiter: str) -> None:
-    """Raises `UserError` where the first line names one column that looks like several: every row
-    would be one text.
+    """Raises `UserError` if the only column's name looks like several, separated by another sign.
+
+    Every row would otherwise be read as a single value.
     """
     if len(columns) != 1:
         return
-    ours = "tabs" if delimiter == "\t" else "commas"
+    only_column = columns[0]
+    expected = "tabs" if delimiter == "\t" else "commas"
     for sign, name, advice in (
-        (";", "semicolons", f"save it with {ours}"),
+        (";", "semicolons", f"save it with {expected}"),
         ("\t", "tabs", "end its name with .tsv"),
     ):
-        if sign in columns[0]:
+        if sign in only_column:
             raise UserError(
-                f"{path}: its columns are separated by {name}, where {ours} are expected; {advice}"
+                f"{path}: its columns are separated by {name}, where {expected} are expected; "
+                f"{advice}"
             )
 
 
 def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
-    """Yields the lines as text. Raises `UserError` for one that is too long, or not UTF-8."""
+    """Yields the lines of a CSV file as text.
+
+    Raises `UserError` for a line that is too long or not UTF-8.
+    """
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             raise UserError(
@@ -320,7 +351,7 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
 
 
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
-    """Parses the one row in `line`, or returns what is wrong with it."""
+    """Parses a line of JSON Lines; returns its row, or a `BadRow` that says what is wrong."""
     try:
         value, end = decoder.raw_decode(line, _skip_space(line, 0))
         if _skip_space(line, end) < len(line):
@@ -333,18 +364,22 @@ def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
 
 
 def _as_row(value: Any) -> dict[str, Any] | BadRow:
+    """Returns a JSON value if it is an object, otherwise a `BadRow`."""
     if isinstance(value, dict):
         return value
     return BadRow(f"a JSON object is expected, found {type(value).__name__}")
 
 
 def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
-    """Yields the rows of `[{...}, {...}]`.
+    """Yields the rows of a file that is one JSON array, `[{...}, {...}]`, numbered from 1.
 
-    They are parsed one by one, so that an error names its row, and one row at a time is held.
+    The rows are parsed one by one. So an error can name its row, and only one row is held at a
+    time.
+
+    Raises `UserError` at a row that is no JSON, an array that is not closed, and text behind it.
     """
-    text = _Text(path, stream)
-    text.at = text.buffer.index("[") + 1
+    text = _TextBuffer(path, stream)
+    text.position = text.buffer.index("[") + 1
     decoder = RowDecoder()
     number = 1
     while text.peek() not in ("]", ""):
@@ -361,7 +396,7 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         yield number, _as_row(value)
         number += 1
         if text.peek() == ",":
-            text.at += 1
+            text.position += 1
         elif text.peek() != "]":
             break
     if text.peek() != "]":
@@ -369,7 +404,7 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
             f"{path}, row {number}: the array is never closed; the file is truncated or damaged "
             "there"
         )
-    text.at += 1
+    text.position += 1
     if text.peek():
         raise UserError(
             f"{path}: more text after its array of {counted(number - 1, 'row')}; join the arrays "
@@ -377,67 +412,73 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         )
 
 
-class _Text:
-    """A stretch of a UTF-8 file; more is read as it is needed."""
+class _TextBuffer:
+    """The part of a UTF-8 file that is being parsed; more is read when it is needed.
+
+    `position` is the next character of `buffer` to parse. What stands before it may be dropped.
+    """
 
     def __init__(self, path: str, stream: IO[bytes]) -> None:
         self._path = path
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.buffer = ""
-        self.at = 0
+        self.position = 0
         self._read()
 
     def peek(self) -> str:
-        """Moves `at` to the next character that is no white space, and returns it; empty at the
-        end.
+        """Skips white space and returns the next character, without moving past it.
+
+        Returns "" at the end of the file.
         """
         while True:
-            self.at = _skip_space(self.buffer, self.at)
-            if self.at < len(self.buffer):
-                return self.buffer[self.at]
+            self.position = _skip_space(self.buffer, self.position)
+            if self.position < len(self.buffer):
+                return self.buffer[self.position]
             if not self._read():
                 return ""
 
     def take(self, sign: str) -> None:
-        """Moves after `sign`, which must come next. Raises `ValueError`."""
+        """Moves past `sign`. Raises `ValueError` if it is not the next sign."""
         if self.peek() != sign:
             raise ValueError(f"{sign} is expected")
-        self.at += 1
+        self.position += 1
 
     def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
-        """Parses the value that begins at `at`, and moves `at` to its end.
+        """Parses the value that begins at `position`, and moves past it.
 
         Args:
-            decoder: Of one value.
-            number: The row that the value is. Then the file is read on as far as a row may be long,
-                since more text could complete it. None: text that is surely no JSON is an error at
-                once.
+            decoder: Decodes the value.
+            number: The number of the row that the value is. After any JSON error more of the file
+                is then read, up to the length that a row may have. None: the value is not known to
+                be a row. More is then read only if the error looks like the end of the buffer.
 
         Raises:
-            ValueError: It is no JSON.
-            RecursionError: It is nested too deeply.
+            ValueError: The value is no JSON.
+            RecursionError: The value is nested too deeply.
+            UserError: The value is longer than a row may be.
         """
         while True:
             try:
-                value, end = decoder.raw_decode(self.buffer, self.at)
+                value, end = decoder.raw_decode(self.buffer, self.position)
             except json.JSONDecodeError as error:
-                is_near_end = error.pos > len(self.buffer) - 10
+                is_near_end = error.pos > len(self.buffer) - 10  # as where `false` is cut
                 is_cut = error.msg.startswith("Unterminated string") or is_near_end
-                if (is_cut or number) and self.grow(number or 1):
+                if (is_cut or number) and self.read_more(number or 1):
                     continue
                 raise
-            if end == len(self.buffer) and self.grow(number or 1):
+            # At the end of the buffer a number may be cut in two.
+            if end == len(self.buffer) and self.read_more(number or 1):
                 continue
-            self.at = end
+            self.position = end
             return value
 
-    def grow(self, number: int) -> bool:
-        """Reads more of the row that begins at `at`; returns False at the end of the file.
+    def read_more(self, number: int) -> bool:
+        """Reads more of row `number`, which begins at `position`; False at the end of the file.
 
-        Raises `UserError` if it is too long.
+        Raises `UserError` if the row is too long.
         """
-        if len(self.buffer) - self.at > MAX_ROW_BYTES:
+        if len(self.buffer) - self.position > MAX_ROW_BYTES:
             raise UserError(
                 f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged "
                 "so that it has no end"
@@ -445,67 +486,73 @@ class _Text:
         return self._read()
 
     def _read(self) -> bool:
-        """Drops what stands before `at`, and reads more; returns False at the end of the file.
+        """Drops what stands before `position`, and reads more; False at the end of the file.
 
-        It reads as much as is buffered, so that a long row is not parsed too often.
+        It reads CHUNK_BYTES, or as many bytes as the buffer has characters if these are more. So a
+        long row, which is parsed from its beginning after each read, is parsed only a few times.
         """
-        self.buffer = self.buffer[self.at :]
-        self.at = 0
-        kept = len(self._decoder.getstate()[0])
-        offset = self._stream.tell() - kept
+        self.buffer = self.buffer[self.position :]
+        self.position = 0
+        # the bytes of a character that the last chunk cut in two
+        undecoded_bytes, _ = self._decoder.getstate()
+        offset = self._stream.tell() - len(undecoded_bytes)
         chunk = self._stream.read(max(CHUNK_BYTES, len(self.buffer)))
         try:
             text = self._decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            where = offset + error.start + 1
-            raise UserError(f"{self._path}: not UTF-8: {error.reason} at byte {where}") from None
+            byte = offset + error.start + 1
+            raise UserError(f"{self._path}: not UTF-8: {error.reason} at byte {byte}") from None
         self.buffer += text
         return bool(chunk)
 
 
 def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
-    """Returns the rows of the one list of rows in an object, such as `{"data": [{...}, {...}]}`.
+    """Returns the rows of a file that is one object with a list of rows: `{"data": [{...}, ...]}`.
 
-    The file is read twice: to find the list, and for its rows.
+    The file is read twice: first to find the list, then for its rows.
 
     Returns:
-        None where the file is no JSON object.
+        The rows; None if the file is no JSON object.
 
     Raises:
-        UserError: The object has no such list, or several.
+        UserError: Two keys are equal, or there is not exactly one key with a list of rows.
     """
-    # key -> for the kinds of values in its list: whether they are rows
-    kinds: dict[str, set[bool]] = {}
+    # key -> whether the values in its list are rows: {True} for a list of rows alone
+    are_rows: dict[str, set[bool]] = {}
     try:
-        for key, value in _walk_object(_Text(path, stream)):
-            if value is LIST and key in kinds:
+        for key, value in _walk_object(_TextBuffer(path, stream)):
+            if value is KEY_BEGINS and key in are_rows:
                 raise UserError(
                     f"{path}: two keys of its one object have the same name; only one could be "
                     "read: rename or join them"
                 )
-            kinds.setdefault(key, set())
-            if value is not LIST:
-                kinds[key].add(isinstance(value, dict))
+            are_rows.setdefault(key, set())
+            if value is not KEY_BEGINS:
+                are_rows[key].add(isinstance(value, dict))
     except (ValueError, RecursionError):
         return None
-    lists = [key for key, are_lists in kinds.items() if are_lists == {True}]
-    if len(lists) != 1:
+    row_lists = [key for key, kinds in are_rows.items() if kinds == {True}]
+    if len(row_lists) != 1:
         raise UserError(
             f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected"
         )
+    (rows_key,) = row_lists
     stream.seek(0)
     return (
-        row for key, row in _walk_object(_Text(path, stream)) if key == lists[0] and row is not LIST
+        value
+        for key, value in _walk_object(_TextBuffer(path, stream))
+        if key == rows_key and value is not KEY_BEGINS
     )
 
 
-LIST = object()  # marks the beginning of a key's list, or of its other value
+KEY_BEGINS = object()  # what `_walk_object` yields once for each key
 
 
-def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """Yields (key, LIST) for each key of one object, then (key, value) for each value in its list.
+def _walk_object(text: _TextBuffer) -> Iterator[tuple[str, Any]]:
+    """Walks through a file that is one JSON object.
 
-    A value that is no list is passed over. Raises `ValueError` where the text is no JSON object.
+    Yields (key, KEY_BEGINS) for each key, and if its value is a list, then (key, item) for each
+    item. Any other value is skipped. Raises `ValueError` if the file is no JSON object.
     """
     decoder = RowDecoder()
     text.peek()
@@ -516,19 +563,16 @@ def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
         if not isinstance(key, str):
             raise ValueError("a key is expected")
         text.take(":")
-        yield key, LIST
-        if has_list := text.peek() == "[":
+        yield key, KEY_BEGINS
+        if text.peek() == "[":
             text.take("[")
-        while not (has_list and text.peek() == "]"):
-            text.peek()
-            value = text.parse(decoder)
-            if not has_list:
-                break
-            yield key, value
-            if text.peek() != "]":
-                text.take(",")
-        if has_list:
+            while text.peek() != "]":
+                yield key, text.parse(decoder)
+                if text.peek() != "]":
+                    text.take(",")
             text.take("]")
+        else:
+            text.parse(decoder)
         if text.peek() == "}":
             break
         text.take(",")
@@ -538,11 +582,16 @@ def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
 
 
 def _skip_space(text: str, position: int) -> int:
+    """Returns the position of the first character from `position` on that is no JSON white space.
+
+    At the end of the text this is its length.
+    """
     while position < len(text) and text[position] in " \t\r\n":
         position += 1
     return position
 
 
+# kind of a text file -> function that yields its rows
 TEXT_READERS: Mapping[str, Callable[[str], Iterator[NumberedRow]]] = {
     "json": _read_json,
     "csv": _read_csv,

@@ -1,14 +1,14 @@
-"""Documents as text with the spans that are trained on, and checks of what the chat template made
-of them.
+"""Renders documents as text with the spans that are trained on, and checks the result.
 
-A conversation is rendered in one of three ways. All have the same text where the template writes a
-turn alike whatever follows it:
+A conversation is rendered in one of three ways. The text is the same in all of them if the template
+writes each turn alike, whatever follows the turn:
 
-- by layout: once, where what the template writes around messages of these roles is known;
-- as asked: up to a trained turn, which follows the prompt that inference gives;
-- whole: as the template writes all of it, even where inference would see a turn otherwise.
+- by layout: rendered once, if it is known what the template writes around messages of these roles;
+- as asked: rendered up to a trained turn, behind exactly the prompt that inference gives;
+- whole: as the template writes the complete conversation, even if inference would see a turn in
+  another form.
 
-`render_turns` may make several texts of it, `render` always one.
+`render_turns` may make several texts of a conversation, `render` always makes one.
 """
 
 import json
@@ -69,12 +69,8 @@ from finetune.data.tokenizer import (
     read_parts,
 )
 
-COMPARED = (
-    "unlike_inference",
-    "prompt_not_continued",
-    "not_read_back",
-    "no_reasoning",
-)  # the findings with a detail
+# the findings whose detail is `RenderedText.difference`
+COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +79,26 @@ class RenderedText:
 
     text: str
     spans: tuple[Span, ...]  # what is trained on
-    is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
+    # True: the tokenizer's BOS is put before the text; False: it is not, as after a chat template,
+    # which writes its own
+    is_plain: bool
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-    group_hash: int | None = None  # xxh3 of what it is a duplicate by, where its text is not all
-    # where the last token is scored and nothing else is trained on: what the score should be
+    # xxh3 of what makes the document a duplicate; None: its text alone does
+    group_hash: int | None = None
+    # what the score of the last token should be; None: that token is not scored
     label: int | None = None
-    step_labels: tuple[int, ...] = ()  # where each of `spans` is scored at its end
-    # whose hidden states are its embedding; None: tokens are trained on
+    step_labels: tuple[int, ...] = ()  # the label of each of `spans`, if these are scored steps
+    # which hidden states make the embedding; None: the document is not embedded
     pooling: Pooling | None = None
-    rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
-    tokens: TokenRow | None = None  # in place of a text, where the row has ids
-    # message index -> where it stands, of trained answers
+    rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 if it is not rated
+    tokens: TokenRow | None = None  # in place of a text, if the row has ids
+    # message index -> span of the turn, for each trained answer
     turns: Mapping[int, Span] = field(default_factory=dict)
-    # for a finding of COMPARED: the first token that is not what inference sees, say
+    # the detail of a finding of COMPARED, such as the first token that inference sees differently
     difference: str = ""
     images: tuple[EncodedImage, ...] = ()
-    row: str = ""  # of a prompt: what rewards read, as JSON
-    # where a text begins that is encoded as if nothing stood before it
+    row: str = ""  # for a prompt: what rewards read of its row, as JSON
+    # positions from which the text is encoded as if nothing stood before them
     fresh_starts: tuple[int, ...] = ()
 
 
@@ -107,10 +106,11 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     """Renders a document as one or several texts, as `renderer.turns` says.
 
     Under `auto` and `split` every trained turn follows exactly the prompt that inference gives: the
-    template applied to the conversation so far, with the generation prompt. `auto` writes the
-    fewest such texts: one, where the template writes a turn alike whatever follows it.
+    template applied to the conversation so far, with the generation prompt. `split` makes one text
+    for each trained turn. `auto` makes as few texts as possible: a single one if the template
+    writes each turn alike, whatever follows it.
 
-    Raises `BadRow`.
+    Raises `BadRow` if the document cannot be rendered.
     """
     if renderer.answers_apart and isinstance(document, Completion | Conversation):
         return _render_answers_apart(document, renderer)
@@ -124,7 +124,7 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
 
 
 def _converse(document: Completion) -> Conversation:
-    """The conversation of a prompt and its trained answer."""
+    """Makes a conversation of a prompt and its completion, which is trained on."""
     messages = (
         make_message("user", document.prompt),
         make_message("assistant", document.completion),
@@ -133,10 +133,12 @@ def _converse(document: Completion) -> Conversation:
 
 
 def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """Renders a conversation of which the assistant's turns are trained, as `renderer.turns` says:
-    by layout where that does; else whole, or as asked, in the fewest texts.
+    """Renders a conversation whose assistant turns are trained on, as `renderer.turns` says.
 
-    Raises `BadRow`.
+    It is rendered by layout if that gives the same result. Otherwise it is rendered whole, or as
+    asked in as few texts as possible.
+
+    Raises `BadRow` if the conversation cannot be rendered.
     """
     renderer = add_variables(renderer, document.variables)
     document = replace(document, variables={})
@@ -144,12 +146,12 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
     if renderer.turns != "split":
-        whole = _render_by_layout(document, renderer)
-        is_whole = renderer.turns == "whole"
-        if whole is not None and (is_whole or not _cuts_earlier(whole, renderer)):
-            return (whole,)
+        by_layout = _render_by_layout(document, renderer)
+        wants_whole = renderer.turns == "whole"
+        if by_layout is not None and (wants_whole or not _cuts_earlier(by_layout, renderer)):
+            return (by_layout,)
     asked = ask_turns(document, renderer)
-    # the template's {% generation %} markers may enclose nothing of a turn
+    # A turn is missing if the template's {% generation %} markers enclose nothing of it.
     is_any_missing = len(asked) < sum(document.trained)
     if renderer.turns == "whole" or is_any_missing or not asked:
         return (_render_whole(document, asked, renderer),)
@@ -157,24 +159,30 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
 
 
 def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
-    """Renders a document for `answers_apart`: the tokenizer encodes the prompt and each answer
-    separately.
+    """Renders a document for `answers_apart`: the tokenizer encodes prompt and answers separately.
+
+    It adds `fresh_starts`: the start of each trained answer, and the end of a BOS at the beginning.
+
+    Raises `BadRow` for a document with images, and if the document cannot be rendered.
     """
     if getattr(document, "images", ()):
         raise BadRow(
             "answers_apart: a text with images is encoded as one; remove the key from this entry "
             "of datasets"
         )
+    # A conversation that is trained on as a whole is rendered as one text.
     turns: Turns = renderer.turns if renderer.assistant_only else "whole"
-    # Rendering finds where answers start only if they alone are trained on.
-    of_answers = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
+    # Rendering finds the starts of answers only with `assistant_only`. The spans that this gives
+    # are replaced below if the recipe has another value.
+    answer_renderer = replace(renderer, answers_apart=False, assistant_only=True, turns=turns)
     texts: list[RenderedText] = []
-    for rendered in render_turns(document, of_answers):
-        answers = rendered.turns.values() or rendered.spans  # a completion has no turns
-        starts = [start for start, _ in answers]
+    for rendered in render_turns(document, answer_renderer):
+        answer_spans = rendered.turns.values() or rendered.spans  # a completion has no turns
+        starts = [start for start, _ in answer_spans]
         if renderer.bos and rendered.text.startswith(renderer.bos):
             starts = [len(renderer.bos), *starts]
-        spans = rendered.spans  # of a completion, what follows its prompt in any case
+        spans = rendered.spans
+        # Plain text is a completion. Its prompt is never trained on, so its spans are right.
         if not renderer.assistant_only and not rendered.is_plain:
             spans = ((0, len(rendered.text)),)
         texts.append(replace(rendered, spans=spans, fresh_starts=tuple(starts)))
@@ -184,16 +192,19 @@ def _render_answers_apart(document: Document, renderer: Renderer) -> tuple[Rende
 def _render_apart(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> tuple[RenderedText, ...]:
-    """Renders the fewest texts that write each trained turn as inference does; under `turns: split`
-    one for each turn.
+    """Renders the fewest texts in which each trained turn is written as inference has it.
 
-    The last turn comes first. Each text ends with a turn, and also trains every earlier turn that
-    it writes as inference does. They are returned in the order of the conversation.
+    The texts are made from the last turn backwards. Each ends with a trained turn, and also trains
+    on every earlier turn that it writes as inference has it. Under `turns: split` there is one text
+    for each turn.
 
     Args:
         conversation: The conversation.
-        asked: Message index -> trained turn.
+        asked: Message index -> trained turn as inference has it.
         renderer: The renderer.
+
+    Returns:
+        The texts in the order of the conversation.
     """
     texts: list[RenderedText] = []
     remaining = dict(asked)
@@ -211,30 +222,34 @@ def _render_apart(
 
 
 def _has_turn(text: str, turn: AskedTurn, renderer: Renderer) -> bool:
-    """Whether `text`, of a longer conversation, has the tokens of a turn as inference has them."""
+    """Whether the text of a longer conversation has a turn in the same tokens as inference."""
     return turn.is_in(text) and not _cuts_token(text, (turn.start, turn.end), renderer)
 
 
 def _cuts_earlier(rendered: RenderedText, renderer: Renderer) -> bool:
-    """Whether a border of a trained span before the last one would cut a token of the text.
+    """Whether a border of a trained span, except the last span, would cut a token of the text.
 
-    At the last span inference itself encodes prompt and answer as two pieces.
+    The last span may cut one, because inference also encodes its prompt and its answer as two
+    pieces.
     """
     return any(_cuts_token(rendered.text, span, renderer) for span in rendered.spans[:-1])
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
-    """Whether a border of a trained span would cut a token of `text` encoded as one piece, which is
-    how inference encodes it in later turns.
+    """Whether a border of a trained span would cut a token of `text`, encoded as one piece.
+
+    In later turns inference encodes the span's turn as a part of one piece.
     """
     special = renderer.special_tokens
     for border in span:
-        # The text around the border, up to the special tokens next to it, which no token crosses.
-        begin = max(border - CONTEXT_CHARACTERS, 0)
-        begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
-        end = min(border + CONTEXT_CHARACTERS, len(text))
-        following = special.search(text, border, end)
-        end = following.start() if following else end
+        # Only the text around the border is encoded, up to the nearest special tokens: no other
+        # token crosses these.
+        context_begin = max(border - CONTEXT_CHARACTERS, 0)
+        special_ends = (match.end() for match in special.finditer(text, context_begin, border))
+        begin = max(special_ends, default=context_begin)
+        context_end = min(border + CONTEXT_CHARACTERS, len(text))
+        following = special.search(text, border, context_end)
+        end = following.start() if following else context_end
         is_inside = begin < border < end
         if is_inside and not keeps_border(renderer.backend, text[begin:border], text[border:end]):
             return True
@@ -242,33 +257,37 @@ def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
 
 
 def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversation:
-    """The conversation up to the last of `turns`, with these alone trained on."""
-    kept = set(turns)
-    if not kept:
+    """Returns a copy of the conversation up to the last of `turns`, trained on these alone.
+
+    `turns`: indexes of messages. Without any the conversation is returned unchanged.
+    """
+    trained_indexes = set(turns)
+    if not trained_indexes:
         return conversation
-    trained = tuple(i in kept for i in range(max(kept) + 1))
+    trained = tuple(i in trained_indexes for i in range(max(trained_indexes) + 1))
     return replace(conversation, messages=conversation.messages[: len(trained)], trained=trained)
 
 
 def _render_by_layout(conversation: Conversation, renderer: Renderer) -> RenderedText | None:
-    """Renders the whole conversation once; None unless the template's known layout proves that each
-    turn is as inference has it.
+    """Renders the whole conversation once, and finds its turns by the template's layout.
 
-    `ask_turns` finds the same turns by a rendering for each of them.
+    Returns None unless the layout proves that each turn is written as inference has it. `ask_turns`
+    would find the same turns, but needs a rendering for each of them.
     """
     text = apply_template(renderer, read_messages(conversation, renderer), conversation.tools)
     turns = match_layout(text, conversation, renderer)
     if turns is None:
         return None
-    # The layout gave exactly this text, so nothing is left to be traced.
+    # The layout gives exactly this text, so the place of every message is known without marks.
     return _check(conversation, text, {i: (span,) for i, span in turns.items()}, (), renderer)
 
 
 def _render_whole(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> RenderedText:
-    """Renders the whole conversation as the template writes it, even where inference would see
-    turns differently.
+    """Renders the whole conversation as the template writes it.
+
+    Inference may see turns in another form; this becomes a finding.
     """
     text, turns = find_turns(conversation, asked, renderer)
     return _check_traced(conversation, text, turns, asked, renderer)
@@ -277,8 +296,10 @@ def _render_whole(
 def _render_asked(
     conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
 ) -> RenderedText:
-    """Renders a conversation that ends with the last turn of `asked` as inference has that; the
-    text must have all of them so.
+    """Renders a conversation as inference has its last turn.
+
+    The conversation ends with the last turn of `asked`, and the text of that turn has all other
+    turns of `asked` as inference has them.
     """
     spans = {i: turn.spans for i, turn in asked.items()}
     return _check_traced(conversation, asked[max(asked)].text, spans, asked, renderer)
@@ -291,7 +312,10 @@ def _check_traced(
     asked: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
-    """Checks a text and its trained turns, and adds the findings.
+    """Makes a `RenderedText` of a text and its turns, with all findings about them.
+
+    With `assistant_only`, marks trace which message each part of the text comes from, and the spans
+    are checked against that.
 
     Args:
         conversation: What the text was rendered from.
@@ -319,24 +343,26 @@ def _check(
     marks: Marks,
     renderer: Renderer,
 ) -> RenderedText:
-    """Adds the findings to a text, and takes reasoning out of its trained spans where the recipe
-    does not train on it.
+    """Makes a `RenderedText` of a text and its turns, with findings about the text alone.
+
+    Reasoning is taken out of the trained spans if the recipe does not train on it.
 
     Args:
         conversation: What the text was rendered from.
         text: The text.
-        turns: Message index -> spans of an assistant's turn, at least of each trained one; none
-            where the template leaves the turn out.
-        marks: Which characters came from which message; empty where nothing was traced.
+        turns: Message index -> spans of an assistant's turn. It has each trained turn and may have
+            others. The spans are empty if the template leaves the turn out.
+        marks: Which characters came from which message; empty if this was not traced.
         renderer: The renderer.
     """
     messages = conversation.messages
     trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
-    rendered = RenderedText(text, ((0, len(text)),), False)
+    rendered = RenderedText(text, spans=((0, len(text)),), is_plain=False)
     if renderer.assistant_only:
         rendered = replace(
             rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
         )
+    # message index -> from the start of the turn's first span to the end of its last one
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
     turn_ends = []
     if renderer.assistant_only:
@@ -359,7 +385,10 @@ def _check(
 
 
 def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
-    """Whether no trained answer has reasoning, where the template writes it for the model."""
+    """Whether no trained answer has reasoning, although the template writes reasoning.
+
+    Returns False for a template that writes none, or whose generation prompt closes it.
+    """
     if renderer.unthinking is None:
         return False
     turns = zip(conversation.messages, conversation.trained, strict=True)
@@ -367,41 +396,53 @@ def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
-    """Locates the reasoning of message `i` in its turn, with the white space behind it; None where
-    the text has none.
+    """Finds the span of a message's reasoning in `text`, with the white space behind it.
+
+    Args:
+        text: The text.
+        message: The assistant's message.
+        i: The index of the message.
+        turn: The span of the message's turn in `text`.
+        marks: Which characters came from which message; empty if this was not traced.
+
+    Returns:
+        None if the turn has no reasoning.
     """
-    of_message = [mark for mark in marks if mark.message == i]
+    turn_start, turn_end = turn
+    own_marks = [mark for mark in marks if mark.message == i]
     # a mark stands before the reasoning, and one behind it
-    positions = [mark.position for mark in of_message if mark.part in REASONING_KEYS]
+    positions = [mark.position for mark in own_marks if mark.part in REASONING_KEYS]
     words = read_reasoning(message)
-    closed = THINKING_END.search(text, *turn)
+    end_tag = THINKING_END.search(text, turn_start, turn_end)
     if positions:
         start = positions[0]
         end = positions[-1]
-    elif of_message and any(key in message for key in REASONING_KEYS):
-        return None  # the template leaves it out
-    elif words and closed:  # the content has it, behind a tag that the prompt may have opened
-        opened = THINKING_START.search(text, turn[0], closed.start())
-        start = text.find(words, opened.end() if opened else turn[0], turn[1])
+    elif own_marks and any(key in message for key in REASONING_KEYS):
+        return None  # the template leaves the reasoning out
+    elif words and end_tag:  # the reasoning is in the content, between tags
+        # The prompt, not the turn, may have the opening tag.
+        start_tag = THINKING_START.search(text, turn_start, end_tag.start())
+        start = text.find(words, start_tag.end() if start_tag else turn_start, turn_end)
         end = start + len(words)
     else:
         return None
     if start < 0:
         return None
-    after = text[end : turn[1]]
+    after = text[end:turn_end]
     white_space = len(after) - len(after.lstrip())
     return (start, end + white_space)
 
 
 def _leave_out(rendered: RenderedText, removed: Span | None) -> RenderedText:
-    """Takes `removed` out of the trained spans."""
+    """Takes the characters of `removed` out of the trained spans; None takes out nothing."""
     if removed is None:
         return rendered
-    start, end = removed
+    removed_start, removed_end = removed
     spans: list[Span] = []
-    for first, last in rendered.spans:
-        around = ((first, min(last, start)), (max(first, end), last))
-        spans += [span for span in around if span[0] < span[1]]
+    for start, end in rendered.spans:
+        before = (start, min(end, removed_start))
+        behind = (max(start, removed_end), end)
+        spans += [(begin, stop) for begin, stop in (before, behind) if begin < stop]
     return replace(rendered, spans=tuple(spans))
 
 
@@ -411,23 +452,25 @@ def _compare_with_asked(
     asked: Mapping[int, AskedTurn],
     renderer: Renderer,
 ) -> RenderedText:
-    """Adds a finding, with the first token that differs, where inference would see or write a turn
-    differently.
+    """Adds a finding, with its detail, if inference would see or read a turn differently.
+
+    It is about the first such turn. Only if there is none, turns are read back by the tokenizer's
+    response template, if it has one.
     """
     for i, turn in sorted(asked.items()):
-        if turn.continues_prompt:
-            expected = turn.text[: turn.end]
-            finding = "unlike_inference"
-            if turn.is_in(rendered.text):
-                continue
-        else:
+        if not turn.continues_prompt:
             expected = turn.prompt
             finding = "prompt_not_continued"
-        trained, seen = _show_difference(rendered.text, expected, renderer)
-        difference = f"message {i + 1} is trained with {trained!r} where inference has {seen!r}"
+        elif not turn.is_in(rendered.text):
+            expected = turn.text[: turn.end]
+            finding = "unlike_inference"
+        else:
+            continue
+        trained, inferred = _show_difference(rendered.text, expected, renderer)
+        difference = f"message {i + 1} is trained with {trained!r} where inference has {inferred!r}"
         # the new finding says more than no_reasoning
-        others = [name for name in rendered.findings if name != "no_reasoning"]
-        return replace(rendered, findings=(*others, finding), difference=difference)
+        other_findings = [name for name in rendered.findings if name != "no_reasoning"]
+        return replace(rendered, findings=(*other_findings, finding), difference=difference)
     if not renderer.response_template:
         return rendered
     for i, turn in sorted(asked.items()):
@@ -441,19 +484,20 @@ def _compare_with_asked(
 
 
 def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Renderer) -> str:
-    """Reads a turn back by the tokenizer's response_template, and says how it differs from its
-    message; "" if it does not.
+    """Reads a turn back by the tokenizer's response_template, and compares it with its message.
+
+    Returns how the two differ; "" if they do not.
     """
     reply = turn.text[len(turn.prompt) : turn.end]
     try:
         read = parse_response(
             reply, renderer.response_template, prefix=turn.prompt, tools=list(tools)
         )
-    except Exception as error:  # a template of the model's own, with patterns of its own
+    except Exception as error:  # the template comes with the model, and may raise anything
         return f"response_template cannot read {reply!r}: {error}"
     if any(key in message for key in REASONING_KEYS):
         content = message["content"]
-    else:
+    else:  # the content may begin with the reasoning
         content = THINKING_END.split(message["content"])[-1]
     expected = {
         "reasoning": read_reasoning(message),
@@ -472,58 +516,61 @@ def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Render
 
 
 def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
-    """The name and arguments of each call.
+    """Returns (name, arguments) of each call in a message, with every argument as text.
 
-    A format without types, such as XML, gives each value as text.
+    Text can be compared with what is read from a format without types, such as XML.
     """
-    listed = []
+    calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = dict(parse_if_json(function.get("arguments")) or {})
-        listed.append(
+        calls.append(
             (function.get("name", ""), {name: _as_text(value) for name, value in arguments.items()})
         )
-    return listed
+    return calls
 
 
 def _as_text(value: Any) -> str:
+    """Returns a text unchanged, any other value as JSON."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
-    """Returns (the first token of `text` that differs, the token that `expected` has there)."""
-    trained = renderer.backend.encode(text, add_special_tokens=False)
-    seen = renderer.backend.encode(expected, add_special_tokens=False)
-    id_pairs = enumerate(zip_longest(trained.ids, seen.ids))
-    first = next((i for i, (one, other) in id_pairs if one != other), 0)
-    return _cut_token(text, trained, first), _cut_token(expected, seen, first)
+    """Returns (first token of `text` that differs from `expected`, token of `expected` there)."""
+    encoded_text = renderer.backend.encode(text, add_special_tokens=False)
+    encoded_expected = renderer.backend.encode(expected, add_special_tokens=False)
+    id_pairs = enumerate(zip_longest(encoded_text.ids, encoded_expected.ids))
+    first = next((i for i, (text_id, expected_id) in id_pairs if text_id != expected_id), 0)
+    return _cut_token(text, encoded_text, first), _cut_token(expected, encoded_expected, first)
 
 
 def _cut_token(text: str, encoded: Any, number: int) -> str:
-    """Returns the part of `text` that a token of its encoding stands for; "" behind its end."""
+    """Returns the characters of token `number` of an encoded text; "" if it has fewer tokens."""
     if number >= len(encoded.ids):
         return ""
-    return text[slice(*encoded.offsets[number])]
+    start, end = encoded.offsets[number]
+    return text[start:end]
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
     """Renders a document as one text, with the spans that are trained on.
 
-    Raises `BadRow` if the chat template rejects it.
+    Raises `BadRow` if the document cannot be rendered.
     """
     match document:
         case Text(text):
-            # A BOS in the text would be a second one beside the tokenizer's own.
+            # The tokenizer adds its own BOS, so one in the text would be a second.
             text = text.removeprefix(renderer.bos)
             findings = _find_typed([text], renderer)
             text += renderer.eos
-            return RenderedText(text, ((0, len(text)),), True, findings)
+            return RenderedText(text, spans=((0, len(text)),), is_plain=True, findings=findings)
         case Candidate(text):
-            # A typed BOS stays, as where a reranker scores the text, and is a finding.
+            # A typed BOS stays, as when a reranker scores the text, and becomes a finding.
             findings = _find_typed([text], renderer)
-            return RenderedText(renderer.bos + text + renderer.eos, (), False, findings)
+            text = renderer.bos + text + renderer.eos
+            return RenderedText(text, spans=(), is_plain=False, findings=findings)
         case Steps():
             return _render_steps(document, renderer)
         case TokenRow(ids, trained):
@@ -535,21 +582,24 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                     "one that made them"
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
-            return RenderedText("", (), False, group_hash=identity, tokens=document)
+            return RenderedText("", spans=(), is_plain=False, group_hash=identity, tokens=document)
         case Question():
             return _render_question(document, renderer)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             text = prompt + completion + renderer.eos
             findings = tuple(_check_completion(document, renderer))
-            return RenderedText(text, ((len(prompt), len(text)),), True, findings)
+            spans = ((len(prompt), len(text)),)
+            return RenderedText(text, spans=spans, is_plain=True, findings=findings)
         case Conversation():
             return _render_as_one(document, _for_conversation(renderer, document))
 
 
 def _render_as_one(document: Conversation, renderer: Renderer) -> RenderedText:
-    """Renders a conversation as one text: by layout where that does; else as asked, where the last
-    message is trained and its prompt has all trained turns before it; else whole.
+    """Renders a conversation as one text.
+
+    It is rendered by layout if possible. Otherwise it is rendered as asked if the last message is
+    trained on and its text has all other trained turns as inference has them; else whole.
     """
     rendered = _render_by_layout(document, renderer)
     if rendered is not None:
@@ -566,34 +616,34 @@ def _render_as_one(document: Conversation, renderer: Renderer) -> RenderedText:
 
 
 def _find_typed(texts: Iterable[str], renderer: Renderer) -> tuple[str, ...]:
-    """Returns the finding for texts in which a special token is typed."""
+    """Returns the finding about texts with a typed special token; empty if no text has one."""
     is_typed = any(map(renderer.special_tokens.search, texts))
     return ("typed_special_token",) if is_typed else ()
 
 
 def _render_question(document: Question, renderer: Renderer) -> RenderedText:
-    """Renders a prompt, which ends where the assistant's answer begins. Nothing of it is trained
-    on.
+    """Renders a prompt, which ends where the assistant's answer begins. Nothing is trained on.
 
-    Raises `BadRow` as `render` does.
+    Raises `BadRow` if the prompt is text and there are tools to describe, if the row names no known
+    environment, or if the chat template rejects the prompt.
     """
-    question = document.asked
-    if isinstance(question, str):
+    prompt = document.asked
+    if isinstance(prompt, str):
         if renderer.tools or renderer.environments:
             raise BadRow(
                 "a prompt as text has no chat template, which describes the tools; make it messages"
             )
-        text = question.removeprefix(renderer.bos)
+        text = prompt.removeprefix(renderer.bos)
         return RenderedText(text, spans=(), is_plain=True, row=document.row)
-    renderer = _for_conversation(renderer, question)
-    messages = read_messages(question, renderer)
+    renderer = _for_conversation(renderer, prompt)
+    messages = read_messages(prompt, renderer)
     group_hash = None
     if renderer.environments:
         row = json.loads(document.row)
-        choose_environment(renderer.environments, row["columns"])  # raises where there is none
-        tools = choose_tools(renderer, row)  # its own, or the environment's with the recipe's
+        choose_environment(renderer.environments, row["columns"])  # only for its error
+        tools = choose_tools(renderer, row)  # the row's, or the environment's and the recipe's
     else:
-        tools = question.tools or renderer.tools
+        tools = prompt.tools or renderer.tools
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)
     if renderer.environments:  # rows with the same prompt may begin different episodes
         group_hash = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
@@ -604,16 +654,20 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
 
 
 def _for_conversation(renderer: Renderer, conversation: Conversation) -> Renderer:
-    """The renderer with the conversation's template variables, in the mode that images need."""
+    """Returns the renderer with a conversation's template variables.
+
+    If the conversation has images, the renderer gives the template each content as a list of parts.
+    """
     if conversation.images:
         renderer = read_parts(renderer)
     return add_variables(renderer, conversation.variables)
 
 
 def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
-    """Renders a prompt and its steps, each followed by the separator, at whose end it is scored.
+    """Renders a prompt and its steps, with a separator behind each step.
 
-    The tokenizer encodes prompt, steps and separators separately, as in TRL's PRMTrainer.
+    The spans are the separators, because a step is scored at the end of its separator. The
+    tokenizer encodes prompt, steps and separators separately, as in TRL's PRMTrainer.
     """
     text = document.prompt.removeprefix(renderer.bos)
     findings = _find_typed([text, *document.steps], renderer)
@@ -636,10 +690,10 @@ def _render_steps(document: Steps, renderer: Renderer) -> RenderedText:
 
 
 def render_scored(document: Document, renderer: Renderer) -> RenderedText:
-    """Renders a document whose last token is scored: a conversation as the template writes it,
-    whoever speaks last.
+    """Renders a document whose last token is scored.
 
-    The tokenizer encodes it as one piece, as it does when the trained model scores a text.
+    A conversation may end with a message of any role. There are no spans, so the tokenizer encodes
+    the text as one piece, as it does when the trained model scores a text.
     """
     if not isinstance(document, Conversation):
         return replace(render(document, renderer), spans=())
@@ -647,20 +701,21 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
     messages = read_messages(document, renderer)
     text = apply_template(renderer, messages, document.tools or renderer.tools)
     findings = check_prompt(Question(document, row=""), text, renderer.has_template)
-    return RenderedText(text, (), False, tuple(findings))
+    return RenderedText(text, spans=(), is_plain=False, findings=tuple(findings))
 
 
 def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
-    """Renders a text that is embedded: unchanged, between the tokens that the tokenizer itself
-    adds.
+    """Renders a text that is embedded: unchanged, with what the tokenizer itself writes behind it.
+
+    What the tokenizer writes before a text is added when the text is encoded.
     """
-    return RenderedText(document.text + renderer.end, (), True)
+    return RenderedText(document.text + renderer.end, spans=(), is_plain=True)
 
 
 def find_image_token(renderer: Renderer) -> str:
     """Returns the text that a chat template writes for an image.
 
-    Raises `BadRow` or `UserError` where the model takes none.
+    Raises `BadRow` or `UserError` if the model takes no images.
     """
     if renderer.images is None:
         raise BadRow("image: this tokenizer is of no model that takes images")
@@ -670,14 +725,15 @@ def find_image_token(renderer: Renderer) -> str:
 def write_images(
     text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
 ) -> RenderedText:
-    """Replaces each image token of a text by what the model's processor writes for that image;
-    neither is trained on.
+    """Replaces each image token of a text by what the model's processor writes for the image.
+
+    What it writes is not trained on. A document without images is returned unchanged.
 
     Args:
         text: Rendered from `document`, with one image token for each image.
-        document: The conversation, or a prompt.
-        images: Its images, in order.
-        renderer: With the model's image processor.
+        document: A conversation, or a prompt that is one.
+        images: The document's images, in order.
+        renderer: The renderer, which has the model's image processor.
 
     Raises:
         BadRow: An image cannot be opened, or the template writes another number of image tokens.
@@ -689,23 +745,25 @@ def write_images(
     token = find_image_token(renderer)
     messages = conversation.messages
     last = max(text.turns, default=len(messages))
-    # A text as asked ends with its last turn; another one has all messages.
-    counts = []  # of images, in the one case and in the other
-    for end in (last + 1, None):
-        counts.append(sum(message["content"].count(IMAGE) for message in messages[:end]))
+    counts = [message["content"].count(IMAGE) for message in messages]
+    # A text that was rendered as asked ends with its last turn; any other text has all messages.
+    images_to_last = sum(counts[: last + 1])
+    images_in_all = sum(counts)
     written_places = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]
     if typed:
         raise BadRow(f"image: the text holds {typed[0]}, which stands for an image")
-    if written_places not in counts:
+    if written_places not in (images_to_last, images_in_all):
         raise BadRow(
-            f"image: the chat template writes {token} {written_places} times for {counts[0]} images"
+            f"image: the chat template writes {token} {written_places} times for {images_to_last} "
+            "images"
         )
     images = images[:written_places]
     written = [renderer.images.expand(open_image(image).size) for image in images]
     expanded, spans = place_images(text.text, text.spans, written, token)
     identity = f"{text.group_hash}{hash_images(images)}{text.text}"
-    # Its turns stand elsewhere now, and only `inspect --turns` shows them.
+    # The turns have other positions now. They are dropped, because only `inspect --turns` reads
+    # them.
     return replace(
         text,
         text=expanded,
@@ -737,14 +795,15 @@ def _check_turns(
     turn_ends: Sequence[int],
     renderer: Renderer,
 ) -> Iterator[str]:
-    """Yields the findings about a conversation's roles and calls, and at most one about how its
-    turns end.
+    """Yields the findings about a conversation's roles and calls, and about how its turns end.
+
+    There is at most one about how turns end.
 
     Args:
         conversation: What the text was rendered from.
         text: The text.
-        spans: What is trained on.
-        turn_ends: Where the trained turns end; empty where that is not known.
+        spans: The spans that are trained on.
+        turn_ends: The ends of the trained turns; empty if they are not known.
         renderer: The renderer.
     """
     messages = conversation.messages
@@ -756,32 +815,34 @@ def _check_turns(
         yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
-    # of a turn with several spans the last
-    trained = [
+    # A turn may have several spans, of which only the last one has to end the turn.
+    last_spans = [
         text[start:end]
         for start, end in spans
         if not turn_ends or end in turn_ends or end == spans[-1][1]
     ]
-    if not all(_ends_turn(turn, renderer) for turn in trained):
+    if not all(_ends_turn(span_text, renderer) for span_text in last_spans):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
-    elif trained and not _stops(trained[-1], renderer):
+    elif last_spans and not _stops(last_spans[-1], renderer):
         yield "stop_not_trained"
 
 
 def _describes_calls(conversation: Conversation) -> bool:
-    """Whether the name of every called tool stands in a schema or in a system message."""
-    schemas = [json.dumps(tool, default=str) for tool in conversation.tools]
-    described = schemas + [
-        m["content"] for m in conversation.messages if m["role"] in ("system", "developer")
+    """Whether the name of every called tool occurs in a tool's schema or in a system message."""
+    descriptions = [json.dumps(tool, default=str) for tool in conversation.tools]
+    descriptions += [
+        message["content"]
+        for message in conversation.messages
+        if message["role"] in ("system", "developer")
     ]
-    calls = [
+    called_names = [
         call["function"]["name"]
         for message in conversation.messages
         for call in message.get("tool_calls", ())
     ]
-    return all(any(name in text for text in described) for name in calls)
+    return all(any(name in text for text in descriptions) for name in called_names)
 
 
 def _ends_turn(trained: str, renderer: Renderer) -> bool:
@@ -793,23 +854,20 @@ def _ends_turn(trained: str, renderer: Renderer) -> bool:
 
 
 def _stops(trained: str, renderer: Renderer) -> bool:
-    """Whether the last special token of a trained span, which has one, is one at which generation
-    stops.
-    """
-    *_, last = renderer.special_tokens.finditer(trained)
-    return renderer.up_to_stop.fullmatch(last[0]) is not None
+    """Whether generation stops at the last special token of a trained span, which must have one."""
+    *_, last_match = renderer.special_tokens.finditer(trained)
+    return renderer.up_to_stop.fullmatch(last_match.group()) is not None
 
 
 def _find_dropped(
     conversation: Conversation, text: str, turns: Mapping[int, Span]
 ) -> Iterator[str]:
-    """Yields a finding for each kind of content that the conversation has and its `text` lacks.
+    """Yields a finding for each kind of content that a conversation has and its `text` lacks.
 
     Args:
         conversation: The conversation.
-        text: What the chat template made of it.
-        turns: Message index -> span of an assistant's turn in `text`; empty where the spans are not
-            known.
+        text: What the chat template made of the conversation.
+        turns: Message index -> span of an assistant's turn in `text`, as far as it is known.
     """
     messages = conversation.messages
     instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
@@ -818,12 +876,12 @@ def _find_dropped(
     questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
     if not all(words in text for words in questions):
         yield "user_dropped"
-    # Message index -> text of an assistant's turn; the whole text where its span is not known.
-    answers = {
-        i: text[slice(*turns[i])] if i in turns else text
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant"
-    }
+    # Message index -> text of an assistant's turn; the whole text if its span is not known.
+    answers = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start, end = turns.get(i, (0, len(text)))
+            answers[i] = text[start:end]
     yield from _find_dropped_answers(conversation, text, answers)
     yield from _find_dropped_calls(conversation, text, turns, answers)
     trained = [i for i in answers if conversation.trained[i]]
@@ -834,8 +892,15 @@ def _find_dropped(
 def _find_dropped_calls(
     conversation: Conversation, text: str, turns: Mapping[int, Span], answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yields a finding for tool calls that trained turns lack, and one for calls of other turns,
-    schemas of tools and their results.
+    """Yields findings about tool calls, schemas of tools and results that the text lacks.
+
+    One is for calls that trained turns lack, the other for everything else.
+
+    Args:
+        conversation: The conversation.
+        text: What the chat template made of the conversation.
+        turns: Message index -> span of an assistant's turn in `text`, as far as it is known.
+        answers: Message index -> text of an assistant's turn.
     """
     incomplete = [
         i for i, answer in answers.items() if not _holds_calls(answer, conversation.messages[i])
@@ -850,18 +915,18 @@ def _find_dropped_calls(
 def _find_dropped_answers(
     conversation: Conversation, text: str, answers: Mapping[int, str]
 ) -> Iterator[str]:
-    """Yields findings for trained answers whose words stand nowhere in the text, or that are empty.
+    """Yields findings for trained answers whose words are not in the text, or that are empty.
 
-    `answers`: message index -> text of an assistant's turn, of at least one.
+    `answers`: message index -> text of an assistant's turn; there must be at least one.
     """
-    messages = [conversation.messages[i] for i in answers if conversation.trained[i]]
-    # Templates may rewrite the content of earlier turns, so only the last one is compared, and
-    # those with tool calls.
+    trained = [conversation.messages[i] for i in answers if conversation.trained[i]]
+    # Templates may rewrite the content of earlier turns. So only the last turn is compared, and
+    # turns with tool calls.
     last = conversation.messages[max(answers)]
-    compared = (message for message in messages if message is last or message.get("tool_calls"))
+    compared = (message for message in trained if message is last or message.get("tool_calls"))
     if any(words not in text for message in compared for words in _list_words(message["content"])):
         yield "assistant_dropped"
-    if any(_says_nothing(message) for message in messages):
+    if any(_says_nothing(message) for message in trained):
         yield "empty_answer"
 
 
@@ -871,32 +936,40 @@ def _says_nothing(message: Message) -> bool:
 
 
 def _holds_reasoning(answer: str, message: Message) -> bool:
-    """Whether the last line of each of a message's thoughts stands in the assistant's turn."""
-    thoughts = {read_reasoning(message), *THOUGHT.split(message["content"])[1::2]}
-    return all(_holds(answer, thought.strip().rpartition("\n")[2].strip()) for thought in thoughts)
+    """Whether the assistant's turn `answer` has the last line of each of a message's thoughts."""
+    _, thoughts_in_content = _split_thoughts(message["content"])
+    thoughts = {read_reasoning(message), *thoughts_in_content}
+    last_lines = (thought.strip().rsplit("\n", 1)[-1].strip() for thought in thoughts)
+    return all(_holds(answer, line) for line in last_lines)
+
+
+def _split_thoughts(content: str) -> tuple[list[str], list[str]]:
+    """Splits a content into (the words around its thoughts, the thoughts between their tags)."""
+    # THOUGHT has one group, so that words and thoughts alternate.
+    pieces = THOUGHT.split(content)
+    return pieces[::2], pieces[1::2]
 
 
 def _list_words(content: str) -> Iterator[str]:
-    """Returns what every template writes as it is, of the words around thoughts: how their last
-    lines end.
+    """Returns the words of a content that every template writes unchanged.
 
-    A template may trim a content, move its reasoning elsewhere, and write its images in its own
-    way.
+    They are the ends of the last lines before, between and behind its thoughts. A template may trim
+    a content, move its reasoning elsewhere, and write its images in its own way.
     """
-    return map(_take_last_line, THOUGHT.split(content)[::2])
+    words_around, _ = _split_thoughts(content)
+    return map(_take_last_line, words_around)
 
 
 def _take_last_line(content: str) -> str:
-    """Returns how the last line of a content ends, without its reasoning and images."""
+    """Returns the end of a content's last line, behind its reasoning and its last image."""
     answer = THINKING_END.split(content)[-1].strip()
-    last_line = answer.rpartition("\n")[2]
-    return last_line.rpartition(IMAGE)[2].strip()
+    _, _, last_line = answer.rpartition("\n")
+    _, _, behind_images = last_line.rpartition(IMAGE)
+    return behind_images.strip()
 
 
 def _holds_calls(answer: str, message: Message) -> bool:
-    """Whether the names of a message's calls and of their arguments stand in the assistant's
-    turn.
-    """
+    """Whether the assistant's turn `answer` has the names of a message's calls and arguments."""
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if not all(
@@ -908,34 +981,39 @@ def _holds_calls(answer: str, message: Message) -> bool:
 
 
 def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> bool:
-    """Whether the names of the tools, and their results, stand outside the assistant's turns."""
+    """Whether the text outside the assistant's `turns` has the tools' names and their results."""
     outside = ""
     position = 0
     for start, end in turns.values():
-        outside = outside + text[position:start]
+        outside += text[position:start]
         position = end
     outside += text[position:]
     schemas = [tool.get("function", tool) for tool in conversation.tools]
-    wanted = [
+    expected = [
         str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema
     ]
-    wanted += [_take_last_line(m["content"]) for m in conversation.messages if m["role"] == "tool"]
-    return all(_holds(outside, words) for words in wanted)
+    expected += [
+        _take_last_line(message["content"])
+        for message in conversation.messages
+        if message["role"] == "tool"
+    ]
+    return all(_holds(outside, words) for words in expected)
 
 
 def _holds(text: str, words: str) -> bool:
-    """Whether the text holds the words, as they are or as JSON writes them."""
+    """Whether a text contains words, either unchanged or as JSON writes them."""
     return any(form in text for form in _list_forms(words))
 
 
 def _has_name(text: str, name: str) -> bool:
-    """Whether the text holds the name, and not as a part of another one."""
+    """Whether a text contains a name that is not a part of a longer word."""
     forms = map(re.escape, _list_forms(name))
     return any(re.search(rf"(?<!\w){form}(?!\w)", text) for form in forms)
 
 
 def _list_forms(words: str) -> Iterator[str]:
-    """Yields the words as they are, and as JSON writes them."""
+    """Yields words unchanged, as JSON writes them, and as JSON writes them in ASCII."""
     yield words
-    for escape in (False, True):
-        yield json.dumps(words, ensure_ascii=escape)[1:-1]
+    for ascii_only in (False, True):
+        quoted = json.dumps(words, ensure_ascii=ascii_only)
+        yield quoted[1:-1]  # without its quotation marks

@@ -1,5 +1,6 @@
-"""Rows of retrieval: a query, a document that answers it, and others that do not, each embedded as
-one vector.
+"""Rows of retrieval: a query with documents, for embedding models and for rerankers.
+
+An embedding model makes one vector of each text. A reranker scores a query and a document together.
 """
 
 import json
@@ -20,21 +21,22 @@ from finetune.data.formats import (
 from finetune.data.messages import BadRow, list_columns
 from finetune.units import is_fp32_number
 
-# As sentence-transformers' rows name them, and NeMo Automodel's.
+# The columns' usual names, in sentence-transformers and NeMo Automodel.
 QUERY = ("query", "anchor", "question")
-OF_RETRIEVAL_ALONE = ("positive", "pos_doc")  # which rows of no other kind have
+OF_RETRIEVAL_ALONE = ("positive", "pos_doc")  # columns that no other kind of row has
 POSITIVE = (*OF_RETRIEVAL_ALONE, "document", "answer")
 NEGATIVE = ("negative", "negatives", "neg_doc")
 FORMAT = "retrieval"
-# of queries whose documents are scored beside them
+# Columns with all documents of a query, and with a score for each document.
 CANDIDATES = ("documents", "docs", "document", "passages", "passage", "answer", "response")
 LABELS = ("labels", "label", "scores", "score")
 
 
 def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a query with its document and the first `num_negatives` of its negatives.
+    """Reads a query, the document that answers it, and the first `num_negatives` negatives.
 
-    Raises `BadRow`.
+    The group's documents stand in this order, each with the recipe's prompt before it. Raises
+    `BadRow` if a text is missing or there are too few negatives.
 
     >>> row = {"anchor": "2+2?", "positive": "4", "negative": "5"}
     >>> parsed = parse_retrieval(
@@ -60,9 +62,10 @@ def parse_retrieval(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
 
 
 def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
-    """Reads a query with `num_negatives` + 1 documents, each with a score of how well it answers.
+    """Reads a query and its first `num_negatives` + 1 documents, with their relevance scores.
 
-    Raises `BadRow`.
+    The scores stand in a column of labels. Without such a column the positive has score 1 and the
+    negatives have 0. Each document is joined to the query as one text. Raises `BadRow`.
 
     >>> row = {"query": "2+2?", "documents": ["4", "5"], "labels": [1, 0]}
     >>> group = parse_ranked(
@@ -73,55 +76,64 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     """
     columns = Columns(row)
     query = _take_query(columns, source)
-    named = (source.label_column,) if source.label_column else LABELS
-    label = first_given(row, named)
-    if label is None:
-        texts, numbers = _take_by_columns(columns, source)
+    label_names = (source.label_column,) if source.label_column else LABELS
+    label_column = first_given(row, label_names)
+    if label_column is None:
+        texts, scores = _take_positive_and_negatives(columns, source)
     else:
         name = _find_document_column(row, source, CANDIDATES)
-        texts = list(_read_texts(_as_list(columns.take(name)), name))
-        numbers = list(_read_numbers(_as_list(columns.take(label)), label))
-        if len(texts) != len(numbers):
-            raise BadRow(f"{label}: {len(numbers)} numbers for {len(texts)} documents in {name}")
+        texts = list(_read_texts(_wrap_in_list(columns.take(name)), name))
+        scores = list(_read_scores(_wrap_in_list(columns.take(label_column)), label_column))
+        if len(texts) != len(scores):
+            raise BadRow(
+                f"{label_column}: {len(scores)} numbers for {len(texts)} documents in {name}"
+            )
     count = 1 + data.num_negatives
     if len(texts) < count:
         raise BadRow(
             f"{len(texts)} documents, where num_negatives: {data.num_negatives} asks for {count}; "
             "lower it, or add documents"
         )
-    if label is None and count == 1:
+    if label_column is None and count == 1:
         raise BadRow(
             "a document without a label says nothing where num_negatives is 0; set num_negatives, "
             f"or label the document ({', '.join(LABELS)}; label_column names it)"
         )
-    begin = data.query_prompt + query + data.document_prompt
-    documents = tuple(Candidate(begin + text) for text in texts[:count])
-    labels = tuple(map(label_of_number, numbers[:count]))
-    findings = tuple(_find_faults(numbers[:count], numbers[count:]))
+    before_document = data.query_prompt + query + data.document_prompt
+    documents = tuple(Candidate(before_document + text) for text in texts[:count])
+    labels = tuple(map(label_of_number, scores[:count]))
+    findings = tuple(_find_score_faults(scores[:count], scores[count:]))
     return ParsedRow((Group(documents, labels=labels),), "ranked", columns.unused, findings)
 
 
-def _find_faults(read: Sequence[float], unread: Sequence[float]) -> Iterator[str]:
-    """Yields what the scores of a query's documents, read and unread, show to be wrong."""
+def _find_score_faults(read: Sequence[float], unread: Sequence[float]) -> Iterator[str]:
+    """Yields the names of the findings about the scores of a query's documents.
+
+    Args:
+        read: Scores of the documents that are trained on.
+        unread: Scores of the documents beyond `num_negatives` + 1, which are left out.
+    """
     if max(unread, default=0.0) > max(read):
         yield "best_unread"
     if len(read) > 1 and len(set(read)) == 1:
         yield "same_scores"
 
 
-def _take_by_columns(columns: Columns, source: DatasetSource) -> tuple[list[str], list[float]]:
-    """Returns (the document that answers and its negatives; their scores, 1 and zeros)."""
+def _take_positive_and_negatives(
+    columns: Columns, source: DatasetSource
+) -> tuple[list[str], list[float]]:
+    """Returns the texts of the positive and the negatives, and their scores: 1, then zeros."""
     name = _find_document_column(columns.row, source, POSITIVE)
     texts = [_take_text(columns, name), *_take_negatives(columns, source)]
     return texts, [1.0] + [0.0] * (len(texts) - 1)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _wrap_in_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
-    """Yields each of `values` as a float from 0 on. Raises `BadRow`."""
+def _read_scores(values: Iterable[Any], name: str) -> Iterable[float]:
+    """Yields the scores as floats. Raises `BadRow` for a value that is no number, or negative."""
     for value in values:
         if not is_fp32_number(value) or value < 0:
             raise BadRow(
@@ -131,14 +143,15 @@ def _read_numbers(values: Iterable[Any], name: str) -> Iterable[float]:
 
 
 def write_pair_template(data: Data, bos: str, eos: str) -> str:
-    """Writes the chat template by which sentence-transformers puts a query before a document.
+    """Makes a chat template that joins a query and a document as `parse_ranked` does.
 
-    It writes what `parse_ranked` does. A message of another role is such a text already.
+    sentence-transformers gives the template messages of the roles query and document. A message of
+    any other role is written without a prompt, since it holds the joined text.
 
     Args:
-        data: With the prompts of query and document.
+        data: Has the prompts for query and document.
         bos: What the tokenizer writes before plain text.
-        eos: What it writes after it.
+        eos: What the tokenizer writes after plain text.
     """
     texts = (bos, data.query_prompt, data.document_prompt, eos)
     before, query, document, after = (json.dumps(text, ensure_ascii=False) for text in texts)
@@ -151,28 +164,32 @@ def write_pair_template(data: Data, bos: str, eos: str) -> str:
 
 
 def _take_query(columns: Columns, source: DatasetSource) -> str:
-    """Returns the query's text. Raises `BadRow` where there is none."""
+    """Returns the query's text. Raises `BadRow` if the row has none."""
     name = _find_column(columns.row, source.prompt_column, QUERY, "query", "prompt_column")
     return _take_text(columns, name)
 
 
 def _find_document_column(row: Row, source: DatasetSource, usual: Iterable[str]) -> str:
-    """Returns the column that holds the document. Raises `BadRow` where there is none."""
+    """Returns the name of the column with the document or documents.
+
+    That is the source's chosen_column, else the first of `usual` with a value in the row. Raises
+    `BadRow` if there is none.
+    """
     return _find_column(row, source.chosen_column, usual, "document", "chosen_column")
 
 
 def _find_column(row: Row, named: str | None, usual: Iterable[str], what: str, key: str) -> str:
-    """Returns the column that holds what is asked for.
+    """Returns the name of a column: `named`, else the first of `usual` with a value in the row.
 
     Args:
         row: The row.
-        named: The column that the source names; None: the first of `usual` with a value.
-        usual: The names that the column may have.
-        what: What it holds, for errors.
-        key: The source's key that names it, for errors.
+        named: The column that the recipe names; None if it names none.
+        usual: The column's usual names.
+        what: What the column holds, for the error.
+        key: The recipe key that names the column, for the error.
 
     Raises:
-        BadRow: The source names none, and the row has none of `usual`.
+        BadRow: `named` is None, and the row has a value in none of `usual`.
     """
     if named is not None:
         return named
@@ -183,7 +200,10 @@ def _find_column(row: Row, named: str | None, usual: Iterable[str], what: str, k
 
 
 def _take_text(columns: Columns, name: str) -> str:
-    """Returns the text of a column, or the first text of its list. Raises `BadRow`."""
+    """Returns the text of a column, or the first text if the column holds a list.
+
+    Raises `BadRow` if there is no text, or an empty one.
+    """
     value = columns.take(name)
     if isinstance(value, list):
         texts = list(_read_texts(value, name))
@@ -195,27 +215,31 @@ def _take_text(columns: Columns, name: str) -> str:
 
 
 def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
-    """Yields the texts of the columns of negatives.
+    """Yields the texts of all negatives of a row; a column may hold one text or a list.
 
-    Their order is that of NEGATIVE, then negative_1, negative_2, ... by number.
+    The columns are the source's rejected_column if it names one; else those of NEGATIVE, then
+    negative_1, negative_2, ... by number.
     """
     numbered = sorted(
-        (name for name in columns.row if _is_numbered(name)),
+        (name for name in columns.row if _is_numbered_negative(name)),
         key=lambda name: int(name.split("_")[1]),
     )
-    named = (source.rejected_column,) if source.rejected_column else (*NEGATIVE, *numbered)
-    for name in named:
+    names = (source.rejected_column,) if source.rejected_column else (*NEGATIVE, *numbered)
+    for name in names:
         value = columns.take(name)
         if value is not None:
-            yield from _read_texts(_as_list(value), name)
+            yield from _read_texts(_wrap_in_list(value), name)
 
 
-def _is_numbered(name: str) -> bool:
+def _is_numbered_negative(name: str) -> bool:
     return name.startswith("negative_") and name.removeprefix("negative_").isdecimal()
 
 
 def _read_texts(values: Iterable[Any], name: str) -> Iterable[str]:
-    """Yields the text of each value: a text, or a mapping with a `text`. Raises `BadRow`."""
+    """Yields the text of each value, which is a text or a mapping with a `text`.
+
+    Raises `BadRow` for any other value, and for an empty text. `name`: the column, for errors.
+    """
     for value in values:
         text = value.get("text") if isinstance(value, dict) else value
         if not isinstance(text, str) or not text:

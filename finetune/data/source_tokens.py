@@ -1,5 +1,5 @@
-"""The tokens of a source: its rows are read and rendered one by one, and encoded by threads while
-the next are read.
+"""The tokens of a source: rows are read and rendered one by one, and encoded in batches by threads
+while the next rows are read.
 """
 
 import os
@@ -33,48 +33,51 @@ from finetune.data.tokenizer import Renderer, make_encoder, make_renderer_of, re
 from finetune.errors import UserError
 from finetune.units import name_place
 
-SHOWN_BAD_ROWS = 5
-MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
-PREFETCH_BATCHES = 4  # for each thread
+SHOWN_BAD_ROWS = 5  # in messages
+# unused columns that are counted; a file may have a different column in every row
+MAX_NAMED_COLUMNS = 100
+PREFETCH_BATCHES = 4  # batches that wait for the encoder, for each thread
 
 
 @dataclass(slots=True)
 class SourceStats:
-    """The counts of a source beside its tokens.
+    """What is known of a source besides its tokens: counts, findings and the kind of rows.
 
-    Grows while its rows are read; stored with the tokens as JSON.
+    The counts grow while the rows are read. Stored with the tokens as JSON.
     """
 
     files: list[str] = field(default_factory=list)
-    # a hash of each file's bytes; then of each batch of rows with images one of these
+    # a hash of each file's bytes, then a hash of the images of each batch that has images
     content: list[str] = field(default_factory=list)
-    rows_in_source: int | None = None  # where only max_samples of them are read
+    rows_in_source: int | None = None  # None: without max_samples, so all rows are read
     rows_read: int = 0
     rows_skipped: int = 0
-    skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
-    formats: list[str] = field(default_factory=list)  # of its rows, in the order of their first row
-    # column -> rows that hold a value in it
+    # what was wrong with the first skipped rows, at most SHOWN_BAD_ROWS
+    skipped: list[str] = field(default_factory=list)
+    formats: list[str] = field(default_factory=list)  # of the rows, in the order of appearance
+    # column -> number of rows that hold a value in it
     unused_columns: dict[str, int] = field(default_factory=dict)
-    # indexes in `files` of those with rows that are not plain text
+    # indexes in `files`: the files with a row that is not plain text
     structured_files: list[int] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
-    is_asked: bool = False  # the documents are prompts, and nothing of them is trained on
-    # the names of the scores, where tokens are scored
+    is_asked: bool = False  # the documents are prompts, of which no token is trained on
+    # the names of the scores, for rows that train a head of scores; else empty
     scores: list[str] = field(default_factory=list)
-    # what the label of that token says, as in `RowFacts`; "classes": which of several classes
+    # what the label of a scored token means: `RowFacts.label`, or "classes", the bits of a
+    # document's classes where it may have several
     label: str = "margin"
-    # the tokens with a label are those whose states are a document's embedding
+    # whether a document becomes a vector, made of the states of its labeled tokens
     is_pooled: bool = False
     images: int = 0
-    # the tokens that only images have; empty where there is no image
+    # ids of the tokens that stand for parts of images and nothing else; empty without images
     image_token_ids: list[int] = field(default_factory=list)
-    # of a block of a stream: the stream's position after it
+    # the stream's position after this block of a stream; empty for data that is not streamed
     stream: dict[str, int] = field(default_factory=dict)
 
     def describe_rows(self, kind: RowKind, data: Data) -> None:
-        """Sets what rows of this kind are: their groups, and what their labels say."""
+        """Sets the fields that follow from the kind of rows: groups, labels and scores."""
         self.group_size = ROWS[kind].count_documents(data.num_negatives)
         self.is_rated = kind == "ratings"
         self.is_asked = kind == "prompts"
@@ -83,12 +86,12 @@ class SourceStats:
         self.label = "classes" if data.problem_type == MULTI_LABEL else ROWS[kind].label
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for `from_json`."""
+        """Returns plain values, which `from_json` reads."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "SourceStats":
-        """The stats from the output of `as_json`, as an independent copy."""
+        """Makes the stats from the output of `as_json`; shares nothing with it."""
         return cls(**deepcopy({**stored, "tally": Tally(**stored["tally"])}))
 
 
@@ -102,14 +105,14 @@ def tokenize_rows(
     """Yields the tokens of each batch of rows, in order.
 
     Args:
-        batches: Rows, each batch with the source that it comes from.
-        data: The recipe's section.
-        tokenizer: As `load_tokenizer` gives it.
-        stats: Its counts grow while the rows are read.
-        kind: What is read of the rows.
+        batches: Batches of rows, each with its source.
+        data: The recipe's data section.
+        tokenizer: The tokenizer, from `load_tokenizer`.
+        stats: Is filled while the rows are read.
+        kind: What the rows are read as.
 
     Raises:
-        UserError: At the first rows that cannot be used, unless `on_bad_row` is `skip`.
+        UserError: A batch has rows that cannot be used, and `on_bad_row` is error.
     """
     stats.describe_rows(kind, data)
     renderer = make_renderer_of(data, tokenizer)
@@ -117,7 +120,7 @@ def tokenize_rows(
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
-    finish = partial(_check_tokens, stats=stats, bos=tokenizer.bos_token_id, images=renderer.images)
+    finish = partial(_finish_batch, stats=stats, bos=tokenizer.bos_token_id, images=renderer.images)
     with (
         _without_tokenizer_threads(),
         ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool,
@@ -128,7 +131,7 @@ def tokenize_rows(
                 pending.append(
                     (documents, places, pool.submit(tokenize, documents, places, encoder))
                 )
-                # images are kept with their rows: no batch of them waits
+                # Batches with images do not wait, since all their images stay in memory with them.
                 has_images = any(document.images for document in documents)
                 most_pending = 0 if has_images else PREFETCH_BATCHES * threads
                 while len(pending) > most_pending:
@@ -141,7 +144,7 @@ def tokenize_rows(
 
 
 def _name_scores(kind: RowKind, data: Data) -> Names:
-    """Names the scores of a document for inspection; none where its tokens are predicted."""
+    """Names the scores of a document, for inspection; empty if the rows train no head of scores."""
     if ROWS[kind].head != "scores":
         return ()
     if ROWS[kind].label == "steps":
@@ -151,8 +154,9 @@ def _name_scores(kind: RowKind, data: Data) -> Names:
 
 @contextmanager
 def _without_tokenizer_threads() -> Iterator[None]:
-    """Keeps the tokenizers library from starting threads beside ours: the size of its pool cannot
-    be set.
+    """Keeps the tokenizers library from starting a thread pool beside ours.
+
+    The size of its pool cannot be set.
     """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -173,20 +177,20 @@ def _render_batch(
     stats: SourceStats,
     reader: GroupReader,
 ) -> tuple[list[RenderedText], Places]:
-    """Renders the rows of a batch that can be used; counts all in `stats`.
+    """Renders the usable rows of a batch, and counts usable and unusable rows in `stats`.
 
     Returns:
-        The documents as texts, and the place of each.
+        The rendered documents, and the place (file, row) of each.
 
     Raises:
-        UserError: A row cannot be used, and `on_bad_row` is `error`.
+        UserError: A row cannot be used, and `on_bad_row` is error.
     """
     if batch.file not in stats.files:
         stats.files.append(batch.file)
     file = stats.files.index(batch.file)
     documents: list[RenderedText] = []
     places: Places = []
-    problems: dict[str, str] = {}  # place of a row -> what is wrong
+    problems: dict[str, str] = {}  # place of a row -> what is wrong with it
     for number, row, parsed in zip(
         batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True
     ):
@@ -204,7 +208,7 @@ def _render_batch(
         for name in findings:
             stats.tally.add(name, [where])
         _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
-        _count_format(row, parsed, file, where, stats)
+        _count_row(row, parsed, file, where, stats)
         unread_keys = _list_unread_keys(parsed, renderer_of_source(renderer, source))
         count_columns(stats.unused_columns, dict.fromkeys(unread_keys, 1))
     stats.rows_read += len(batch.rows)
@@ -215,18 +219,18 @@ def _render_batch(
 def _render_row(
     parsed: ParsedRow | BadRow, file: str, source: DatasetSource, renderer: Renderer
 ) -> tuple[list[RenderedText], list[str]]:
-    """Renders a row as texts; returns (the texts, the names of its findings without repeats).
+    """Renders a row; returns its documents, and the names of its findings without repeats.
 
-    Raises `BadRow` where it cannot be used.
+    Raises `BadRow` if the row cannot be used: `parsed` itself, or what the rendering finds.
     """
     if isinstance(parsed, BadRow):
         raise parsed
-    renderer = renderer_of_source(renderer, source)
+    source_renderer = renderer_of_source(renderer, source)
     folder = find_image_folder(source, file)
     texts: list[RenderedText] = []
     findings = list(parsed.findings)
     for group in parsed.groups:
-        group_texts, group_findings = render_group(group, renderer, folder)
+        group_texts, group_findings = render_group(group, source_renderer, folder)
         texts += group_texts
         findings += group_findings
     return texts, list(dict.fromkeys(findings))
@@ -235,7 +239,7 @@ def _render_row(
 def _count_images_unread(
     row: Row, parsed: ParsedRow, where: str, kind: RowKind, renderer: Renderer, stats: SourceStats
 ) -> None:
-    """Counts a row with a column of images that the model is not shown."""
+    """Counts a finding if the row has a column of images that the model does not see."""
     column = _find_unread_images(row, parsed, kind)
     if column is None:
         return
@@ -245,8 +249,11 @@ def _count_images_unread(
     stats.tally.details.setdefault(name, f"the column {list_columns([column])}")
 
 
-def _count_format(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
-    """Counts a row's unused columns and repeated keys, and notes its format."""
+def _count_row(row: Row, parsed: ParsedRow, file: int, where: str, stats: SourceStats) -> None:
+    """Counts a row's unused columns and repeated keys, and records its format.
+
+    `file`: the index of the row's file in `stats.files`; `where`: the row's place, for the finding.
+    """
     count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
     if isinstance(row, RepeatedKeys):
         stats.tally.add("repeated_keys", [where])
@@ -257,11 +264,16 @@ def _count_format(row: Row, parsed: ParsedRow, file: int, where: str, stats: Sou
 
 
 def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: SourceStats) -> None:
-    """Counts the rows that cannot be used, of `rows` that were read.
+    """Counts the rows of a batch that cannot be used.
 
-    Raises `UserError` if `on_bad_row` is error.
+    Args:
+        problems: Place of a row -> what is wrong with it.
+        rows: Number of all rows of the batch.
+        data: The recipe's data section.
+        stats: The counts of the source.
 
-    `problems`: place of a row -> what is wrong with it.
+    Raises:
+        UserError: There are problems, and `on_bad_row` is error.
     """
     lines = [f"{where}: {problem}" for where, problem in problems.items()]
     if lines and data.on_bad_row == "error":
@@ -278,7 +290,10 @@ def _count_problems(problems: Mapping[str, str], rows: int, data: Data, stats: S
 
 
 def _list_unread_keys(parsed: ParsedRow, renderer: Renderer) -> Iterator[str]:
-    """Yields the keys of a row's messages that the chat template does not read, as columns."""
+    """Yields "KEY of messages" for each key of a message that the chat template does not read.
+
+    They are counted as unused columns.
+    """
     for document in chain.from_iterable(group.documents for group in parsed.groups):
         asked = document.asked if isinstance(document, Question) else document
         if isinstance(asked, Conversation):
@@ -288,14 +303,14 @@ def _list_unread_keys(parsed: ParsedRow, renderer: Renderer) -> Iterator[str]:
 
 
 def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
-    """Finds the first column of images in a row whose documents have no image.
+    """Finds the first column of images in a row that no document reads images from.
 
-    Returns None where the row has no such column, or its documents have images.
+    Returns None if a document of the row has images, or if no column holds any.
     """
     for group in parsed.groups:
         if any(getattr(document, "images", ()) for document in group.documents):
             return None
-    # rewards get all columns of a prompt
+    # Rewards get all columns of a prompt, so none counts as unused; the model does not see them.
     columns = row if kind == "prompts" else parsed.unused_columns
     return next(
         (column for column in columns if row.get(column) and holds_images(column, row[column])),
@@ -304,13 +319,13 @@ def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | Non
 
 
 def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """Adds `more` to the rows counted for each column, for at most `MAX_NAMED_COLUMNS` of them."""
+    """Adds `more` to `counts` (column -> rows); at most MAX_NAMED_COLUMNS columns are counted."""
     for column, rows in more.items():
         if column in counts or len(counts) < MAX_NAMED_COLUMNS:
             counts[column] = counts.get(column, 0) + rows
 
 
-def _check_tokens(
+def _finish_batch(
     documents: list[RenderedText],
     places: Places,
     encoded: "Future[Tokens]",
@@ -318,20 +333,20 @@ def _check_tokens(
     bos: int | None,
     images: ImageProcessor | None,
 ) -> Tokens:
-    """Waits for the tokens of a batch, and counts in `stats` what is found in them.
+    """Waits for the tokens of a batch, and counts the findings and images of the batch in `stats`.
 
     Args:
-        documents: The batch, as it was encoded.
+        documents: The rendered documents.
         places: (file, row) of each document.
-        encoded: Its tokens.
-        stats: The statistics of the source.
-        bos: The id of BOS; None: the tokenizer has none.
-        images: The model's image processor.
+        encoded: The documents' tokens.
+        stats: The counts of the source.
+        bos: The id of BOS; None if the tokenizer has none.
+        images: The model's image processor; None if the renderer has none.
     """
     tokens = encoded.result()
-    where = [name_place(stats.files[file], row) for file, row in places]
-    _count_findings(documents, where, stats)
-    _count_split(documents, where, tokens, stats)
+    names = [name_place(stats.files[file], row) for file, row in places]
+    _count_findings(documents, names, stats)
+    _count_split_tokens(documents, names, tokens, stats)
     if len(tokens.image_hashes):
         stats.images += len(tokens.image_hashes)
         assert images is not None
@@ -339,14 +354,16 @@ def _check_tokens(
         digest = xxhash.xxh3_128_hexdigest(tokens.image_hashes.tobytes())
         stats.content.append(digest)  # a run that resumes compares it
     if not stats.is_asked:
-        _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
+        _tally_rows(
+            stats, "nothing_trained", [names[i] for i in np.flatnonzero(tokens.trained == 0)]
+        )
     if bos is not None:
-        _add_rows(stats, "doubled_bos", [where[i] for i in _find_doubled_bos(tokens, bos)])
+        _tally_rows(stats, "doubled_bos", [names[i] for i in _find_doubled_bos(tokens, bos)])
     return tokens
 
 
 def _find_doubled_bos(tokens: Tokens, bos: int) -> Int64s:
-    """Finds the documents that begin with two BOS: their indexes in the batch."""
+    """Returns the indexes, in the batch, of the documents that begin with two BOS tokens."""
     starts = np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths
     candidates = np.flatnonzero(tokens.lengths > 1)
     first = tokens.input_ids[starts[candidates]]
@@ -356,14 +373,14 @@ def _find_doubled_bos(tokens: Tokens, bos: int) -> Int64s:
 
 
 def _count_findings(documents: list[RenderedText], places: list[str], stats: SourceStats) -> None:
-    """Adds the findings of rendered documents to `stats`.
+    """Counts the findings of rendered documents, once for each row.
 
-    A finding of COMPARED keeps the first difference that it was seen with.
+    For a finding in COMPARED, the first difference is kept as its detail.
 
     Args:
         documents: The documents.
-        places: File and row of each document.
-        stats: The statistics of their source.
+        places: The name of each document's row.
+        stats: The counts of their source.
     """
     places_by_finding: dict[str, list[str]] = {}
     first_differences: dict[str, str] = {}
@@ -373,15 +390,18 @@ def _count_findings(documents: list[RenderedText], places: list[str], stats: Sou
             if document.difference and name in COMPARED:
                 first_differences.setdefault(name, document.difference)
     for name in sorted(places_by_finding):
-        _add_rows(stats, name, places_by_finding[name])
+        _tally_rows(stats, name, places_by_finding[name])
     for name in sorted(first_differences):
         stats.tally.details.setdefault(name, first_differences[name])
 
 
-def _count_split(
+def _count_split_tokens(
     documents: list[RenderedText], places: list[str], tokens: Tokens, stats: SourceStats
 ) -> None:
-    """Counts the extra tokens of rows that became several documents: all but their longest one."""
+    """Counts the tokens that `turns_split` adds to the data.
+
+    A row whose turns became several documents adds the tokens of all but its longest document.
+    """
     lengths_by_row: dict[str, list[int]] = {}
     for place, document, length in zip(places, documents, tokens.lengths.tolist(), strict=True):
         if "turns_split" in document.findings:
@@ -391,6 +411,6 @@ def _count_split(
         stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + extra
 
 
-def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:
-    """Counts a finding once for each row, though a row may become several documents."""
+def _tally_rows(stats: SourceStats, name: str, places: list[str]) -> None:
+    """Counts a finding once for each row: `places` repeats a row that became several documents."""
     stats.tally.add(name, list(dict.fromkeys(places)))

@@ -1,5 +1,4 @@
-"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes
-of what they hold.
+"""Rows of a source: a file, a glob, a folder, a function or a data set of the hub; and its hashes.
 
 Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` library, text files
 by readers.py.
@@ -14,7 +13,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from glob import escape
 from itertools import count, islice
 from pathlib import Path
@@ -41,72 +40,74 @@ from finetune.files.durable import CHECKSUM, checksum
 from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
-SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
-PACKED = (".zst", ".bz2", ".xz", ".zip")  # compressed files, which are not read
-# of one source, read for its fingerprint at most; but two samples of each file at least
+SAMPLE_BYTES = 64 * 1024  # of each sample that a stream's fingerprint is made of
+UNREAD_COMPRESSION = (".zst", ".bz2", ".xz", ".zip")  # endings of files that are not read
+# read of one source for a stream's fingerprint; at least two samples of each file are read
 FINGERPRINT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Some rows of one file, or of a data set of the hub."""
+    """Some rows of one file, function or data set of the hub, in order."""
 
-    file: str
-    numbers: tuple[int, ...]  # [rows]: see `units.name_place`
+    file: str  # or the name of the function or of the data set
+    numbers: tuple[int, ...]  # [rows]: the line or row number, see `units.name_place`
     rows: tuple[dict[str, Any] | BadRow, ...]
 
 
 def read_rows(
     source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS
 ) -> Iterator[RowBatch]:
-    """Yields the rows of a source in their order, at most `batch_rows` at a time.
+    """Yields the rows of a source in order, in batches of at most `batch_rows`.
 
-    `streaming`: a data set of the hub is streamed, and only the first `max_samples` rows are read.
+    With `streaming`, a data set of the hub is streamed, and reading stops after `max_samples` rows.
 
-    Raises `UserError` where nothing is at its path, or a file cannot be read.
+    Raises `UserError` if nothing is at the source's path, or a file cannot be read.
     """
     if streaming and source.max_samples is not None:
-        left = source.max_samples
+        rows_left = source.max_samples
     else:
-        left = sys.maxsize
+        rows_left = sys.maxsize
     for file, rows in _open_rows(source, streaming):
-        for batch in _batch_rows(file, islice(rows, left), batch_rows):
-            left -= len(batch.rows)
+        for batch in _batch_rows(file, islice(rows, rows_left), batch_rows):
+            rows_left -= len(batch.rows)
             yield batch
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """Draws `max_samples` of a source's rows: the first of a permutation that the seed decides.
+    """Draws `max_samples` of a source's rows at random, as `seed` decides.
 
-    All rows are read once to count them, without being tokenized.
+    All rows are first read once to count them.
 
     Returns:
-        The drawn rows in the order of the source, and the number of all its rows. Where the source
-        has no `max_samples`: all rows, and None.
+        The drawn rows in the order of the source, and the number of all rows of the source. Without
+        `max_samples`: all rows, and None.
 
     Raises:
-        UserError: Nothing is at its path, or a file cannot be read.
+        UserError: Nothing is at the source's path, or a file cannot be read.
     """
     if source.max_samples is None:
         return read_rows(source), None
     total = sum(1 for _, rows in _open_rows(source) for _ in rows)
-    drawn = set(make_generator(seed, "samples").permutation(total)[: source.max_samples].tolist())
+    permutation = make_generator(seed, "samples").permutation(total)
+    drawn = set(permutation[: source.max_samples].tolist())
     return _select_rows(source, drawn), total
 
 
 def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowBatch]:
-    first = count()
+    """Yields batches of the rows whose indexes among all rows of the source are in `drawn`."""
+    indexes = count()  # over all files
     for file, rows in _open_rows(source):
-        chosen = (row for row in rows if next(first) in drawn)
+        chosen = (row for row in rows if next(indexes) in drawn)
         yield from _batch_rows(file, chosen, BATCH_ROWS)
 
 
 def _open_rows(
     source: DatasetSource, streaming: bool = False
 ) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """Yields (file, its numbered rows) for every stretch that `split` names.
+    """Yields (file, numbered rows) for each part of a file that `split` names.
 
-    The name of a function, or of a data set of the hub, stands in the place of a file.
+    A function, or a data set of the hub, yields one pair: its name, and all its rows.
     """
     if source.function is not None:
         rows = user_code.read_rows(source.function)
@@ -114,17 +115,17 @@ def _open_rows(
         return
     splits = find_splits(source.path)
     if splits is None:
-        rows = _keep_encoded(load_hub_rows(source, streaming))
+        rows = _keep_images_encoded(load_hub_rows(source, streaming))
         yield source.path, enumerate(map(remove_none_values, rows), 1)
         return
     for file, start, stop in _resolve_slices(source, splits):
         yield file, islice(read_file(file), start, stop)
 
 
-def _keep_encoded(rows: Any) -> Any:
-    """Makes rows of the `datasets` library keep images as they are stored.
+def _keep_images_encoded(rows: Any) -> Any:
+    """Keeps the `datasets` library from decoding images: rows then hold the images as stored.
 
-    data/images.py opens them, and bounds their size.
+    data/images.py decodes them, and bounds their size. Rows without images are returned unchanged.
     """
     if "Image(" not in str(rows.features):
         return rows
@@ -136,9 +137,10 @@ def _keep_encoded(rows: Any) -> Any:
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
-    """Maps each split of a local file, glob or folder to its files; None for a hub name.
+    """Maps each split of a local file, glob or folder to the split's files.
 
-    Raises `UserError` if nothing is there.
+    A file or a glob has one split, train. Returns None if `path` is the name of a data set of the
+    hub. Raises `UserError` if `path` is local and there is no such file or folder.
     """
     if not path.strip():
         raise UserError(
@@ -146,7 +148,7 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
         )
     with convert_os_errors(path):  # one of its parent folders may be unreadable
         if Path(path).is_dir():
-            return _folder_splits(path)
+            return _find_folder_splits(path)
         if Path(path).is_file():
             return {"train": (path,)}
         if Path(path).exists():
@@ -154,7 +156,7 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
                 f"{path}: a pipe or a device, not a file or folder; write its rows into a file"
             )
     if any(letter in path for letter in "*?["):
-        paths = _match_glob(path)
+        paths = _list_glob_files(path)
         if not paths:
             raise UserError(f"{path}: no file matches")
         return {"train": paths}
@@ -166,29 +168,33 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
 
 
 def list_files(source: DatasetSource) -> tuple[str, ...]:
-    """The local files of a source's split; none for a hub name.
+    """Lists the local files of a source's split; empty for a data set of the hub.
 
-    Of a function its file, not what that reads.
+    For a function, that is the file in which the function is defined, not the files that it reads.
     """
     if source.function is not None:
         return (str(user_code.file_of(source.function)),)
     splits = find_splits(source.path)
     if splits is None:
         return ()
-    return tuple(f for name in _split_names(source, splits) for f in splits[name])
+    return tuple(file for name in _list_split_names(source, splits) for file in splits[name])
 
 
-def _match_glob(pattern: str) -> tuple[str, ...]:
-    path = Path(pattern)
-    first = next(i for i, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
-    folder = Path(*path.parts[:first])
-    paths = sorted(str(p) for p in folder.glob(str(Path(*path.parts[first:]))) if p.is_file())
+def _list_glob_files(pattern: str) -> tuple[str, ...]:
+    """Lists the files that match a glob pattern, sorted."""
+    parts = Path(pattern).parts
+    first = next(i for i, part in enumerate(parts) if any(letter in part for letter in "*?["))
+    folder = Path(*parts[:first])  # of names without a wildcard
+    paths = sorted(str(p) for p in folder.glob(str(Path(*parts[first:]))) if p.is_file())
     return tuple(paths)
 
 
-def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
-    """Finds a folder's splits by the `datasets` library's own rules: files or folders named train,
-    test, validation, ...
+def _find_folder_splits(path: str) -> dict[str, tuple[str, ...]]:
+    """Maps each split of a folder to its files, by the rules of the `datasets` library.
+
+    They look for files or folders named train, test, validation, ...
+
+    Raises `UserError` if the folder holds no data.
     """
     from datasets.data_files import get_data_patterns, resolve_pattern
 
@@ -202,11 +208,10 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         for pattern in patterns:
             with suppress(FileNotFoundError):
                 matching = resolve_pattern(pattern, escape(path))
-                files.update(file for file in matching if _is_data(file))
-        # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not
-        # data.
+                files.update(file for file in matching if _accept_data_file(file))
+        # If there are Arrow files, only they are data: `save_to_disk` also writes JSON beside them.
         arrow = {
-            file for file in files if file_kind(file) == "arrow" and not _is_left_over(Path(file))
+            file for file in files if file_kind(file) == "arrow" and not _is_map_result(Path(file))
         }
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
@@ -217,24 +222,31 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
     return splits
 
 
-def _is_data(file: str) -> bool:
-    """Whether a file is of a known kind. Raises `UserError` for data in a format of `PACKED`."""
+def _accept_data_file(file: str) -> bool:
+    """Whether a file is of a known kind.
+
+    Raises `UserError` for a file of a known kind that is compressed by UNREAD_COMPRESSION.
+    """
     path = Path(file)
-    is_packed = path.suffix.lower() in PACKED and file_kind(str(path.with_suffix("")))
+    is_packed = path.suffix.lower() in UNREAD_COMPRESSION and file_kind(str(path.with_suffix("")))
     if is_packed and not file_kind(file):
-        raise _unknown_kind(file)
+        raise _make_unknown_kind_error(file)
     return file_kind(file) is not None
 
 
-def _is_left_over(file: Path) -> bool:
-    """Whether `map` or `filter` of the `datasets` library has put its own result beside the rows
-    that it read.
+def _is_map_result(file: Path) -> bool:
+    """Whether a file in a saved data set is the cached result of its `map` or `filter`.
+
+    The `datasets` library writes such results beside the files that were read.
     """
     return file.name.startswith(("cache-", "tmp")) and file.with_name("dataset_info.json").exists()
 
 
-def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
-    """The splits that `split` names, in its order."""
+def _list_split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
+    """Lists the splits that `source.split` names, in order: ["train", "test"] for train[:10%]+test.
+
+    Raises `UserError` for a split that is not in `splits`.
+    """
     names = re.findall(r"(?:^|\+)\s*([\w.-]+)", source.split)
     for name in names:
         if name not in splits:
@@ -245,8 +257,11 @@ def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> l
 def _resolve_slices(
     source: DatasetSource, splits: dict[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, int, int | None]]:
-    """Yields (file, first row, row after the last) for every stretch that `split` names."""
-    names = _split_names(source, splits)
+    """Yields (file, first row, row after the last) for each part of a file that `split` names.
+
+    The rows count from 0. The row after the last is None for a whole file.
+    """
+    names = _list_split_names(source, splits)
     if "[" not in source.split:
         yield from ((file, 0, None) for name in names for file in splits[name])
         return
@@ -257,33 +272,40 @@ def _resolve_slices(
         for name in names
         for file in splits[name]
     }
-    rows = {name: sum(sizes[file] for file in splits[name]) for name in names}
+    split_sizes = {name: sum(sizes[file] for file in splits[name]) for name in names}
     try:
-        stretches = datasets.ReadInstruction.from_spec(source.split).to_absolute(rows)
+        slices = datasets.ReadInstruction.from_spec(source.split).to_absolute(split_sizes)
     except (ValueError, AssertionError) as error:
         raise UserError(
             f"{source.path}: split {source.split}: {first_line(error)}; write it as train[:10%]"
         ) from None
-    for stretch in stretches:
-        first = 0
-        for file in splits[stretch.splitname]:
-            start = max(stretch.from_ - first, 0)
-            stop = min(stretch.to - first, sizes[file])
+    for slice_ in slices:
+        rows_before = 0  # of the split, in earlier files
+        for file in splits[slice_.splitname]:
+            start = max(slice_.from_ - rows_before, 0)
+            stop = min(slice_.to - rows_before, sizes[file])
             if start < stop:
                 yield file, start, stop
-            first += sizes[file]
+            rows_before += sizes[file]
 
 
 @cache
 def count_rows(file: str, modified_ns: int) -> int:
-    """Counts the rows of a file, bad ones too; again once its time `modified_ns` has changed."""
+    """Counts the rows of a file, unusable rows included.
+
+    `modified_ns`: the file's modification time. It is part of the cache's key, so a changed file is
+    counted again.
+    """
     return sum(1 for _ in read_file(file))
 
 
 def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
-    """A data set of the hub, downloaded (or found in the Hugging Face cache), or streamed."""
+    """Loads a data set of the hub: from the Hugging Face cache or the network, or as a stream.
+
+    Raises `UserError` if the `datasets` library cannot load it.
+    """
     go_offline_without_network()
-    import datasets  # reads once whether the process is offline
+    import datasets  # after the line above: it reads once whether the process is offline
 
     try:
         return datasets.load_dataset(
@@ -297,85 +319,95 @@ def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
 
 
 def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[RowBatch]:
+    """Groups the numbered rows of a file into batches of `size`; the last may be smaller."""
     while batch := tuple(islice(rows, size)):
         yield RowBatch(file, tuple(number for number, _ in batch), tuple(row for _, row in batch))
 
 
 def hash_content(source: DatasetSource) -> dict[str, str]:
-    """Maps each file of a source to a hash of its bytes.
+    """Maps each file of a source to a hash of the file's bytes.
 
-    Of a data set of the hub, maps its name to the fingerprint that `datasets` gives it.
+    A data set of the hub has one entry: its name, with the `datasets` library's fingerprint.
     """
     files = {file: hash_file(file) for file in list_files(source)}
     return files or {source.path: load_hub_rows(source, streaming=False)._fingerprint}
 
 
 def hash_file(file: str) -> str:
-    """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
+    """Hashes a file's bytes. Raises `UserError` if the file cannot be read."""
     with convert_os_errors(file):
         return str(checksum(Path(file))[CHECKSUM])
 
 
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
-    """Hashes samples of the sources' files; returns None where a source is of the hub.
+    """Hashes evenly spread samples of the sources' files; None if a source is on the hub.
 
-    The samples are spread evenly, and are all of a source's bytes up to FINGERPRINT_BYTES. A stream
-    may be terabytes, which would be read before the first step: so a change between two samples is
-    not noticed. Names and times do not count: a copy on another disk is the same stream.
+    A stream may be terabytes, so about FINGERPRINT_BYTES of a source are read, or two samples of
+    each file if that is more. A change between two samples is therefore not noticed. Names and
+    times of files do not count: a copy on another disk is the same stream.
     """
-    content = []
+    samples_by_source = []
     for source in sources:
         paths = list_files(source)
         if not paths:
             return None
-        samples = max(2, FINGERPRINT_BYTES // SAMPLE_BYTES // len(paths))
+        max_samples = max(2, FINGERPRINT_BYTES // SAMPLE_BYTES // len(paths))  # of each file
+        hash_file_samples = partial(_hash_samples, max_samples=max_samples)
         with ThreadPoolExecutor(8) as pool:
-            content.append(
-                list(pool.map(lambda path, most=samples: _hash_samples(path, most), paths))
-            )
-    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+            samples_by_source.append(list(pool.map(hash_file_samples, paths)))
+    return xxhash.xxh3_128_hexdigest(json.dumps(samples_by_source).encode())
 
 
-def _hash_samples(path: str, most: int) -> tuple[int, str]:
-    """A file's size in bytes and a hash of at most `most` samples of it, the first and the last
-    among them.
+def _hash_samples(path: str, max_samples: int) -> tuple[int, str]:
+    """Returns a file's size in bytes, and a hash of at most `max_samples` samples.
+
+    The first and the last SAMPLE_BYTES block of the file are among the samples.
     """
     digest = xxhash.xxh3_128()
     with convert_os_errors(path), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        last = max(0, ceil_div(size, SAMPLE_BYTES) - 1)  # number of the last sample
-        count = min(last + 1, most)
-        for index in range(count):
-            file.seek(index * last // max(1, count - 1) * SAMPLE_BYTES)
+        last_block = max(0, ceil_div(size, SAMPLE_BYTES) - 1)
+        samples = min(last_block + 1, max_samples)
+        for sample in range(samples):
+            block = sample * last_block // max(1, samples - 1)
+            file.seek(block * SAMPLE_BYTES)
             digest.update(file.read(SAMPLE_BYTES))
     return size, digest.hexdigest()
 
 
-TURN_ROWS = 64  # rows read from one source before the next is chosen
+TURN_ROWS = 64  # rows that a stream reads of one source before it chooses the next
 
 
 def interleave_sources(
     sources: tuple[DatasetSource, ...], skip: int = 0
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
-    """Yields (source, some of its rows, full passes over every source so far), endlessly.
+    """Yields batches of rows from all sources in the ratio of their weights, endlessly.
 
-    The next source is the one whose rows are furthest behind its weight, for a batch at the end of
-    a file has few rows. A source that ends is read again.
+    Each batch comes from the source whose number of rows is furthest behind its weight. Turns of
+    equal batches would not do: a batch at the end of a file has fewer rows. A source that ends is
+    read again from its first row.
 
     Args:
-        sources: With their weights.
-        skip: So many batches at the beginning are read, and not yielded.
+        sources: The sources.
+        skip: The number of batches at the beginning that are read but not yielded.
+
+    Yields:
+        (source, batch, the smallest number of times that a source has been read to its end).
+
+    Raises:
+        UserError: A source has no rows.
     """
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
     passes = [0] * len(sources)
     readers = [read_rows(source, streaming=True, batch_rows=TURN_ROWS) for source in sources]
-    given = [0] * len(sources)  # rows
+    rows_read = [0] * len(sources)
     batches = 0
     while True:
-        due = [
-            weight * (sum(given) + 1) - rows for weight, rows in zip(weights, given, strict=True)
+        rows_behind = [
+            weight * (sum(rows_read) + 1) - rows
+            for weight, rows in zip(weights, rows_read, strict=True)
         ]
-        i = due.index(max(due))
+        i = rows_behind.index(max(rows_behind))
         batch = next(readers[i], None)
         if batch is None:
             passes[i] += 1
@@ -383,16 +415,17 @@ def interleave_sources(
             batch = next(readers[i], None)
             if batch is None:
                 raise UserError(f"{sources[i].origin}: it has no rows")
-        given[i] += len(batch.rows)
+        rows_read[i] += len(batch.rows)
         batches += 1
         if batches > skip:
             yield sources[i], batch, min(passes)
 
 
 def describe_source(source: DatasetSource) -> Any:
-    """Describes a source by its keys and, where it is local, by its files with size and time.
+    """Returns a source's recipe keys, and (path, size, modification time) of each local file.
 
-    Their content would take too long to hash.
+    This is quick, where hashing the files' content would take too long. A data set of the hub has
+    no files.
     """
     if source.function:
         splits = {"function": list_files(source)}
@@ -400,38 +433,39 @@ def describe_source(source: DatasetSource) -> Any:
         splits = find_splits(source.path) or {}
     files = [
         (file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns)
-        for f in splits.values()
-        for file in f
+        for split_files in splits.values()
+        for file in split_files
     ]
     return asdict(source), files
 
 
-PARQUET_ROWS = 32  # held at a time
+PARQUET_ROWS = 32  # rows of a Parquet file that are in memory at a time, at most
 
 
 def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number (see `units.name_place`).
+    """Yields the rows of a file, each with its line or row number (see `units.name_place`).
 
-    Raises `UserError` if it breaks off.
+    Raises `UserError` if the file is of no known kind or cannot be read to its end.
     """
     kind = file_kind(path)
     if kind is None:
-        raise _unknown_kind(path)
+        raise _make_unknown_kind_error(path)
     if kind in TEXT_READERS:
         return TEXT_READERS[kind](path)
     return _read_columns(path, kind)
 
 
-def _unknown_kind(path: str) -> UserError:
+def _make_unknown_kind_error(path: str) -> UserError:
     return UserError(
         f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too"
     )
 
 
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a Parquet file, read a few at a time.
+def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a Parquet file, a few in memory at a time.
 
-    A value of a dictionary can stand in every row, and takes its memory each time.
+    A small file can unpack to far more than the machine's memory, since one dictionary value can
+    stand in every row. Raises `UserError` once the rows take more than `most_unpacked` bytes.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -441,22 +475,22 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         values = sum(
             group.column(i).num_values for group in groups for i in range(group.num_columns)
         )
-        limit_unpacked(path, max(sum(sizes), 8 * values))  # a null takes no byte in the file
-        largest_row = max(sizes, default=1)  # all of a group's dictionaries may be in it
-        rows = min(
-            PARQUET_ROWS, max(1, most_unpacked(Path(path).stat().st_size) // max(1, largest_row))
-        )
-        unpacked = 0
+        # At least 8 bytes a value: a null takes no byte in the file.
+        limit_unpacked(path, max(sum(sizes), 8 * values))
+        largest_row = max(sizes, default=1)  # a row may hold all of its group's dictionary values
+        max_bytes = most_unpacked(Path(path).stat().st_size)
+        rows = min(PARQUET_ROWS, max(1, max_bytes // max(1, largest_row)))
+        unpacked = 0  # bytes
         for batch in file.iter_batches(batch_size=rows):
-            unpacked += batch.nbytes + sum(map(_count_repeated, batch.columns))
+            unpacked += batch.nbytes + sum(map(_count_dictionary_bytes, batch.columns))
             limit_unpacked(path, unpacked)
             yield from batch.to_pylist()
 
 
-def _count_repeated_arrow(path: str) -> int:
-    """Counts the bytes that an Arrow file's rows have in columns that are dictionaries.
+def _count_dictionary_bytes_of_file(path: str) -> int:
+    """Counts the bytes that the dictionary columns of an Arrow file take as rows.
 
-    A value of a dictionary may stand in every row, and counts each time.
+    A value counts in each row where it stands, though the file holds it once.
     """
     from pyarrow import ipc, memory_map
 
@@ -473,11 +507,15 @@ def _count_repeated_arrow(path: str) -> int:
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
             batches = reader
-        return sum(_count_repeated(column) for batch in batches for column in batch.columns)
+        return sum(_count_dictionary_bytes(column) for batch in batches for column in batch.columns)
 
 
-def _count_repeated(column: Any) -> int:
-    """Counts the bytes of an Arrow array's rows that come from dictionaries."""
+def _count_dictionary_bytes(column: Any) -> int:
+    """Counts the bytes that dictionary values in an Arrow array take as rows.
+
+    Text and bytes count by the length of each row's value, other values by the mean size of the
+    dictionary's values. Looks into structs and lists; 0 for an array without a dictionary.
+    """
     from pyarrow import compute, types
 
     if types.is_dictionary(column.type):
@@ -491,76 +529,99 @@ def _count_repeated(column: Any) -> int:
         lengths = compute.binary_length(values).take(column.indices)
         return compute.sum(lengths).as_py() or 0
     if types.is_struct(column.type):
-        return sum(map(_count_repeated, column.flatten()))
+        return sum(map(_count_dictionary_bytes, column.flatten()))
     if types.is_list(column.type) or types.is_large_list(column.type):
-        return _count_repeated(column.flatten())
+        return _count_dictionary_bytes(column.flatten())
     return 0
 
 
-def _count_unpacked_arrow(path: str) -> int:
-    """Counts the bytes that an Arrow file's compressed buffers declare to unpack to.
+# Fields of the tables in Arrow's metadata, by their numbers in Message.fbs.
+HEADER = 2  # of Message
+DICTIONARY_DATA = 1  # of DictionaryBatch
+BUFFERS = 2  # of RecordBatch
+COMPRESSION = 3  # of RecordBatch
 
-    pyarrow allocates them a whole batch at a time. Each batch's metadata is a flatbuffer that lists
-    its buffers; a compressed buffer begins with its unpacked size.
+
+def _count_unpacked_bytes(path: str) -> int:
+    """Counts the bytes that the compressed buffers of an Arrow file unpack to, as they declare.
+
+    pyarrow allocates the buffers of a whole batch at once, before any row can be counted. The
+    metadata of a batch is a flatbuffer that lists the batch's buffers, and each compressed buffer
+    begins with its unpacked size as an int64.
     """
     from pyarrow import ipc, memory_map
 
     total = 0
     with memory_map(path) as source:
-        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # a file is a stream between two marks
+        # An Arrow file is a stream between two marks, of which the first takes 8 bytes.
+        source.seek(8 if source.read(6) == b"ARROW1" else 0)
         for message in ipc.MessageReader.open_stream(source):
             if message.type not in ("record batch", "dictionary"):
                 continue
             metadata = message.metadata.to_pybytes()
             body = memoryview(message.body or b"")
-            batch = _follow_field(metadata, struct.unpack_from("<I", metadata)[0], 2)
+            (message_table,) = struct.unpack_from("<I", metadata)
+            batch = _follow_field(metadata, message_table, HEADER)
             if message.type == "dictionary":
-                batch = _follow_field(metadata, batch, 1)
-            buffers = _follow_field(metadata, batch, 2)
-            if not buffers or not _follow_field(metadata, batch, 3):
+                batch = _follow_field(metadata, batch, DICTIONARY_DATA)
+            buffers = _follow_field(metadata, batch, BUFFERS)
+            if not buffers or not _follow_field(metadata, batch, COMPRESSION):
                 continue  # nothing is compressed
-            for i in range(struct.unpack_from("<I", metadata, buffers)[0]):
+            # The vector of buffers: its length as a uint32, then (start, size) as two int64s each.
+            (buffer_count,) = struct.unpack_from("<I", metadata, buffers)
+            for i in range(buffer_count):
                 start, size = struct.unpack_from("<qq", metadata, buffers + 4 + 16 * i)
                 if size >= 8:
-                    total += max(0, struct.unpack_from("<q", body, start)[0])
+                    (unpacked,) = struct.unpack_from("<q", body, start)
+                    total += max(0, unpacked)  # -1: this buffer is not compressed
     return total
 
 
 def _follow_field(flatbuffer: bytes, table: int, field: int) -> int:
-    """Returns where the table or vector in field number `field` of a table begins; 0 without it.
+    """Returns the position of the table or vector that a field of a flatbuffer table points to.
 
-    table: Where the table begins.
+    Returns 0 if the table does not have the field. A table begins with the distance to its vtable,
+    which holds its own size (uint16), the table's size, and the offset of each field (uint16).
+
+    Args:
+        flatbuffer: The flatbuffer.
+        table: The position of the table.
+        field: The number of the field, in the order of the table's schema.
     """
-    fields = table - struct.unpack_from("<i", flatbuffer, table)[0]
-    has_field = 4 + 2 * field < struct.unpack_from("<H", flatbuffer, fields)[0]
-    if not has_field:
+    (distance,) = struct.unpack_from("<i", flatbuffer, table)
+    vtable = table - distance
+    (vtable_size,) = struct.unpack_from("<H", flatbuffer, vtable)
+    entry = 4 + 2 * field
+    if entry >= vtable_size:
         return 0
-    offset = struct.unpack_from("<H", flatbuffer, fields + 4 + 2 * field)[0]
+    (offset,) = struct.unpack_from("<H", flatbuffer, vtable + entry)
     if not offset:
         return 0
-    return int(table + offset + struct.unpack_from("<I", flatbuffer, table + offset)[0])
+    (target,) = struct.unpack_from("<I", flatbuffer, table + offset)
+    return int(table + offset + target)
 
 
 def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
-    """Yields the numbered rows of a Parquet or Arrow file.
+    """Yields the rows of a Parquet or Arrow file, numbered from 1.
 
-    The `datasets` library reads Arrow; streamed, it makes no copy.
+    The `datasets` library reads Arrow files as a stream, which makes no copy of them. Raises
+    `UserError` if the file cannot be read or unpacks to too much.
     """
     import datasets
 
-    # What it cannot read it would log as well as raise.
+    # The library would log what it cannot read, in addition to raising it.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     number = 0
     try:
         if kind == "parquet":
-            rows = _parquet_rows(path)
+            rows = _read_parquet(path)
         else:
-            limit_unpacked(path, _count_unpacked_arrow(path))
-            limit_unpacked(path, _count_repeated_arrow(path))
+            limit_unpacked(path, _count_unpacked_bytes(path))
+            limit_unpacked(path, _count_dictionary_bytes_of_file(path))
             stream = datasets.load_dataset(
                 kind, data_files=[escape(path)], split="train", streaming=True
             )
-            rows = _keep_encoded(stream)
+            rows = _keep_images_encoded(stream)
         for row in rows:
             number += 1
             yield number, remove_none_values(row)
@@ -572,10 +633,10 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
 
 
 def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the keys that Arrow added.
+    """Removes the keys with None at any depth inside a row's columns; the columns themselves stay.
 
-    The structs of a column all have the keys of every one of them, null where a row had none: a
-    tool call with one argument has every argument of every tool. The columns themselves stay.
+    Arrow gives all structs of a column the same keys, with null where a row had no such key: a tool
+    call with one argument has every argument of every tool.
 
     >>> remove_none_values(
     ...     {"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}}
@@ -586,6 +647,7 @@ def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove_none(value: Any) -> Any:
+    """Removes the keys with None from `value` and all mappings in it; elements of lists stay."""
     if isinstance(value, dict):
         return {key: _remove_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

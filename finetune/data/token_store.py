@@ -1,5 +1,6 @@
-"""Tokenized documents in a folder: written once on each node, published by one rename, read
-memory-mapped.
+"""Token stores: folders of tokenized documents.
+
+Each node writes a store once and publishes it by one rename; all ranks read it memory-mapped.
 """
 
 import json
@@ -30,11 +31,11 @@ from finetune.files.durable import remove_tree, replace_file, stage_and_rename, 
 from finetune.files.network import find_cache
 from finetune.units import name_place
 
-FACTS = "facts.json"
+FACTS = "facts.json"  # the file of a store's facts and checksums
 
 
 class DamagedStore(UserError):
-    """A store's files are not what was written: one is missing, cut short or altered."""
+    """A file of a store, or of an image in it, is missing, cut short or altered."""
 
 
 Int32s = NDArray[np.int32]
@@ -46,19 +47,19 @@ class Tokens:
     """A batch of documents as tokens, to be written into a store."""
 
     input_ids: Int32s  # [tokens], document after document
-    labels: Int32s  # [tokens]: the id of the next token of the document, or IGNORE_INDEX
-    lengths: Int32s  # [documents]: tokens
-    trained: Int32s  # [documents]: tokens with a label
+    labels: Int32s  # [tokens]: the id of the document's next token, another label, or IGNORE_INDEX
+    lengths: Int32s  # [documents]: number of tokens
+    trained: Int32s  # [documents]: number of tokens with a label
     files: Int32s  # [documents]: index into the store's list of files
     rows: Int64s  # [documents]: number of the row in its file, from 1
-    # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
+    # [documents]: xxh3 by which duplicates are found: of the text, or of what a group compares
     hashes: NDArray[np.uint64]
     # [documents]: 1 for a good answer (and its mismatched one), -1 for bad, 0 for unrated
     ratings: NDArray[np.int8]
-    kept_sizes: Int64s  # [documents]: bytes of `kept_bytes`
-    kept_bytes: NDArray[np.uint8]  # of prompts, what rewards read of each row, one after another
-    image_counts: Int32s  # [documents]: images
-    image_sizes: Int64s  # [images]: bytes of `image_bytes`
+    kept_sizes: Int64s  # [documents]: number of bytes in `kept_bytes`; 0 without rewards
+    kept_bytes: NDArray[np.uint8]  # the rows of prompts as rewards read them, one after another
+    image_counts: Int32s  # [documents]: number of images
+    image_sizes: Int64s  # [images]: number of bytes in `image_bytes`
     image_bytes: NDArray[np.uint8]  # `EncodedImage.stored()` of each image, one after another
     image_hashes: NDArray[np.uint64]  # [images]: xxh3 of the encoded image
 
@@ -69,47 +70,50 @@ class TokenStore:
 
     input_ids: Int32s  # [tokens], memory-mapped
     labels: Int32s  # [tokens], memory-mapped
-    starts: Int64s  # [documents + 1]: where each document begins
-    trained: Int32s  # [documents]: tokens with a label
+    starts: Int64s  # [documents + 1]: where each document begins, and the number of tokens
+    trained: Int32s  # [documents]: number of tokens with a label
     files: Int32s  # [documents]: index into `facts["files"]`
-    rows: Int64s  # [documents]
-    hashes: NDArray[np.uint64]  # [documents]
-    ratings: NDArray[np.int8]  # [documents]
-    facts: dict[str, Any]
-    # [documents + 1]
+    rows: Int64s  # [documents], as in `Tokens`
+    hashes: NDArray[np.uint64]  # [documents], as in `Tokens`
+    ratings: NDArray[np.int8]  # [documents], as in `Tokens`
+    facts: dict[str, Any]  # `SourceStats.as_json()`
+    # [documents + 1]: where each document's row begins in `kept_bytes`
     kept_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
     # memory-mapped
     kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    # [documents + 1]: the first image of each; None: there are none
+    # [documents + 1]: the number of each document's first image; None if the store has no images
     first_images: Int64s | None = None
-    # [images + 1]
+    # [images + 1]: where each image begins in `image_bytes`
     image_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
     # memory-mapped
     image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    # [images]
+    # [images], as in `Tokens`
     image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
 
     def read_row(self, document: int) -> Any:
-        """Reads the prompt's row for the rewards, as data/preferences.py has kept it."""
+        """Reads the row of a prompt for the rewards, as data/preferences.py wrote it."""
         kept = slice(self.kept_starts[document], self.kept_starts[document + 1])
         return json.loads(self.kept_bytes[kept].tobytes())
 
     def count_images(self, document: int) -> int:
-        """The number of a document's images."""
-        return len(self._number_images(document))
+        """Counts a document's images."""
+        return len(self._find_image_numbers(document))
 
-    def _number_images(self, document: int) -> range:
-        """The places of a document's images among all."""
+    def _find_image_numbers(self, document: int) -> range:
+        """Returns the numbers of a document's images among all images of the store."""
         if self.first_images is None:
             return range(0)
         return range(int(self.first_images[document]), int(self.first_images[document + 1]))
 
     def read_images(self, document: int) -> list[EncodedImage]:
-        """Reads a document's images. Raises `UserError` where one is no longer what it was."""
-        return [self._read_image(number, document) for number in self._number_images(document)]
+        """Reads a document's images. Raises `DamagedStore` if a file is missing or has changed."""
+        return [self._read_image(number, document) for number in self._find_image_numbers(document)]
 
     def _read_image(self, number: int, document: int) -> EncodedImage:
-        """Reads image `number` of the store, which is in `document`."""
+        """Reads image `number` of the store, which belongs to `document`.
+
+        Raises `DamagedStore` if the image cannot be read or has changed.
+        """
         stored = slice(self.image_starts[number], self.image_starts[number + 1])
         try:
             image = load_stored(self.image_bytes[stored].tobytes())
@@ -122,19 +126,20 @@ class TokenStore:
         return image
 
     def check_images(self) -> None:
-        """Raises `DamagedStore` where the file of an image has changed."""
+        """Raises `DamagedStore` if an image that is stored as a path is missing or has changed."""
         if self.first_images is None:
             return
         document_of_image = np.repeat(
             np.arange(len(self.first_images) - 1), np.diff(self.first_images)
         )
+        # The first byte of a stored image says whether it is the path of a file.
         is_in_file = self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]
         for number in np.flatnonzero(is_in_file).tolist():
             self._read_image(number, int(document_of_image[number]))
 
     @property
     def group_size(self) -> int:
-        """Documents that belong together, one after another: 2 for chosen and rejected."""
+        """The number of consecutive documents in a group: 2 for chosen and rejected."""
         return int(self.facts.get("group_size", 1))
 
     @property
@@ -144,19 +149,20 @@ class TokenStore:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the documents are prompts, of which nothing is trained on."""
+        """Whether the documents are prompts, of which no token is trained on."""
         return bool(self.facts.get("is_asked", False))
 
     @property
     def is_text(self) -> NDArray[np.bool_]:
-        """bool[documents]: whether it is plain text, in a file that holds nothing else."""
+        """bool[documents]: whether the document's file holds nothing but plain text."""
         return ~np.isin(self.files, self.facts["structured_files"])
 
     def where(self, document: int) -> str:
-        """The file and the line or row of a document."""
+        """Names a document's place: the file, with the line or the number of the row."""
         return name_place(self.facts["files"][self.files[document]], int(self.rows[document]))
 
 
+# field of `Tokens` -> dtype in the store's file
 COLUMNS: dict[str, Any] = {
     "input_ids": np.int32,
     "labels": np.int32,
@@ -176,16 +182,17 @@ COLUMNS: dict[str, Any] = {
 
 
 def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> TokenStore:
-    """A store of a few documents that is on no disk. `facts` is called after the last batch."""
-    read = list(batches)
-    columns = {name: np.concatenate([getattr(batch, name) for batch in read]) for name in COLUMNS}
+    """Makes a store of a few documents in memory. `facts` is called after the last batch."""
+    tokens = list(batches)
+    columns = {name: np.concatenate([getattr(batch, name) for batch in tokens]) for name in COLUMNS}
     return _make_store(columns, facts())
 
 
 def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
     """Makes a store of the columns that `write_store` writes.
 
-    Lengths and counts become the places where each document, kept row and image begins.
+    Lengths and counts become the positions where each document, kept row and image begins. Removes
+    these columns from `columns`.
     """
     has_images = len(columns["image_sizes"]) > 0
     starts = _find_starts(columns.pop("lengths"))
@@ -203,23 +210,24 @@ def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
 
 
 def _find_starts(sizes: NDArray[np.integer]) -> Int64s:
-    """Returns where each of several stretches begins, and where the last ends: [sizes + 1]."""
+    """Returns where each of consecutive parts begins, and where the last part ends: [sizes + 1]."""
     return np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
 
 
 def write_store(
     folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]
 ) -> None:
-    """Writes a store into the existing, empty `folder`.
+    """Writes a store into an existing, empty folder.
 
-    facts.json lists the size and checksum of every column, and begins with a checksum of its own.
-    When this returns, the files' contents are on disk. Their names are on disk once the folder is
-    synced.
+    facts.json lists the size and checksum of every column. The file's first line is a checksum of
+    the rest. When this returns, the files' contents are on disk; their names are on disk once the
+    folder is synced.
 
     Args:
-        folder: Where to write.
+        folder: The folder.
         batches: The documents.
-        facts: Called after the last batch, for what is kept as JSON beside them.
+        facts: Returns the store's facts, to be saved as JSON. Called after the last batch, since
+            the batches may be made while they are read.
     """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
     digests = {name: xxhash.xxh3_128() for name in COLUMNS}
@@ -244,17 +252,18 @@ def write_store(
 
 
 def open_store(folder: Path) -> TokenStore:
-    """A store that `write_store` wrote. Every byte is read and compared with its checksum.
+    """Opens a store that `write_store` wrote.
 
-    Raises `DamagedStore` where one differs.
+    Every file is read and compared with its checksum, images that are stored as paths included.
+    Raises `DamagedStore` if a file is missing or differs.
     """
     try:
         checksum, _, text = (folder / FACTS).read_text(encoding="utf-8").partition("\n")
         if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
             raise DamagedStore(f"{folder / FACTS}: damaged")
-        kept = json.loads(text)
+        stored = json.loads(text)
         columns = {
-            name: _map_column(folder / f"{name}.bin", kind, kept["columns"][name])
+            name: _open_column(folder / f"{name}.bin", kind, stored["columns"][name])
             for name, kind in COLUMNS.items()
         }
     except OSError as error:
@@ -263,14 +272,17 @@ def open_store(folder: Path) -> TokenStore:
         ) from None
     except UnicodeDecodeError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
-    store = _make_store(columns, kept["facts"])
+    store = _make_store(columns, stored["facts"])
     store.check_images()
     return store
 
 
-def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
-    """The column in `path`, memory-mapped, once its size and checksum are those of `written`."""
-    # read, not mapped, so that the pages do not count as this process's memory
+def _open_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
+    """Checks a column's file, and maps it into memory; an empty file becomes an empty array.
+
+    Raises `DamagedStore` if the file's size or checksum is not that in `written`.
+    """
+    # Read, not mapped, so that the pages do not count as this process's memory.
     with path.open("rb") as stream:
         checksum = file_digest(stream, xxhash.xxh3_128).hexdigest()
         size = stream.tell()
@@ -283,13 +295,14 @@ def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]
     return np.zeros(0, kind)
 
 
-# of how rows become tokens, and of a store's files; raised when the same rows would give others
+# The version of how rows become tokens, and of a store's files. It is raised when the same rows
+# give other tokens or files, so that stores of earlier versions are not found.
 VERSION = 22
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between two looks for a store that another process writes
 
 
 def cache_folder(data: Data) -> Path:
-    """The folder of tokenized sources."""
+    """Returns the folder that holds the token stores: dataset_cache_dir, or the user's cache."""
     if data.dataset_cache_dir is not None:
         return Path(data.dataset_cache_dir).expanduser()
     return find_cache("tokens")
@@ -303,32 +316,35 @@ def cache_key(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> str:
-    """Names a source's tokens by all that decides them: rows, tokenizer, template and options; and
-    by the seed, where it draws the rows.
+    """Returns a key for a source's tokens, a hash of everything that they depend on.
+
+    That is the rows, the tokenizer, the template and the options; and the seed, if it draws rows.
+
+    `content`: a hash of each file, from `sources.hash_content`.
     """
-    described = {
+    source_keys = {
         key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")
     }
     if source.max_samples is not None:
-        described |= {"max_samples": source.max_samples, "seed": seed}
-    return hash_inputs(data, tokenizer, kind, described, list(content.items()))
+        source_keys |= {"max_samples": source.max_samples, "seed": seed}
+    return hash_inputs(data, tokenizer, kind, source_keys, list(content.items()))
 
 
-def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
-    """Names the tokens that rows give under a tokenizer and the recipe's options.
+def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *descriptions: Any) -> str:
+    """Hashes everything that the tokens of some rows depend on: 32 hexadecimal digits.
 
     Args:
-        data: The options.
-        tokenizer: With its template, tools and images.
-        kind: What is read of the rows.
-        rows: Whatever describes them.
+        data: The recipe's data section, with the options.
+        tokenizer: The tokenizer, with chat template, tools, environments and images.
+        kind: What the rows are read as.
+        descriptions: What identifies the rows, as values that JSON or `str` can write.
     """
     options: dict[str, Any] = {
         "assistant_only_loss": data.assistant_only_loss,
         "on_bad_row": data.on_bad_row,
         "turns": data.turns,
         "train_on_reasoning": data.train_on_reasoning,
-        # Findings are stored too, and depend on these two.
+        # The stored findings depend on these two.
         "response_template": getattr(tokenizer, "response_template", None),
         "stop_tokens": find_stop_tokens(tokenizer),
     }
@@ -342,8 +358,8 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
         options["tools"] = tools
     if environments := getattr(tokenizer, "environments", {}):
         options["environments"] = {name: facts.tools for name, facts in environments.items()}
-    described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
-    digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
+    inputs = [VERSION, options, template, tokenizer.special_tokens_map, descriptions]
+    digest = blake2b(json.dumps(inputs, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     if (images := getattr(tokenizer, "images", None)) is not None:
         digest.update(json.dumps([images.is_expected, images.describe()], sort_keys=True).encode())
@@ -355,17 +371,17 @@ def open_or_write_store(
 ) -> TokenStore:
     """Opens the store in `folder`; if it is missing or damaged, local rank 0 writes it first.
 
-    The other ranks look at the file system, not at each other, so that no timeout of a process
-    group ends their waiting.
+    The other ranks wait for the folder to appear, without a collective: writing can take longer
+    than the timeout of a process group.
 
     Args:
-        folder: Of the store.
-        local_rank: Of this process.
+        folder: The store's folder.
+        local_rank: This process's rank on its node.
         write: Writes a store into an empty folder.
-        canceled: Ends the waiting once it is set.
+        canceled: Ends the wait with a `UserError` once it is set.
 
     Raises:
-        UserError: On every rank, where the store cannot be written.
+        UserError: On every rank, if the store cannot be written.
     """
     if local_rank == 0:
         if folder.exists():
@@ -373,29 +389,29 @@ def open_or_write_store(
                 return open_store(folder)
             except DamagedStore as damage:
                 print(f"{damage}; the rows are tokenized again", file=sys.stderr, flush=True)
-                _discard(folder)
+                _remove_damaged(folder)
         publish_store(folder, write)
         return open_store(folder)
     while True:
         wait_for_store(folder, canceled)
         try:
             return open_store(folder)
-        except DamagedStore:  # local rank 0 finds the same and replaces it
+        except DamagedStore:  # local rank 0 finds the same damage and replaces the store
             time.sleep(POLL_SECONDS)
 
 
 def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
-    """Has `write` make a store, which appears as `folder` once all of it is on disk.
+    """Writes a store with `write`; it appears as `folder` once all of it is on disk.
 
-    What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait
-    for it.
+    Raises `UserError` if that fails. A note of the failure is left beside the folder, so that the
+    ranks in `wait_for_store` raise it too.
     """
-    failure = _failure_file(folder)
+    failure = _name_failure_file(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
-        _sweep(folder.parent)
-        with stage_and_rename(folder, _staging_folder(folder)) as staging:
+        _remove_leftovers(folder.parent)
+        with stage_and_rename(folder, _name_staging_folder(folder)) as staging:
             write(staging)
     except (OSError, UserError) as error:
         problem = str(error)
@@ -404,17 +420,19 @@ def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
                 f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set "
                 "dataset_cache_dir"
             )
-        # where not even this can be written, the launcher ends the ranks that wait
+        # If not even the note can be written, the launcher ends the ranks that wait.
         with suppress(OSError):
             replace_file(failure, problem)
         raise UserError(problem) from None
 
 
 def wait_for_store(folder: Path, canceled: Event | None) -> None:
-    """Waits until local rank 0 of this node has written the folder or noted its failure, or
-    `canceled` is set.
+    """Waits until local rank 0 of this node has published the folder.
+
+    Raises `UserError` if local rank 0 has left a note of its failure, or once `canceled` is set.
     """
-    failure = _failure_file(folder)
+    failure = _name_failure_file(folder)
+    # An older note is of an earlier run.
     started = psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:
@@ -424,15 +442,15 @@ def wait_for_store(folder: Path, canceled: Event | None) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _discard(folder: Path) -> None:
+def _remove_damaged(folder: Path) -> None:
     """Removes a damaged store.
 
-    A process that still reads it keeps its files, being memory-mapped.
+    A process that has the files mapped into memory can still read them.
     """
-    damaged = _staging_folder(folder)
+    damaged = _name_staging_folder(folder)
     try:
         folder.rename(damaged)
-    except FileNotFoundError:  # another node has discarded it, on a file system that both see
+    except FileNotFoundError:  # another node has removed it from a shared file system
         return
     except OSError as error:
         raise UserError(
@@ -441,20 +459,24 @@ def _discard(folder: Path) -> None:
     remove_tree(damaged, ignore_errors=True)
 
 
-def _staging_folder(folder: Path) -> Path:
-    """This process's own name for a store that is not published; `_sweep` removes what a killed
-    process leaves.
+def _name_staging_folder(folder: Path) -> Path:
+    """Names the folder in which this process writes or removes a store.
+
+    If the process is killed, `_remove_leftovers` finds the folder by the host and process in its
+    name.
     """
     return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
 
 
-def _failure_file(folder: Path) -> Path:
+def _name_failure_file(folder: Path) -> Path:
+    """Names the note that says why the store `folder` could not be written."""
     return folder.parent / f"failed-{folder.name}.txt"
 
 
-def _sweep(folder: Path) -> None:
-    """Removes what killed processes of this machine have left half-written."""
-    for left in folder.glob(f"making-{socket.gethostname()}-*"):
-        process = left.name.removeprefix(f"making-{socket.gethostname()}-").partition("-")[0]
-        if process.isdigit() and not psutil.pid_exists(int(process)):
-            remove_tree(left, ignore_errors=True)
+def _remove_leftovers(folder: Path) -> None:
+    """Removes the staging folders in `folder` that killed processes of this machine have left."""
+    prefix = f"making-{socket.gethostname()}-"
+    for staging in folder.glob(f"{prefix}*"):
+        pid, _, _ = staging.name.removeprefix(prefix).partition("-")
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            remove_tree(staging, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""Rendered texts as tokens and labels: a text is cut where training begins and ends in it, and its
-pieces are encoded.
+"""Rendered texts as tokens and labels: a text is cut at the borders of its trained spans, and the
+pieces are encoded separately.
 """
 
 import json
@@ -20,18 +20,18 @@ from finetune.data.render import RenderedText, render
 from finetune.data.token_store import Int32s, Int64s, Tokens
 from finetune.data.tokenizer import CONTEXT_CHARACTERS, Encoder, Renderer, keeps_border
 
-LONG_TEXT = 2**18  # characters that are encoded at a time; what is longer is cut
-CUTS_TRIED = 100
+LONG_TEXT = 2**18  # characters that are encoded at a time; a longer text is cut
+MAX_CUTS_TRIED = 100  # ends of words at which a cut of a long text is tried
 WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
 
-Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
+Places = list[tuple[int, int]]  # of each document: (index of the file, number of the row in it)
 Stretch = tuple[bool, list[int]]
-"""Whether ids that follow one another are trained on, all of them or none; and the ids."""
+"""Consecutive ids that are all trained on, or all not: (whether they are trained on, the ids)."""
 
 
 def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
-    """The ids and labels of `documents`, which come from `places`.
+    """Encodes documents to ids and labels. `places` says where each document comes from.
 
     A text is cut where its trained spans begin and end, and the pieces are encoded separately. So
     no token crosses such a border, the mask is exact, and the text before an answer is encoded
@@ -40,17 +40,20 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     """
     stretches: list[Stretch] = []
     lengths = np.zeros(len(documents), np.int32)
-    for i, own_stretches in enumerate(_encode_documents(documents, encoder)):
-        stretches += own_stretches
-        lengths[i] = sum(len(ids) for _, ids in own_stretches)
+    for i, document_stretches in enumerate(_encode_documents(documents, encoder)):
+        stretches += document_stretches
+        lengths[i] = sum(len(ids) for _, ids in document_stretches)
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = ends - lengths
-    input_ids, is_trained = _join(stretches)
+    input_ids, is_trained = _join_stretches(stretches)
     labels = _make_labels(input_ids, is_trained, ends[lengths > 0])
     for document, start, end in zip(documents, starts, ends, strict=True):
-        own = slice(start, end)
-        _relabel(document, labels[own], input_ids[own], is_trained[own], encoder.pad_id)
-    # [tokens + 1]: how many labels come before each position
+        tokens = slice(start, end)
+        # Slices of arrays are views: this writes into `labels`.
+        _replace_labels(
+            document, labels[tokens], input_ids[tokens], is_trained[tokens], encoder.pad_id
+        )
+    # [tokens + 1]: the number of labels before each position
     labels_before = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     return Tokens(
         input_ids=input_ids,
@@ -59,13 +62,13 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         trained=(labels_before[ends] - labels_before[starts]).astype(np.int32),
         files=np.array([file for file, _ in places], np.int32),
         rows=np.array([row for _, row in places], np.int64),
-        **_store_facts(documents),
-        **_store_images(documents),
+        **_make_fact_columns(documents),
+        **_make_image_columns(documents),
     )
 
 
-def _join(stretches: Sequence[Stretch]) -> tuple[Int32s, NDArray[np.bool_]]:
-    """Joins stretches to (int32[tokens]: ids, bool[tokens]: whether each is trained on)."""
+def _join_stretches(stretches: Sequence[Stretch]) -> tuple[Int32s, NDArray[np.bool_]]:
+    """Joins stretches to int32[tokens] of ids, and bool[tokens]: whether a token is trained on."""
     lengths = np.array([len(ids) for _, ids in stretches], np.int64)
     ids = chain.from_iterable(ids for _, ids in stretches)
     input_ids = np.fromiter(ids, np.int32, int(lengths.sum()))
@@ -76,26 +79,28 @@ def _join(stretches: Sequence[Stretch]) -> tuple[Int32s, NDArray[np.bool_]]:
 def _encode_documents(
     documents: Sequence[RenderedText], encoder: Encoder
 ) -> Iterator[list[Stretch]]:
-    """Yields each document's stretches: the tokenizer's BOS before plain text, its pieces, and the
-    ids of a row that comes as ids.
+    """Yields the stretches of each document.
+
+    They are the tokenizer's BOS if the document is plain text, then the pieces of the text, then
+    the ids of a row that comes as ids.
     """
     pieces = [list(_cut_document(document, encoder)) for document in documents]
-    encoded = _encode(chain.from_iterable(pieces), encoder)  # of all, one after another
-    for document, own_pieces in zip(documents, pieces, strict=True):
+    ids = _encode_pieces(chain.from_iterable(pieces), encoder)  # of all documents' pieces
+    for document, document_pieces in zip(documents, pieces, strict=True):
         if document.is_plain:
             stretches: list[Stretch] = [(False, encoder.bos_ids)]
         else:
             stretches = []
-        stretches += [(piece.is_trained, next(encoded)) for piece in own_pieces]
+        stretches += [(piece.is_trained, next(ids)) for piece in document_pieces]
         stretches += document.tokens.stretches() if document.tokens else ()
         yield stretches
 
 
 def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) -> list[int]:
-    """Returns the ids of a prompt of messages, encoded as the data is.
+    """Encodes a prompt of messages in the same way as the training data.
 
-    `row`: with the prompt, as reward functions get it. Raises `BadRow` where the chat template
-    rejects it.
+    `row`: the prompt's row as reward functions get it. Raises `BadRow` if the chat template rejects
+    the prompt.
     """
     messages = tuple(row["prompt"])
     conversation = Conversation(
@@ -104,21 +109,22 @@ def encode_prompt(row: Mapping[str, Any], renderer: Renderer, encoder: Encoder) 
         tools=tuple(row.get("tools") or ()),
         variables=row.get("variables") or {},
     )
-    # rendering reads the row as JSON: it chooses the environment, whose tools the template writes
+    # Rendering reads the row's JSON to choose the environment whose tools the template writes.
     question = Question(conversation, row=json.dumps(row, default=str))
-    text = render(question, renderer)
-    [stretches] = _encode_documents([text], encoder)
+    rendered = render(question, renderer)
+    [stretches] = _encode_documents([rendered], encoder)
     return [token for _, ids in stretches for token in ids]
 
 
 def _make_labels(input_ids: Int32s, is_trained: NDArray[np.bool_], ends: Int64s) -> Int32s:
-    """int32[tokens]: what each position predicts: the next token of its document, if that is
-    trained on.
+    """Makes int32[tokens] of labels: the next token of the document, if that is trained on.
+
+    Any other label is IGNORE_INDEX.
 
     Args:
         input_ids: [tokens], of all documents.
         is_trained: [tokens].
-        ends: [documents that have tokens], behind the last token of each.
+        ends: [documents that have tokens]: the position behind the document's last token.
     """
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
     labels[:-1] = np.where(is_trained[1:], input_ids[1:], IGNORE_INDEX)
@@ -126,14 +132,17 @@ def _make_labels(input_ids: Int32s, is_trained: NDArray[np.bool_], ends: Int64s)
     return labels
 
 
-def _relabel(
+def _replace_labels(
     document: RenderedText,
     labels: Int32s,
     input_ids: Int32s,
     is_trained: NDArray[np.bool_],
     pad_id: int | None,
 ) -> None:
-    """Gives a document other labels than its next tokens, where it is scored or embedded."""
+    """Replaces a document's labels, in place, if the document is scored or embedded.
+
+    The arrays hold the document's tokens only.
+    """
     if document.label is not None:
         _label_last(labels, input_ids, document.label, pad_id)
     elif document.step_labels:
@@ -145,8 +154,8 @@ def _relabel(
 def _label_last(labels: Int32s, input_ids: Int32s, label: int, pad_id: int | None) -> None:
     """Gives a document one label, at its last token that is not the pad token.
 
-    transformers' sequence classifiers read the score there: where the pad token is also the end of
-    text, one token before the end.
+    transformers' sequence classifiers read the score there. If the end-of-text token is also the
+    pad token, that is before the end of text.
     """
     labels[:] = IGNORE_INDEX
     not_padding = np.flatnonzero(input_ids != pad_id)
@@ -159,8 +168,8 @@ def _label_steps(
 ) -> None:
     """Gives a document a label at the last token of each separator.
 
-    `is_separator` is true in as many stretches as there are labels: only separators are trained on,
-    and rendering writes one behind each step.
+    Rendering writes one separator behind each step, and only separators are trained on. So
+    `is_separator` has one run of true values for each of `step_labels`.
     """
     labels[:] = IGNORE_INDEX
     is_last = is_separator & ~np.append(is_separator[1:], False)
@@ -170,7 +179,7 @@ def _label_steps(
 def _label_pooled(labels: Int32s, pooling: Pooling) -> None:
     """Marks the tokens whose hidden states make the document's embedding: the last one, or all.
 
-    The label that marks them is 0, and no loss reads it.
+    They get the label 0. No loss reads its value.
     """
     labels[:] = IGNORE_INDEX
     if pooling == "lasttoken":
@@ -179,22 +188,24 @@ def _label_pooled(labels: Int32s, pooling: Pooling) -> None:
         labels[:] = 0
 
 
-def _store_facts(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
-    """The fields of `Tokens` that hold what each document has beside its text; "kept" is its row,
-    which rewards read.
+def _make_fact_columns(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
+    """Makes the fields of `Tokens` for duplicates, ratings and the prompts' rows.
+
+    The "kept" fields hold the row that rewards read; it is empty for any other document.
     """
     rows = [document.row.encode() for document in documents]
     return {
-        "hashes": np.array([_hash(document) for document in documents], np.uint64),
+        "hashes": np.array([_hash_document(document) for document in documents], np.uint64),
         "ratings": np.array([document.rating for document in documents], np.int8),
         "kept_sizes": np.array([len(row) for row in rows], np.int64),
         "kept_bytes": np.frombuffer(b"".join(rows), np.uint8),
     }
 
 
-def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
-    """The fields of `Tokens` by which images are found again: their paths, or the bytes of those
-    that came with the row. Reads no file.
+def _make_image_columns(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
+    """Makes the fields of `Tokens` for images: an image's path, or its bytes if the row had them.
+
+    Reads no file.
     """
     images = list(chain.from_iterable(document.images for document in documents))
     stored = [image.stored() for image in images]
@@ -206,9 +217,11 @@ def _store_images(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _hash(document: RenderedText) -> int:
-    """The hash by which duplicates are found: of the document's text, or `group_hash` where more
-    than the text makes a duplicate (ids, images, another document of its group).
+def _hash_document(document: RenderedText) -> int:
+    """Returns the 64-bit hash by which duplicate documents are found.
+
+    It is the hash of the document's text. If equal text is not enough for a duplicate (ids, images,
+    other documents of the group), rendering has set `group_hash`.
     """
     if document.group_hash is None:
         return xxhash.xxh3_64_intdigest(document.text.encode())
@@ -217,36 +230,39 @@ def _hash(document: RenderedText) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
+    """A piece of a document's text that is encoded separately."""
+
     text: str
     is_trained: bool
-    # Encoded together with the text and removed again: a SentencePiece tokenizer puts a space
-    # before a text unless something stands there. It is "" at the start of a document and at a
-    # fresh start; the added token that the piece follows, since tokenizers differ in whether a
-    # space follows such a token; else "\n".
+    # Is encoded before the text, and its ids are removed again: otherwise a SentencePiece tokenizer
+    # would put a space before the text. "" at the start of a document and at a fresh start; the
+    # added token that the piece follows, since tokenizers differ in whether a space follows such a
+    # token; else "\n".
     prefix: str
 
 
 def _cut_document(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
-    """The pieces of a document's text, each short enough to be encoded at once."""
+    """Yields the pieces of a document's text, each short enough to be encoded at once."""
     for piece in _cut_at_borders(document, encoder.added_tokens):
         yield from _cut_long_piece(piece, encoder)
 
 
 def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
-    """Cuts a document's text where its trained spans begin and end, and at `fresh_starts`, where
-    the text is encoded as if nothing stood before it.
+    """Cuts a document's text where its trained spans begin and end, and at its `fresh_starts`.
+
+    At a fresh start, the text is encoded as if nothing stood before it.
     """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}
-    # Spans do not overlap: of two with one start the first is empty.
+    # Spans do not overlap. If two have the same start, the first is empty and the second counts.
     span_ends = dict(document.spans)  # start -> end
-    trained_until = 0  # the end of the last span that has begun
+    trained_until = 0  # the end of the last span that began at or before `start`
     for start, end in pairwise(sorted(borders)):
         trained_until = span_ends.get(start, trained_until)
         if start == 0 or start in document.fresh_starts:
             prefix = ""
         elif text.endswith(added_tokens, 0, start):
-            # of several that end here, the longest
+            # Several added tokens may end here: the longest counts.
             prefix = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
         else:
             prefix = "\n"
@@ -256,63 +272,65 @@ def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> It
 def _cut_long_piece(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
     """Cuts a long piece into parts of about LONG_TEXT characters, where a cut changes no token.
 
-    The tokenizer needs memory of 150 times the text that it encodes at once.
+    The tokenizer needs 150 times as much memory as the text that it encodes at once.
     """
     text = piece.text
-    start = 0  # of the part that is not yielded yet
+    start = 0  # of the next part
     prefix = piece.prefix
     search_from = LONG_TEXT
     while search_from < len(text):
-        border = _find_border(text, search_from, encoder)
-        if border is None:  # this part becomes longer
+        cut = _find_safe_cut(text, search_from, encoder)
+        if cut is None:  # this part becomes longer
             search_from += LONG_TEXT
             continue
-        yield replace(piece, text=text[start:border], prefix=prefix)
-        start = border
-        prefix = "\n"  # else a tokenizer may put a space before the text
-        search_from = border + LONG_TEXT
+        yield replace(piece, text=text[start:cut], prefix=prefix)
+        start = cut
+        prefix = "\n"  # so that a tokenizer puts no space before the text
+        search_from = cut + LONG_TEXT
     yield replace(piece, text=text[start:], prefix=prefix)
 
 
-def _find_border(text: str, begin: int, encoder: Encoder) -> int | None:
-    """The place, in characters, of the first end of a word from `begin` on where a cut changes no
-    token; None where none of the first CUTS_TRIED within LONG_TEXT characters is one.
+def _find_safe_cut(text: str, begin: int, encoder: Encoder) -> int | None:
+    """Finds the first end of a word, from `begin` on, at which a cut changes no token.
+
+    Returns its position in characters; None if no cut is safe at the first MAX_CUTS_TRIED ends of
+    words within LONG_TEXT characters.
     """
     word_ends = WORD_END.finditer(text, begin, begin + LONG_TEXT)
-    for match in islice(word_ends, CUTS_TRIED):
-        at = match.start()
-        before = text[at - CONTEXT_CHARACTERS : at]
-        if keeps_border(encoder.backend, before, text[at : at + CONTEXT_CHARACTERS]):
-            return at
+    for match in islice(word_ends, MAX_CUTS_TRIED):
+        cut = match.start()
+        before = text[cut - CONTEXT_CHARACTERS : cut]
+        after = text[cut : cut + CONTEXT_CHARACTERS]
+        if keeps_border(encoder.backend, before, after):
+            return cut
     return None
 
 
-def _encode(pieces: Iterable[_Piece], encoder: Encoder) -> Iterator[list[int]]:
-    """Yields the ids of each piece. Encodes as many pieces at a time as have LONG_TEXT
-    characters.
-    """
+def _encode_pieces(pieces: Iterable[_Piece], encoder: Encoder) -> Iterator[list[int]]:
+    """Yields the ids of each piece. Encodes the pieces in batches of about LONG_TEXT characters."""
     batch: list[_Piece] = []
     size = 0  # characters of the batch
     for piece in pieces:
         if batch and size + len(piece.text) > LONG_TEXT:
-            yield from _encode_at_once(batch, encoder)
+            yield from _encode_batch(batch, encoder)
             batch = []
             size = 0
         batch.append(piece)
         size += len(piece.text)
-    yield from _encode_at_once(batch, encoder)
+    yield from _encode_batch(batch, encoder)
 
 
 def encode_after(text: str, special_token: str, encoder: Encoder) -> list[int]:
-    """The ids of a text that follows a special token, as within the whole text."""
-    return _encode_at_once([_Piece(text, is_trained=False, prefix=special_token)], encoder)[0]
+    """Encodes a text that follows a special token as it would be within the whole text."""
+    [ids] = _encode_batch([_Piece(text, is_trained=False, prefix=special_token)], encoder)
+    return ids
 
 
-def _encode_at_once(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
+def _encode_batch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
     """Encodes each piece behind its prefix, and removes the prefix's ids again.
 
-    A newline is put before no piece where `newline_ids` is empty: that tokenizer puts no space
-    before a text.
+    The prefix of a newline is left out if `encoder.newline_ids` is empty, since such a tokenizer
+    puts no space before a text.
     """
     added_tokens = {piece.prefix for piece in pieces} - {"", "\n"}
     prefix_ids = {
@@ -326,10 +344,10 @@ def _encode_at_once(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int
     encodings = encoder.backend.encode_batch_fast(texts, add_special_tokens=False)
     ids_of_pieces = []
     for piece, encoding in zip(pieces, encodings, strict=True):
-        own_prefix_ids = prefix_ids[piece.prefix]
+        expected = prefix_ids[piece.prefix]
         ids = encoding.ids
-        if ids[: len(own_prefix_ids)] == own_prefix_ids:
-            ids_of_pieces.append(ids[len(own_prefix_ids) :])
+        if ids[: len(expected)] == expected:
+            ids_of_pieces.append(ids[len(expected) :])
         else:  # prefix and text were merged into one token
             alone = encoder.backend.encode(piece.text, add_special_tokens=False)
             ids_of_pieces.append(alone.ids)

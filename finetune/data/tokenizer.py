@@ -1,6 +1,4 @@
-"""The run's tokenizer with the recipe's tokens, and its chat template, compiled once for many
-conversations.
-"""
+"""The run's tokenizer with the recipe's tokens, and its compiled chat template."""
 
 import json
 import re
@@ -35,8 +33,8 @@ from finetune.files.json_files import read_json_object
 from finetune.files.network import go_offline_without_network, hub_error
 
 FOLDER = Path(__file__).parent / "templates"
-# A template's text is part of a checkpoint's fingerprints: a changed file is another template to a
-# run.
+# A template's text is part of a checkpoint's fingerprints, so a run that resumes notices if one of
+# these files has changed.
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 ALIASES = {
     "qwen2.5": "qwen",
@@ -50,19 +48,18 @@ ALIASES = {
     "magistral": "mistral-v13-tekken",
     "ministral3": "mistral-v13-tekken",
 }
-# For tokenizers without a template and without special tokens for turns; of those it uses only the
-# EOS token.
+# For tokenizers without a chat template. The only special token that it writes is EOS.
 PLAIN = TEMPLATES["plain"]
 
 
 def read_template(name: str) -> str:
-    """Returns the Jinja text that the key `chat_template` means.
+    """Returns the Jinja text for a value of the key `chat_template`.
 
-    `name`: a name of `TEMPLATES` or `ALIASES`, a file, or the text itself.
+    `name`: a name in `TEMPLATES` or `ALIASES`, the path of a file, or the text itself.
 
     Raises `UserError` for a file that does not exist or cannot be read.
     """
-    known = TEMPLATES | {alias: TEMPLATES[own] for alias, own in ALIASES.items()}
+    known = TEMPLATES | {alias: TEMPLATES[target] for alias, target in ALIASES.items()}
     if name in known:
         return known[name]
     if "{" in name:
@@ -88,32 +85,35 @@ def read_template(name: str) -> str:
         raise UserError(f"chat_template: {name}: cannot be read: {error}") from None
 
 
-# Templates whose texts other tools tokenize apart from the BOS token before them.
+# Templates whose text other tools tokenize separately from the BOS token before it.
 APART_FROM_BOS = ("alpaca", "inst", "inst-torchtune")
 BOS_OF_TEMPLATE = "{{- bos_token -}}"
 SPACE_AFTER_BOS = "{{- bos_token + ' ' -}}"
 
 
 def fit_template(name: str, tokenizer: Any) -> str:
-    """Returns the Jinja text of `read_template` as a tokenizer needs it: with a space after the
-    BOS token where the text is tokenized apart from it elsewhere, and the tokenizer puts a space
-    before a text alone, but not behind BOS, as Llama 2's does.
+    """Returns the Jinja text of `read_template`, adapted to a tokenizer.
+
+    Other tools tokenize the text of APART_FROM_BOS separately from BOS. A tokenizer such as Llama
+    2's puts a space before a separate text, but none behind BOS. The template then writes the space
+    itself.
     """
     template = read_template(name)
     bos = tokenizer.bos_token
     if name not in APART_FROM_BOS or not bos:
         return template
     start = "[INST]" if "[INST]" in template else "Below"
-    alone, behind, spaced = (
+    alone, with_bos, with_bos_and_space = (
         tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).tokens
         for text in (start, f"{bos}{start}", f"{bos} {start}")
     )
-    if behind[1:] != alone and spaced[1:] == alone:
+    # The first token of the latter two is BOS.
+    if with_bos[1:] != alone and with_bos_and_space[1:] == alone:
         template = template.replace(BOS_OF_TEMPLATE, SPACE_AFTER_BOS)
     return template
 
 
-# a vocabulary that has one stops at it
+# Generation stops at each of these that the tokenizer has.
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
@@ -123,20 +123,23 @@ def load_tokenizer(
     tools: Sequence[str] = (),
     environments: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Loads the fast tokenizer of a recipe, with the recipe's tokens and template.
+    """Loads the fast tokenizer of a recipe, with the recipe's tokens and chat template.
+
+    It also sets the attributes `stop_tokens`, `images`, `tools` and `environments`, which
+    `make_renderer` reads.
 
     Args:
-        model: `tokenizer_name_or_path`, else the model, names it.
-        data: With the template.
-        tools: Functions that prompts describe.
-        environments: Value of the rows' column `environment` -> an environment, whose methods
+        model: Names the tokenizer by `tokenizer_name_or_path`, else by the model.
+        data: Has the chat template.
+        tools: Functions that prompts describe, each as FILE.py:NAME.
+        environments: Value of the rows' column `environment` -> the environment whose methods
             prompts describe.
 
     Raises:
-        UserError: There is no tokenizer, or none with a fast (Rust) implementation; the tokens do
-            not fit it; a function has no type hints or no docstring.
+        UserError: There is no tokenizer, or none with a fast (Rust) implementation; the recipe's
+            tokens do not fit the tokenizer; or a function has no type hints or no docstring.
     """
-    tokenizer = _load_own(model)
+    tokenizer = _load_unchanged(model)
     _add_tokens(tokenizer, model)
     tokenizer.stop_tokens = (*model.eot_tokens, *_read_stop_tokens(model, tokenizer))
     tokenizer.images = ImageProcessor(model, tokenizer)
@@ -148,8 +151,11 @@ def load_tokenizer(
 
 
 def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
-    """Plans the changes that the tokens of `tokenizer` make to the model; None where the recipe
-    names none.
+    """Plans how the recipe's tokens change the model's embedding and config.
+
+    Returns None if the recipe names no `added_tokens` and no `special_tokens`.
+
+    `tokenizer`: from `load_tokenizer`, with these tokens.
     """
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
@@ -164,31 +170,38 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
         for name, token in special.items()
         if name != "unk_token"
     }
-    return Vocabulary(known=len(_load_own(model)), tokens=len(tokenizer), rows=rows, token_ids=ids)
+    return Vocabulary(
+        known=len(_load_unchanged(model)), tokens=len(tokenizer), rows=rows, token_ids=ids
+    )
 
 
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
-    """Raises `UserError` if the teacher's tokenizer has other tokens than `tokenizer`, or cuts
-    texts otherwise.
+    """Raises `UserError` if the teacher's tokenizer differs from `tokenizer`.
+
+    They differ if they have different tokens, or cut a text into different tokens.
     """
-    own = _load_own(teacher)
-    ours = tokenizer.get_vocab()
-    theirs = own.get_vocab()
-    different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
+    teacher_tokenizer = _load_unchanged(teacher)
+    vocabulary = tokenizer.get_vocab()  # token -> id
+    teacher_vocabulary = teacher_tokenizer.get_vocab()
+    different = sorted(
+        vocabulary.items() ^ teacher_vocabulary.items(), key=lambda item: (item[1], item[0])
+    )
     difference = ""
     if different:
-        token, index = different[0]
-        if token in theirs and theirs[token] == index:
+        token, index = different[0]  # the one with the lowest id
+        if token in teacher_vocabulary and teacher_vocabulary[token] == index:
             whose = "the teacher's tokenizer"
         else:
             whose = "the model's tokenizer"
         difference = f"{token!r} is token {index} only of {whose}"
     else:
-        parts = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, own)]
+        parts, teacher_parts = (
+            json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, teacher_tokenizer)
+        )
         changed = [
             part
             for part in ("model", "normalizer", "pre_tokenizer")
-            if parts[0].get(part) != parts[1].get(part)
+            if parts.get(part) != teacher_parts.get(part)
         ]
         if changed:
             names = ", ".join(changed)
@@ -204,9 +217,10 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:
-    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special.
+    """Adds the recipe's `added_tokens` and `special_tokens`, and makes `eot_tokens` special.
 
-    Raises `UserError`.
+    Raises `UserError` for an empty token, one of `eot_tokens` that the tokenizer does not have, or
+    a `bos_token` that is not the one that tokenizer.json writes.
     """
     from tokenizers import AddedToken
 
@@ -214,7 +228,7 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     for key, tokens in (("added_tokens", model.added_tokens), ("special_tokens", special.values())):
         if any(not token.strip() for token in tokens):
             raise UserError(f"{key}: an empty token; write its text, such as <|tool|>")
-    writes_bos = encode_bos(tokenizer)
+    written_bos = encode_bos(tokenizer)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in model.added_tokens])
     tokenizer.add_special_tokens(special)
     for token in model.eot_tokens:
@@ -225,32 +239,34 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=True) for token in model.eot_tokens]
     )
-    bos = None
+    recipe_bos = None
     if "bos_token" in special:
-        bos = [find_id(tokenizer, special["bos_token"])]
-    if writes_bos and bos is not None and encode_bos(tokenizer) != bos:
+        recipe_bos = [find_id(tokenizer, special["bos_token"])]
+    if written_bos and recipe_bos is not None and encode_bos(tokenizer) != recipe_bos:
         raise UserError(
-            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} "
+            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(written_bos)} "
             "before every text, whatever the bos_token is; leave it as it is, or change "
             "tokenizer.json"
         )
 
 
 def find_id(tokenizer: Any, token: str) -> int | None:
-    """The id of a token; None where the tokenizer does not have it.
+    """Returns the id of a token; None if the tokenizer does not have the token.
 
-    `get_vocab` copies the whole vocabulary: 0.3 s for Llama 3's.
+    It does not use `get_vocab`, which copies the whole vocabulary: 0.3 s for Llama 3's.
     """
-    number: int | None = tokenizer.convert_tokens_to_ids(token)
-    if number is None or tokenizer.convert_ids_to_tokens(number) != token:
-        return None  # the id of the unknown token
-    return number
+    token_id: int | None = tokenizer.convert_tokens_to_ids(token)
+    # A tokenizer gives None, or the id of its unknown token, for a token that it does not have.
+    if token_id is None or tokenizer.convert_ids_to_tokens(token_id) != token:
+        return None
+    return token_id
 
 
 def find_mask_id(tokenizer: Any, mask_token: str | int | None) -> int:
-    """The id of the token that stands in a masked one's place: `mask_token`, else the tokenizer's.
+    """Returns the id of the token that replaces masked tokens.
 
-    Raises `UserError` where the tokenizer does not have it.
+    It is the recipe's `mask_token` (a token or an id); if that is None, the tokenizer's own. Raises
+    `UserError` if the tokenizer does not have the token.
     """
     advice = (
         f"name one of its tokens, or add one: added_tokens: ['{ADDED_MASK}'] with mask_token: "
@@ -261,21 +277,22 @@ def find_mask_id(tokenizer: Any, mask_token: str | int | None) -> int:
             raise UserError(f"mask_token: the tokenizer has no mask token of its own; {advice}")
         return int(tokenizer.mask_token_id)
     if isinstance(mask_token, str):
-        known = find_id(tokenizer, mask_token)
+        mask_id = find_id(tokenizer, mask_token)
     else:
-        known = mask_token if 0 <= mask_token < len(tokenizer) else None
-    if known is None:
+        mask_id = mask_token if 0 <= mask_token < len(tokenizer) else None
+    if mask_id is None:
         raise UserError(f"mask_token: {mask_token}: not a token of this tokenizer; {advice}")
-    return int(known)
+    return int(mask_id)
 
 
 def encode_bos(tokenizer: Any) -> list[int]:
-    """Returns the ids that a tokenizer writes before plain text."""
-    return _encode_around(tokenizer)[0]
+    """Returns the ids that a tokenizer itself writes before plain text; may be empty."""
+    bos_ids, _ = _encode_around(tokenizer)
+    return bos_ids
 
 
 def _encode_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the ids that a tokenizer writes (before plain text, after it)."""
+    """Returns the ids that a tokenizer itself writes before plain text, and after it."""
     bare = tokenizer.encode("a", add_special_tokens=False)
     wrapped = tokenizer.encode("a", add_special_tokens=True)
     if not bare or bare[0] not in wrapped:
@@ -284,8 +301,11 @@ def _encode_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return wrapped[:start], wrapped[start + len(bare) :]
 
 
-def _load_own(model: Model) -> Any:
-    """The tokenizer as its files describe it."""
+def _load_unchanged(model: Model) -> Any:
+    """Loads a recipe's tokenizer as published, without the recipe's tokens and template.
+
+    Raises `UserError` if it cannot be loaded, or is not a fast tokenizer.
+    """
     from transformers import AutoTokenizer
 
     name = model.tokenizer_name_or_path or model.model_name_or_path
@@ -311,9 +331,9 @@ def _load_own(model: Model) -> Any:
         )
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    how_loaded = ("is_local", "local_files_only")  # by transformers, just now
-    # nothing for the files of a checkpoint
-    for key in (*how_loaded, *CUTTING_KEYS[TOKENIZER_CONFIG]):
+    # transformers would save these in a checkpoint's tokenizer_config.json. The first two only say
+    # how the tokenizer was loaded just now.
+    for key in ("is_local", "local_files_only", *CUTTING_KEYS[TOKENIZER_CONFIG]):
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
@@ -321,8 +341,8 @@ def _load_own(model: Model) -> Any:
 def _describe_failure(name: str, revision: str | None, error: Exception) -> UserError:
     """Explains why transformers could not load the tokenizer of the folder or hub name `name`."""
     if not Path(name).is_dir():
-        # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or
-        # unknown
+        # transformers wraps the hub's error. The cause shows whether the hub is unreachable, or the
+        # repository gated or unknown.
         if isinstance(error.__cause__, Exception):
             cause = error.__cause__
         else:
@@ -339,36 +359,39 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """The facts about a tokenizer that encoding a piece of a text needs.
+    """A fast tokenizer with what is needed to encode a piece of a text.
 
     Returned by `make_encoder`.
     """
 
     backend: Any  # tokenizers.Tokenizer
-    bos_ids: list[int]  # what it writes before plain text
-    # which it finds in a text before anything else; special tokens are among them
+    bos_ids: list[int]  # what the tokenizer itself writes before plain text; may be empty
+    # tokens that it looks for in a text before it cuts the rest; includes the special tokens
     added_tokens: tuple[str, ...]
-    # The ids of a newline, if the tokenizer puts a space before every text (as SentencePiece does);
-    # otherwise empty.
+    # the ids of a newline if the tokenizer puts a space before every text, as SentencePiece does;
+    # otherwise empty
     newline_ids: list[int]
-    pad_id: int | None = None  # as `find_pad_id`
+    pad_id: int | None = None  # from `find_pad_id`
 
 
 def make_encoder(tokenizer: Any) -> Encoder:
-    """Wraps a fast transformers tokenizer, which neither truncates nor pads, as an `Encoder`."""
+    """Makes the encoder of a fast transformers tokenizer, which must neither truncate nor pad."""
     backend = tokenizer.backend_tokenizer
     bare = backend.encode("a", add_special_tokens=False).ids
     newline, with_newline = (
         backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na")
     )
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
+    # A tokenizer that puts a space before every text puts it before "a", but not between "\n" and
+    # "a".
     newline_ids = [] if with_newline == newline + bare else newline
     return Encoder(backend, encode_bos(tokenizer), added, newline_ids, find_pad_id(tokenizer))
 
 
 def find_pad_id(tokenizer: Any) -> int | None:
-    """The id that fills up rows: the pad token's, else that of the end of text; None where there is
-    neither.
+    """Returns the id that fills up rows: that of the pad token, else of the end of text.
+
+    Returns None if the tokenizer has neither.
     """
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
@@ -376,28 +399,32 @@ def find_pad_id(tokenizer: Any) -> int | None:
     return pad
 
 
-CONTEXT_CHARACTERS = 64  # characters around a border in which a token that crosses it is looked for
+# The characters on either side of a border that are encoded to see whether a token crosses it.
+CONTEXT_CHARACTERS = 64
 
 
 @lru_cache(maxsize=4096)
 def keeps_border(backend: Any, before: str, after: str) -> bool:
-    """Whether two texts have a border of tokens between them when they are encoded as one.
+    """Whether no token crosses the border of two texts when they are encoded as one.
 
-    As many tokens as `before` has alone must end where it ends.
+    If `before` alone has n tokens, the n-th token of both texts together must be at the same place
+    as the last token of `before`. True if `before` has no tokens.
     """
-    apart = backend.encode(before, add_special_tokens=False)
+    alone = backend.encode(before, add_special_tokens=False)
     together = backend.encode(before + after, add_special_tokens=False)
-    return bool(apart.offsets[-1:] == together.offsets[: len(apart.ids)][-1:])
+    return bool(alone.offsets[-1:] == together.offsets[: len(alone.ids)][-1:])
 
 
 def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[int]:
-    """The ids of the tokens that end what the assistant says; see `find_stop_tokens`."""
+    """Returns the sorted ids of the tokens that end an answer: the stop tokens and `eot_tokens`."""
     return sorted(tokenizer.convert_tokens_to_ids([*{*find_stop_tokens(tokenizer), *eot_tokens}]))
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:
-    """Lists the tokens that end generation: the end of text, the usual ends of a turn, and those
-    that `load_tokenizer` found; sorted.
+    """Lists the tokens at which generation stops, sorted.
+
+    They are the end of text, USUAL_STOP_TOKENS and the `stop_tokens` from `load_tokenizer`, as far
+    as the tokenizer has them.
     """
     stops = {*USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
     if tokenizer.eos_token is not None:
@@ -406,8 +433,9 @@ def find_stop_tokens(tokenizer: Any) -> list[str]:
 
 
 def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
-    """The tokens that the model's generation_config.json stops at; none where there is no such
-    file.
+    """Reads the tokens at which the model's generation_config.json stops.
+
+    Empty if there is no such file, or no model.
     """
     from transformers.utils import cached_file
 
@@ -421,7 +449,7 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    # A damaged file is reported where it is written into an export.
+    # A damaged file is reported when an export is written.
     stops = None
     if file:
         stops = read_json_object(Path(file)).get("eos_token_id")
@@ -435,9 +463,9 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# how a template reads an Alpaca row's input
+# matches a template that reads an Alpaca row's input
 INPUT = re.compile(r"""message(\.input\b|\[['"]input['"]\])""")
-# What a template's own code can raise, beside Jinja's errors.
+# Jinja's errors, and what the code of a template can raise besides.
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -449,45 +477,46 @@ TEMPLATE_ERRORS = (
     MemoryError,
 )
 Tools = tuple[Tool, ...]
-Span = tuple[int, int]  # [start, end) in characters
+Span = tuple[int, int]  # start and end in a text, in characters; the end is exclusive
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renderer:
-    """The facts about a tokenizer and its chat template that rendering needs.
+    """A tokenizer's chat template, with what is needed to render conversations by it.
 
     Returned by `make_renderer`.
     """
 
     template: str
-    compiled: jinja2.Template  # the same, by transformers' sandboxed environment
-    # the special tokens, under the names that templates use; chat_template_kwargs
+    compiled: jinja2.Template  # `template`, compiled in a sandbox
+    # what the template can read: special tokens such as bos_token, and chat_template_kwargs
     variables: dict[str, Any]
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
-    up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
+    # matches consecutive special tokens up to the first at which generation stops
+    up_to_stop: re.Pattern[str]
     bos: str  # what the tokenizer itself writes before plain text; may be empty
-    end: str  # what the tokenizer itself writes after it; may be empty
-    # written after plain text, so that the model learns to stop; empty if the tokenizer has none
+    end: str  # what the tokenizer itself writes after plain text; may be empty
+    # the EOS token, written after plain text so that the model learns to stop; empty without one
     eos: str
     has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
-    has_markers: bool  # the template has {% generation %}
-    assistant_only: bool  # only what the assistant says is trained on
-    reads_input: bool  # the template writes an Alpaca row's input apart from its instruction
-    turns: Turns = "auto"
+    has_markers: bool  # the template has {% generation %} markers
+    assistant_only: bool  # only the assistant's turns are trained on
+    reads_input: bool  # the template writes an Alpaca row's input separately from the instruction
+    turns: Turns = "auto"  # the recipe's key
     backend: Any = None  # tokenizers.Tokenizer, to show a token in a finding
     generation_prompt: str = ""  # what the template writes before the assistant's content
-    # what it writes after that content, up to the token at which generation stops
+    # what the template writes after that content, up to the token at which generation stops
     end_of_turn: str = ""
-    # what it writes between prompt and content where an answer has no reasoning; None: it writes
-    # no reasoning, or its prompt closes it
+    # what the template writes between prompt and content if an answer has no reasoning; None if the
+    # template never writes reasoning, or its generation prompt already closes it
     unthinking: str | None = None
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
-    tools: Tools = ()  # of the recipe, which prompts without tools of their own describe
-    environments: Environments = field(default_factory=dict)  # whose tools they describe too
-    images: ImageProcessor | None = None  # None: the tokenizer is of no recipe's model
-    answers_apart: bool = False  # prompt and answer are encoded as two texts
-    # the template gets each content as a list of parts, as beside an image
+    tools: Tools = ()  # the recipe's tools, for prompts of rows without tools of their own
+    environments: Environments = field(default_factory=dict)  # with tools for such prompts too
+    images: ImageProcessor | None = None  # None: the tokenizer is not from `load_tokenizer`
+    answers_apart: bool = False  # prompt and answers are encoded as separate texts
+    # the template gets each content as a list of parts, as in conversations with images
     reads_parts: bool = False
 
 
@@ -501,23 +530,23 @@ def make_renderer(
     """Makes the renderer of a tokenizer and its chat template.
 
     Args:
-        tokenizer: As `load_tokenizer` gives it.
-        assistant_only: Whether only what the assistant says is trained on.
-        date: The day, as 2026-01-31, for a template that asks for today's; None: today.
-        turns: How conversations become documents, as the key of the recipe.
+        tokenizer: The tokenizer, from `load_tokenizer`.
+        assistant_only: Whether only the assistant's turns are trained on.
+        date: The date that a template gets as today's, such as 2026-01-31; None: today.
+        turns: How conversations become documents; the recipe's key.
         train_on_reasoning: Whether an answer's reasoning is trained on.
 
     Raises:
         UserError: The chat template is not valid Jinja.
     """
     template = tokenizer.chat_template or PLAIN
-    if isinstance(template, dict):  # several, by name
+    if isinstance(template, dict):  # several templates by name
         template = template.get("default") or next(iter(template.values()))
-    words = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special = _match_any(words | set(tokenizer.all_special_tokens))
-    stop = _match_any(set(find_stop_tokens(tokenizer)))
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = _make_pattern(added | set(tokenizer.all_special_tokens))
+    stop = _make_pattern(set(find_stop_tokens(tokenizer)))
     compiled = compile_template(template)
-    _fix_date(compiled, date)
+    _set_date(compiled, date)
     bos, end = _encode_around(tokenizer)
     renderer = Renderer(
         template=template,
@@ -551,62 +580,68 @@ def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
 
 
 def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
-    """Returns the renderer with `variables` beside its own, as chat_template_kwargs gives them.
+    """Returns the renderer with more variables for its template, from chat_template_kwargs.
 
-    Raises `BadRow` for a name that rendering itself sets.
+    `variables` replace those of the same name. Raises `BadRow` for a name that rendering itself
+    sets.
     """
     if not variables:
         return renderer
-    own = sorted(OWN_VARIABLES & variables.keys())
-    if own:
-        raise BadRow(f"chat_template_kwargs: {own[0]} is set by rendering itself; remove it")
+    reserved = sorted(OWN_VARIABLES & variables.keys())
+    if reserved:
+        raise BadRow(f"chat_template_kwargs: {reserved[0]} is set by rendering itself; remove it")
+    # The template gets plain JSON values.
     text = json.dumps(dict(variables), sort_keys=True, default=str)
     return _probe_turn(replace(renderer, variables=renderer.variables | json.loads(text)))
 
 
 def renderer_of_source(renderer: Renderer, source: DatasetSource) -> Renderer:
-    """Returns the renderer as an entry of `datasets` asks for its rows.
+    """Returns the renderer for the rows of an entry of `datasets`.
 
-    Raises `BadRow` as `add_variables` does.
+    It has the entry's `chat_template_kwargs` and `answers_apart`. Raises `BadRow` as
+    `add_variables` does.
     """
     renderer = add_variables(renderer, source.chat_template_kwargs)
     if source.answers_apart:
-        # a text of its own begins as the tokenizer has every text begin
+        # A prompt that is a text of its own has BOS only if the tokenizer itself writes it before
+        # every text.
         variables = renderer.variables | {"bos_token": renderer.bos}
         return _probe_turn(replace(renderer, answers_apart=True, variables=variables))
     return renderer
 
 
 def choose_tools(renderer: Renderer, row: Mapping[str, Any]) -> Tools:
-    """The tools that the prompt of a row describes: its own, or the recipe's with those of its
-    environment.
+    """Returns the tools that the prompt of a row describes.
 
-    `row`: as rewards read it. Raises `BadRow` for a row of no environment.
+    They are the row's own tools; else the recipe's, with those of the row's environment if the
+    recipe has environments. Raises `BadRow` if the row's environment is none of the recipe's.
+
+    `row`: the row as rewards read it.
     """
-    if own := row.get("tools"):
-        return tuple(own)
+    if row_tools := row.get("tools"):
+        return tuple(row_tools)
     if not renderer.environments:
         return renderer.tools
-    chosen = choose_environment(renderer.environments, row.get("columns", {}))
-    return renderer.environments[chosen].tools
+    name = choose_environment(renderer.environments, row.get("columns", {}))
+    return renderer.environments[name].tools  # with the recipe's tools
 
 
 @lru_cache(maxsize=64)
 def read_parts(renderer: Renderer) -> Renderer:
-    """Returns the renderer for conversations with an image."""
+    """Returns the renderer for conversations with images: contents become lists of parts."""
     return _probe_turn(replace(renderer, reads_parts=True))
 
 
-def _match_any(words: set[str]) -> str:
-    """Makes a pattern that matches any of `words`, the longest first; nothing without words."""
+def _make_pattern(words: set[str]) -> str:
+    """Makes a pattern that matches any of `words`, longer ones first; without words, nothing."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
 
 
-def _fix_date(compiled: jinja2.Template, date: str | None) -> None:
-    """Makes the template write `date` as today's, in place of transformers' own function.
+def _set_date(compiled: jinja2.Template, date: str | None) -> None:
+    """Makes a compiled template take `date` for today; None: the actual day.
 
-    As a global of the compiled template: functions among a template's variables are replaced by
-    their names.
+    It sets a global of the template, which shadows transformers' function of that name. A variable
+    would not do: transformers replaces functions among a template's variables by a text.
     """
     if date is None:
         compiled.globals.pop(ASKS_FOR_DATE, None)
@@ -620,20 +655,21 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 
 def _probe_turn(renderer: Renderer) -> Renderer:
-    """Returns the renderer with what its template writes around the assistant's content.
+    """Finds what the template writes around the assistant's content, by rendering an example.
 
-    It is found by an example, and empty where the template rejects that.
+    Returns the renderer with `generation_prompt`, `end_of_turn` and `unthinking` set. If the
+    template rejects the example, they are "", "" and None.
     """
     user = {"role": "user", "content": "QUESTION"}
     answer = {"role": "assistant", "content": "ANSWER"}
     try:
-        bare = apply_template(renderer, [user])
+        question = apply_template(renderer, [user])
         asked = apply_template(renderer, [user], add_generation_prompt=True)
         answered = apply_template(renderer, [user, answer])
         reasoned = apply_template(renderer, [user, {**answer, "reasoning_content": "REASONING"}])
     except BadRow:
         return replace(renderer, generation_prompt="", end_of_turn="", unthinking=None)
-    prompt = asked.removeprefix(bare)
+    prompt = asked.removeprefix(question)
     before, _, after = answered.rpartition("ANSWER")
     special = renderer.special_tokens.search(after)
     if special is None:
@@ -643,7 +679,8 @@ def _probe_turn(renderer: Renderer) -> Renderer:
         end_of_turn = after[: (stop or special).end()]
     unthinking = None
     if "REASONING" in reasoned and not THINKING_END.search(prompt):
-        unthinking = before.removeprefix(asked).removeprefix(bare)
+        # If the answer does not begin with the generation prompt, it only continues the question.
+        unthinking = before.removeprefix(asked).removeprefix(question)
     return replace(
         renderer, generation_prompt=prompt, end_of_turn=end_of_turn, unthinking=unthinking
     )
@@ -656,14 +693,14 @@ def apply_template(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of the messages, as `apply_chat_template` renders it.
+    """Renders messages to a text, as transformers' `apply_chat_template` does.
 
-    Raises `BadRow` if the template rejects them.
+    Raises `BadRow` if the template rejects the messages.
     """
     if renderer.reads_parts or tools or any(len(message) != 2 for message in messages):
         return _render(renderer, messages, tools, add_generation_prompt=add_generation_prompt)[0]
-    # Role and content, both text, need none of the conversions that take half of the time of
-    # transformers' own call.
+    # Messages of only a role and a content need none of transformers' conversions, which take half
+    # of the time of its own call.
     try:
         return renderer.compiled.render(
             messages=messages,
@@ -673,10 +710,11 @@ def apply_template(
             **renderer.variables,
         )
     except TEMPLATE_ERRORS as error:
-        raise _rejected(messages, error) from None
+        raise _make_rejection(messages, error) from None
 
 
-def _rejected(messages: list[Message], error: Exception) -> BadRow:
+def _make_rejection(messages: list[Message], error: Exception) -> BadRow:
+    """Makes the error for messages that the template rejects with `error`."""
     if any(isinstance(message.get("content"), list) for message in messages):
         return BadRow(
             f"the chat template writes no images ({error}); leave chat_template out, so that the "
@@ -688,9 +726,9 @@ def _rejected(messages: list[Message], error: Exception) -> BadRow:
 def apply_marked_template(
     renderer: Renderer, messages: list[Message], tools: Tools
 ) -> tuple[str, list[Span]]:
-    """Returns (text, what stands between {% generation %} markers).
+    """Renders messages; returns the text, and the spans between its {% generation %} markers.
 
-    Raises `BadRow` if the template rejects it.
+    Raises `BadRow` if the template rejects the messages.
     """
     return _render(renderer, messages, tools, return_assistant_tokens_mask=True)
 
@@ -698,6 +736,11 @@ def apply_marked_template(
 def _render(
     renderer: Renderer, messages: list[Message], tools: Tools, **options: bool
 ) -> tuple[str, list[Span]]:
+    """Renders messages with transformers' own function, to which `options` are passed.
+
+    Returns the text, and the spans between {% generation %} markers if `options` ask for them; else
+    an empty list. Raises `BadRow` if the template rejects the messages.
+    """
     if renderer.reads_parts:
         messages = [message | {"content": split_parts(message["content"])} for message in messages]
     try:
@@ -709,5 +752,5 @@ def _render(
             **renderer.variables,
         )
     except TEMPLATE_ERRORS as error:
-        raise _rejected(messages, error) from None
+        raise _make_rejection(messages, error) from None
     return str(texts[0]), list(spans[0]) if spans else []

@@ -27,7 +27,7 @@ from finetune.models.carried import (
     find_carried,
     hash_tensors,
     list_patterns,
-    predicts,
+    make_prediction_filter,
 )
 from finetune.models.head_scores import is_left_out
 from finetune.models.load import build_on_meta, read_carried_of
@@ -96,7 +96,7 @@ def account_for_base(source: Source, target: TargetModel, formats: Collection[st
     for why in dict.fromkeys(account.left_out.values()):
         patterns = ", ".join(pattern for pattern, its in account.left_out.items() if its == why)
         sentences.append(f"left out of the base, {why}: {patterns}")
-    is_predicting = predicts(target.model)
+    is_predicting = make_prediction_filter(target.model)
     if count_predicting_layers(config) and not any(map(is_predicting, account.carried)):
         keys = " and ".join(list_promising_keys(config))
         why = next(iter(account.left_out.values()), reason)

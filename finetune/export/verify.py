@@ -51,7 +51,7 @@ from finetune.export.values import (
 )
 from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
-from finetune.models.carried import carries
+from finetune.models.carried import make_carried_filter
 from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters, remake_indices
 from finetune.models.weights import Slices, boxes_of_parameters
@@ -462,7 +462,7 @@ def load_with_transformers(folder: Path, trust_remote_code: bool) -> None:
         )
     except Exception as error:  # whatever is wrong, the folder must not be published
         raise UserError(f"transformers cannot open it: {type(error).__name__}: {error}") from None
-    may_carry = carries(model)
+    may_carry = make_carried_filter(model)
     loading_info["unexpected_keys"] = {
         name for name in loading_info["unexpected_keys"] if not may_carry(name)
     }

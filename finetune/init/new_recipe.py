@@ -35,7 +35,7 @@ from finetune.data.formats import (
 from finetune.data.groups import READERS
 from finetune.data.hosted_rows import rewrite_row
 from finetune.data.messages import BadRow, list_columns
-from finetune.data.preferences import find_sides
+from finetune.data.preferences import find_answer_columns
 from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
 from finetune.data.sources import list_files, read_rows
 from finetune.errors import UserError
@@ -150,7 +150,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
         return "pairs"
     if source.completion_column or source.messages_column or source.text_column:
         return "answers"
-    if None not in find_sides(row, source):
+    if None not in find_answer_columns(row, source):
         return "pairs"
     if any(isinstance(row.get(column), bool) for column in LABEL_COLUMNS):
         return "ratings"

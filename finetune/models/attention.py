@@ -1,11 +1,11 @@
-"""Attention inside each document of packed rows, without an O(tokens^2) mask, on every device,
-without flash-attn.
+"""This project's attention, as transformers calls it: inside each document of packed rows.
 
-On a CPU attention runs in float32: torch's bf16 backward there is half as fast, and compiles for
-every length.
+It needs neither a mask of [tokens, tokens] for a packed row nor the flash-attn package, and runs on
+every device. On a CPU it computes in float32: torch's bf16 backward is half as fast there, and
+compiles again for every length.
 
-Ranks may share the tokens of a row: `distributed/sequence_parallel.py` gathers what their attention
-reads.
+Under sequence parallelism the ranks share the tokens of a row, and
+`distributed/sequence_parallel.py` exchanges what attention reads.
 """
 
 from dataclasses import replace
@@ -37,7 +37,8 @@ from finetune.models.attention_kernels import (
 )
 
 NAME = "packed"
-# Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
+# The arguments of a forward that describe its documents; models/documents.py explains them. Only
+# long-context RoPE reads `document_lengths`, the only one that padded rows always have.
 BOUNDARIES = (
     "cu_seq_lens",
     "max_document_length",
@@ -47,21 +48,28 @@ BOUNDARIES = (
     "continued",
     "visible_tokens",
 )
-WHOLE_ROWS = RowDocuments()
-# an attention_mask for a whole vision-language model, which then makes none of its own
+WHOLE_ROWS = RowDocuments()  # each row is one document
+# An `attention_mask` for a whole vision-language model: transformers takes a dict for masks that
+# are ready, and makes none.
 NO_MASK: dict[str, Any] = {}
-# arguments that transformers may pass and this attention does not take
+# arguments that transformers may pass and that this attention cannot compute with
 UNSUPPORTED = ("position_bias",)
 
 
 def prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Turns the arguments of a training forward into those that `packed_attention` reads;
-    generation's stay as they are.
+    """Turns the arguments of a training forward into those that `packed_attention` reads.
+
+    A forward with an attention mask or a cache, as in generation, only loses BOUNDARIES.
+
+    Args:
+        windows: Of `find_windows`: the sliding windows of layers that need a mask of blocks.
+        sequence_group: The ranks that share the tokens of a row; None: a rank has whole rows.
+        kwargs: The arguments of the language model's forward.
     """
-    kwargs, given = split_boundaries(kwargs)
-    boundaries, longest, lengths, _, images, places, visible = given
+    kwargs, values = split_boundaries(kwargs)
+    boundaries, longest, lengths, _, images, continued_places, visible = values
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
@@ -71,12 +79,13 @@ def prepare_for_packed(
             ids = kwargs["input_ids"]
         else:
             ids = kwargs["inputs_embeds"]
-        tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
-        masks = make_masks(windows, boundaries, tokens, ids.device)
-    if places is None:
+        ranks = 1 if sequence_group is None else sequence_group.size()
+        row_tokens = ids.shape[1] * ranks
+        masks = make_masks(windows, boundaries, row_tokens, ids.device)
+    if continued_places is None:
         continued = None
     else:
-        continued = Continued.find(places, lengths, boundaries.device)
+        continued = Continued.find(continued_places, lengths, boundaries.device)
     # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to
     # find packed documents in every forward: a host synchronization on CUDA, for a mask that
     # nothing reads.
@@ -90,13 +99,17 @@ def prepare_for_packed(
 
 
 def split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The arguments without BOUNDARIES, and these; None for those that are missing."""
-    others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
-    return others, [kwargs.get(name) for name in BOUNDARIES]
+    """Returns (the arguments without BOUNDARIES, the values of BOUNDARIES in their order).
+
+    The value of a missing argument is None.
+    """
+    remaining = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    return remaining, [kwargs.get(name) for name in BOUNDARIES]
 
 
 @cache
 def register() -> None:
+    """Registers `packed_attention` with transformers as the implementation NAME."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -121,19 +134,21 @@ def packed_attention(
     sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention inside each document; transformers' attention interface.
+    """Computes attention inside each document, with the signature of transformers' interface.
 
     Args:
         module: The attention layer.
         query: [rows, heads, tokens, head size].
         key: [rows, key heads, tokens, head size].
         value: As `key`.
-        attention_mask: Empty in training; what `sdpa_mask` made, in generation.
+        attention_mask: Empty in training. In generation, the mask of `sdpa_mask`; None if it made
+            none.
         dropout, scaling, sliding_window, softcap, s_aux (sinks): See `ScoreOptions`.
-        documents: Of the rows; they say whether attention is causal.
-        sequence_group: The ranks that divide a row's tokens between them. `tokens` are those of
-            this rank then, and `documents` those of the whole row.
-        kwargs: What else transformers passes; what `UNSUPPORTED` names is refused.
+        documents: The documents in the rows, and whether attention is causal.
+        sequence_group: The ranks that share the tokens of a row. The states then hold this rank's
+            tokens, and `documents` describes the whole row. None: a rank has whole rows.
+        kwargs: Other arguments of transformers. Those in UNSUPPORTED raise `UserError`, the others
+            are ignored.
 
     Returns:
         [rows, tokens, heads, head size], and None for the attention weights.
@@ -144,13 +159,14 @@ def packed_attention(
                 f"{type(module).__name__} needs {name}; set attn_implementation: eager for this "
                 "model"
             )
-    if sliding_window is None and shows_images_in_windows(getattr(module, "config", None)):
+    has_full_attention = sliding_window is None
+    if has_full_attention and shows_images_in_windows(getattr(module, "config", None)):
         documents = replace(documents, images=None)
     options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux, _find_chunk(module))
     if attention_mask is None or attention_mask.numel() > 0:
         return attend_with_mask(module, query, key, value, attention_mask, options), None
-    # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one
-    # type.
+    # Under autocast the rotated query and key are fp32 and the value is bf16, but the kernels need
+    # one dtype.
     dtype = product_dtype(value)
     device = query.device.type
     if device == "cpu":
@@ -167,16 +183,20 @@ def packed_attention(
 
 
 def shows_images_in_windows(config: Any) -> bool:
-    """Whether the tokens of an image see each other in layers with a window alone (Gemma 4's large
-    models).
+    """Returns whether the tokens of an image see each other, but only in layers with a window.
 
-    `config`: of the language model.
+    So it is in Gemma 4's large models.
+
+    config: The language model's.
     """
     return getattr(config, "use_bidirectional_attention", None) == "vision"
 
 
 def _find_chunk(attention: Any) -> int | None:
-    """The tokens of a chunk of a document, outside of which this layer sees nothing (Llama 4)."""
+    """Returns the tokens of a chunk, if the layer attends inside chunks of a document (Llama 4).
+
+    None: the layer attends to whole documents.
+    """
     config = getattr(attention, "config", None)
     types = getattr(config, "layer_types", None) or ()
     is_chunked = "chunked_attention" in types and types[attention.layer_idx] == "chunked_attention"
@@ -195,17 +215,18 @@ def _attend_across_ranks(
 ) -> Tensor:
     """Does `attend_documents` where the tokens of a row are sharded over the ranks of `group`.
 
-    The ranks trade tokens for heads: each attends over the whole row with some of the heads. If
-    there are more ranks than heads, each gathers the keys and attends from its own tokens.
+    The ranks trade tokens for heads: each computes some of the heads, over the whole row. If the
+    heads cannot be divided evenly, each rank gathers the row's keys and values instead, and attends
+    from its own tokens.
 
     Returns:
-        The outputs at this rank's tokens, in `dtype`.
+        [rows, tokens of this rank, heads, head size], in `dtype`.
     """
     if not divides_heads(query.shape[1], group.size()):
-        first = group.rank() * query.shape[2]
+        first_token = group.rank() * query.shape[2]
         key = gather_keys(key, group)
         value = gather_keys(value, group)
-        return attend_from(query, key, value, first, documents, options).to(dtype)
+        return attend_from(query, key, value, first_token, documents, options).to(dtype)
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))

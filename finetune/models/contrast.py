@@ -1,9 +1,9 @@
-"""The contrastive loss of a whole step: each query beside the documents of all others, and its
-gradient to each vector.
+"""The contrastive loss of a whole step, and its gradient to each vector.
 
-InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) over cosines, as sentence-transformers'
-MultipleNegativesRankingLoss; of embeddings that are cut, the sum over their lengths (Kusupati et
-al. 2022, arXiv:2205.13147, eq. 1).
+Each query is compared with its own document and with the documents of all other queries. The loss
+is InfoNCE (van den Oord et al. 2018, arXiv:1807.03748, eq. 4) over cosines, as
+sentence-transformers' MultipleNegativesRankingLoss. If embeddings are trained at several lengths,
+it is the sum over the lengths (Kusupati et al. 2022, arXiv:2205.13147, eq. 1).
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from finetune.models.cross_entropy import LossHead
 def head_states(
     _head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
 ) -> Tensor:
-    """A `HeadFunction`: `model(..., head_function=head_states)` returns what the head would read,
-    [positions, hidden].
+    """Returns the head's inputs at the trained positions, [positions, hidden]; a `HeadFunction`.
 
-    A head that multiplies its input does not change the cosines.
+    They are already multiplied by the head's `input_scale`, which does not change cosines. Without
+    `trained_positions` they are those at all positions.
     """
     if trained_positions is None:
         return hidden
@@ -32,71 +32,82 @@ def head_states(
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """The loss and metrics of a step's vectors."""
+    """The losses of a step's queries, their gradients, and where each query ranks its document."""
 
     losses: Tensor  # fp64[queries]
-    gradients: Tensor  # fp64[vectors, hidden]: of the sum of the losses
-    places: Tensor  # int64[queries]: how many of the documents are nearer to the query than its own
+    gradients: Tensor  # fp64[vectors, hidden]: the gradient of the sum of the losses
+    places: Tensor  # int64[queries]: how many documents are nearer to the query than its own is
 
 
 def contrast(
     vectors: Tensor, group_size: int, temperature: float, dims: Sequence[int] = ()
 ) -> Contrast:
-    """The losses of queries among all documents.
+    """Compares each query with the documents of all groups.
 
     Args:
-        vectors: fp64[vectors, hidden]: group after group, each a query, its document and its
-            negatives. Not normalized.
+        vectors: fp64[vectors, hidden], not normalized: group after group, each of them a query, its
+            document and its negatives.
         group_size: Vectors in a group.
-        temperature: By which cosines are divided.
-        dims: The lengths that vectors are cut to, of which the losses are added; none: they are
-            whole.
+        temperature: What cosines are divided by.
+        dims: The lengths that vectors are cut to; the losses are summed over them. Empty: vectors
+            are used whole.
     """
     hidden = vectors.shape[1]
     leaves = vectors.detach().clone().requires_grad_()
     losses = vectors.new_zeros(len(vectors) // group_size)
     for dim in dims or (hidden,):
-        losses += _add_gradients(leaves, dim, group_size, temperature)
+        losses += _compute_losses(leaves, dim, group_size, temperature)
     assert leaves.grad is not None, "there is a query"
     return Contrast(losses, leaves.grad, find_places(F.normalize(vectors, dim=1), group_size))
 
 
 @torch.enable_grad()
-def _add_gradients(leaves: Tensor, dim: int, group_size: int, temperature: float) -> Tensor:
-    """fp64[queries]: their losses by vectors of length `dim`, whose gradient is added to that of
-    `leaves`.
+def _compute_losses(leaves: Tensor, dim: int, group_size: int, temperature: float) -> Tensor:
+    """Computes the losses over vectors cut to length `dim`; adds their gradient to `leaves.grad`.
+
+    The backward of each part of the queries runs at once, so that the cosines of only one part are
+    in memory. It stops at the unit vectors, and one backward through the normalization follows.
+
+    Returns:
+        fp64[queries].
     """
     normalized = F.normalize(leaves[:, :dim], dim=1)
     units = normalized.detach().requires_grad_()
     losses = []
     for queries, documents, own in _split_queries(units, group_size):
-        each = F.cross_entropy(
-            units[queries] @ units[documents].T / temperature, own, reduction="none"
-        )
-        each.sum().backward()  # type: ignore[no-untyped-call]
-        losses.append(each.detach())
+        logits = units[queries] @ units[documents].T / temperature
+        query_losses = F.cross_entropy(logits, own, reduction="none")
+        query_losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.append(query_losses.detach())
     normalized.backward(units.grad)  # type: ignore[no-untyped-call]
     return torch.cat(losses)
 
 
 @torch.no_grad()
 def find_places(units: Tensor, group_size: int) -> Tensor:
-    """int64[queries]: how many documents are nearer to a query than its own.
+    """Counts for each query the documents that are nearer to it than its own document is.
 
     Args:
-        units: fp64[vectors, hidden] of length 1, as in `contrast`.
+        units: fp64[vectors, hidden], vectors of length 1 in the order of `contrast`.
         group_size: Vectors in a group.
+
+    Returns:
+        int64[queries].
     """
     places = []
     for queries, documents, own in _split_queries(units, group_size):
         cosines = units[queries] @ units[documents].T
-        places.append((cosines > cosines.gather(1, own[:, None])).sum(1))
+        own_cosines = cosines.gather(1, own[:, None])
+        places.append((cosines > own_cosines).sum(1))
     return torch.cat(places)
 
 
 def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Returns (where some of the queries are, where all documents are, which of these is each
-    query's own) for all queries.
+    """Splits the queries into parts of CONTRASTED_QUERIES.
+
+    Returns for each part (rows of its queries in `units`, rows of all documents in `units`, the
+    index of each query's own document among the documents), all int64. The negatives are documents
+    too.
     """
     groups = torch.arange(len(units), device=units.device).view(-1, group_size)
     queries = groups[:, 0]
@@ -105,4 +116,4 @@ def _split_queries(units: Tensor, group_size: int) -> list[tuple[Tensor, Tensor,
     parts = zip(
         torch.split(queries, CONTRASTED_QUERIES), torch.split(own, CONTRASTED_QUERIES), strict=True
     )
-    return [(some, documents, own_of_some) for some, own_of_some in parts]
+    return [(part_queries, documents, part_own) for part_queries, part_own in parts]

@@ -1,9 +1,8 @@
-"""Matrix products in bf16 and fp16 on a CPU without instructions for them: multiplied in fp32,
-rounded once.
+"""Faster bf16 and fp16 products on a CPU without instructions for them: in fp32, rounded once.
 
-There torch multiplies such matrices in plain loops, up to 60 times slower than in fp32. This file
-overrides torch's operators for these dtypes. The result is the fp32 product, rounded: at least as
-exact as torch's own.
+On such a CPU torch multiplies in plain loops, up to 60 times slower than in fp32. This file
+overrides torch's matrix products and convolutions for these dtypes. The result is the rounded fp32
+product, at least as exact as torch's own.
 """
 
 import warnings
@@ -14,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of fp32 made of an operand at once: an output head is never copied whole, and a chunk stays
-# in the cache.
+# The most bytes of fp32 that an operand is converted to at once, so that an output head is never
+# copied whole, and a chunk stays in the cache.
 CHUNK_BYTES = 8 << 20
-# torch multiplies up to these by a transposed weight as fast as it reads the weight: generation
+# torch multiplies up to this many rows by a transposed weight as fast as it reads the weight; so
+# few rows come from generation
 NATIVE_ROWS = 8
 
-_libraries: list[Any] = []  # torch's operators are overridden for as long as a library lives
+# torch's operators stay overridden for as long as the library lives that overrides them
+_libraries: list[Any] = []
 
 
 @cache
@@ -30,34 +31,31 @@ def find_slow_dtypes() -> frozenset[torch.dtype]:
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
     }
-    # A build of torch without oneDNN, as for macOS, has neither question.
+    # A build of torch without oneDNN, as for macOS, has neither question; `bool()` then answers
+    # False.
     return frozenset(
         dtype for dtype, name in questions.items() if not getattr(torch.ops.mkldnn, name, bool)()
     )
 
 
 def multiply_in_fp32(device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
-    """Makes this process multiply matrices of the slow dtypes in fp32, if its model computes in one
-    of them on a CPU.
+    """Makes this process multiply in fp32 if its model computes in a slow dtype on a CPU.
 
-    A product in fp32 takes 6 µs longer from then on, so that a process that computes in fp32 is
-    left as it is.
+    Does nothing in any other process: overridden, each product in fp32 takes 6 µs longer.
 
     Args:
         device: Where the model computes.
-        dtypes: What it computes in.
+        dtypes: The dtypes that the model computes in.
     """
     if not _libraries and device.type == "cpu" and not find_slow_dtypes().isdisjoint(dtypes):
         override_products(find_slow_dtypes())
 
 
 def override_products(slow: Collection[torch.dtype]) -> None:
-    """Overrides torch's products of the dtypes `slow` on a CPU, for as long as this process
-    lives.
-    """
+    """Overrides torch's CPU products of the dtypes `slow`, until this process ends."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        # torch warns of the first kernel that is overridden
+        # torch warns about the first kernel that is overridden
         warnings.simplefilter("ignore", UserWarning)
         for name, compute in OVERRIDES.items():
             library.impl(name, _make_kernel(name, compute, slow), "CPU", with_keyset=True)
@@ -65,7 +63,7 @@ def override_products(slow: Collection[torch.dtype]) -> None:
 
 
 def describe_products() -> list[str]:
-    """Describes this process's products for the first screen of a run, if they are overridden."""
+    """Returns the line of a run's first screen about overridden products; none if they are not."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in find_slow_dtypes())
     line = (
         f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 "
@@ -77,22 +75,26 @@ def describe_products() -> list[str]:
 def _make_kernel(
     name: str, compute: Callable[..., Any], slow: Collection[torch.dtype]
 ) -> Callable[..., Any]:
-    """A kernel that calls `compute` for a slow dtype, and torch's own for others or after
-    NotImplemented.
+    """Makes a kernel that calls `compute` for a slow dtype, and torch's own kernel for others.
+
+    It calls torch's own kernel too if `compute` returns NotImplemented.
+
+    name: The operator's, such as `addmm.out`.
     """
-    own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+    own_kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
         if first.dtype in slow:
             result = compute(first, *rest, **options)
             if result is not NotImplemented:
                 return result
-        return own(keys, first, *rest, **options)
+        return own_kernel(keys, first, *rest, **options)
 
     return kernel
 
 
 def _multiply(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Any:
+    """Computes `mm` and `bmm`."""
     return _multiply_add(None, left, right, beta=0, out=out)
 
 
@@ -105,7 +107,19 @@ def _multiply_add(
     alpha: float = 1,
     out: Tensor | None = None,
 ) -> Any:
-    """beta * bias + alpha * left @ right, of matrices or of batches of them."""
+    """Computes `addmm` and `baddbmm`: beta * bias + alpha * left @ right.
+
+    Args:
+        bias: Broadcast to the result's shape; None: no bias, and `beta` is 0.
+        left: [rows, inner], or [batch, rows, inner].
+        right: [inner, columns], or [batch, inner, columns].
+        beta: Scales the bias.
+        alpha: Scales the product.
+        out: Receives the result and is returned; None: a new tensor is.
+
+    Returns:
+        The result in left's dtype, or NotImplemented to leave the product to torch.
+    """
     if _is_left_to_torch(bias, left, right, out):
         return NotImplemented
     shape = (*left.shape[:-1], right.shape[-1])
@@ -120,21 +134,23 @@ def _multiply_add(
         out.resize_(shape)
     inner = left.shape[-1]
     if left.dim() == 2 and inner > max(shape):
-        # chunks of what is summed over, added in fp32
+        # The largest dimension is the one that is summed over: its chunks are added in fp32.
         sums = torch.zeros(shape) if bias is None else bias.float() * beta
         for part in _split(inner, max(shape)):
             sums.addmm_(left[:, part].float(), right[part].float(), alpha=alpha)
         return out.copy_(sums)
-    for place, left_part, right_part in _convert(left, right):
-        into = out[place]
-        own_bias = None if bias is None else bias[place]
-        into.copy_(_add_product(into.shape, own_bias, left_part, right_part, beta, alpha))
+    for place, left_part, right_part in _convert_in_chunks(left, right):
+        out_part = out[place]
+        bias_part = None if bias is None else bias[place]
+        out_part.copy_(_add_product(out_part.shape, bias_part, left_part, right_part, beta, alpha))
     return out
 
 
 def _is_left_to_torch(bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor | None) -> bool:
-    """Whether torch's own kernel multiplies: what cannot be multiplied, for it has the message; and
-    few rows by a transposed matrix, where it is faster.
+    """Returns whether torch's own kernel should multiply.
+
+    It should if the operands do not fit together, since it has the error message, and if few rows
+    are multiplied by a transposed matrix, since it is faster there.
     """
     others = [tensor for tensor in (bias, right, out) if tensor is not None]
     is_wrong = left.shape[-1] != right.shape[-2] or any(
@@ -152,15 +168,24 @@ def _add_product(
     beta: float,
     alpha: float,
 ) -> Tensor:
+    """Returns beta * bias + alpha * left @ right in fp32, [*shape], of fp32 operands.
+
+    Without a bias `beta` is 0, so that the empty tensor is not read.
+    """
     sums = torch.empty(shape) if bias is None else bias.float()
-    # The operators that work in place. Unlike `call_boxed`, they leave the GIL to other threads.
+    # Unlike `call_boxed`, the operators that work in place release the GIL for other threads.
     add = sums.addmm_ if left.dim() == 2 else sums.baddbmm_
     return add(left, right, beta=beta, alpha=alpha)
 
 
-def _convert(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yields (place in the result, left operand, right operand) in fp32, in chunks of the larger
-    one.
+def _convert_in_chunks(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """Converts the operands to fp32, a chunk at a time; shapes as in `_multiply_add`.
+
+    The chunks are of matrices in a batch, else of left's rows or right's columns, whichever are
+    more.
+
+    Yields:
+        (where the chunk's product belongs in the result, left operand, right operand).
     """
     rows = left.shape[-2]
     inner = left.shape[-1]
@@ -178,26 +203,32 @@ def _convert(left: Tensor, right: Tensor) -> Iterator[tuple[Any, Tensor, Tensor]
             yield (slice(None), part), converted, right[:, part].float()
 
 
-def _split(count: int, numbers: int) -> Iterator[slice]:
-    """Splits `count` rows of `numbers` each into parts of CHUNK_BYTES."""
-    size = max(CHUNK_BYTES // (4 * max(numbers, 1)), 1)
-    return (slice(start, start + size) for start in range(0, count, size))
+def _split(count: int, width: int) -> Iterator[slice]:
+    """Splits `count` rows of `width` fp32 numbers into slices of CHUNK_BYTES, or of one row."""
+    rows = max(CHUNK_BYTES // (4 * max(width, 1)), 1)
+    return (slice(start, start + rows) for start in range(0, count, rows))
 
 
 def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
-    converted = None if bias is None else bias.float()
-    # benchmark, deterministic, cudnn_enabled, allow_tf32: of a GPU
+    """Computes `convolution`; `options` are its further arguments, from the stride on."""
+    fp32_bias = None if bias is None else bias.float()
+    # benchmark, deterministic, cudnn_enabled and allow_tf32 only concern a GPU
     flags = (False, False, False, False)
-    operands: tuple[Any, ...] = inputs.float(), weight.float(), converted, *options, *flags
+    operands: tuple[Any, ...] = inputs.float(), weight.float(), fp32_bias, *options, *flags
     return torch._convolution(*operands).to(inputs.dtype)
 
 
 def _convolve_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *options: Any) -> Any:
+    """Computes `convolution_backward`: the gradients of inputs, weight and bias, None if not asked.
+
+    options: The operator's further arguments, from the bias' sizes on.
+    """
     operands = gradient.float(), inputs.float(), weight.float(), *options
     gradients = torch.ops.aten.convolution_backward(*operands)
     return tuple(each if each is None else each.to(gradient.dtype) for each in gradients)
 
 
+# torch's operator in the aten namespace -> what computes it
 OVERRIDES: Mapping[str, Callable[..., Any]] = {
     "mm": _multiply,
     "mm.out": _multiply,

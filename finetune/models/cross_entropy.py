@@ -1,5 +1,6 @@
-"""The loss: cross entropy of a linear head in chunks of tokens; logits [tokens, vocabulary] are
-never whole.
+"""The loss: cross entropy of a linear head, computed in chunks of tokens.
+
+So the logits [tokens, vocabulary] of a micro-batch are never in memory all at once.
 """
 
 import functools
@@ -31,8 +32,10 @@ from finetune.models.loss_chunks import (
 from finetune.models.vision import forward_images
 
 HeadFunction = Callable[["LossHead", Tensor, Tensor, Tensor | None], Tensor]
-"""(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model
-returns in place of the loss.
+"""Computes what the model returns in place of the loss, inside the head's forward.
+
+Arguments: the head, hidden [tokens, hidden], labels int64[tokens], and trained_positions
+int64[trained tokens] or None.
 """
 
 
@@ -43,18 +46,20 @@ def linear_cross_entropy(
     *,
     trained_positions: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
+    """Sums -log softmax(hidden @ weight.T + bias)[label] over the trained tokens.
 
     Args:
-        product: of [tokens, hidden]. The weight's gradient is accumulated in fp32, and not computed
-            where it is frozen.
+        product: What the head multiplies, for all tokens. The weight's gradient is accumulated in
+            fp32; a frozen weight has none.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
-        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps
-            others, which add nothing; only these are multiplied by the head. By default they are
-            looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would
-            synchronize.
+        chunks: How the loss is computed chunk by chunk.
+        trained_positions: int64[trained tokens], the only positions that the head multiplies: all
+            where `labels` is not IGNORE_INDEX, and perhaps some where it is, which add nothing.
+            None: on a CPU they are looked up. On a GPU all positions are multiplied, since the
+            look-up would make the host wait.
+
     Returns:
-        fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
+        fp32 scalar. Under autocast the products run in autocast's dtype, and the softmax in fp32.
     """
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
@@ -65,21 +70,28 @@ def linear_cross_entropy(
         ids = labels[trained_positions]
 
     def compute(
-        trained: Tensor, weight: Tensor, adapter_b: Tensor | None
+        trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
     ) -> tuple[Tensor, Gradients]:
-        given = trained, weight, product.bias, ids, chunks, needs_grad
-        computed = compute_in_chunks(*given, adapter_b=adapter_b)
+        computed = compute_in_chunks(
+            trained_states, weight, product.bias, ids, chunks, needs_grad, adapter_b=adapter_b
+        )
         return computed.loss, computed.gradients
 
-    loss: Tensor = HeadLoss.apply(*product[:4], trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    *operands, _shard = product
+    loss: Tensor = HeadLoss.apply(*operands, trained_positions, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
 def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
-    """A `HeadFunction` whose loss multiplies that of each token by `weights`, fp32[tokens].
+    """Makes a `HeadFunction` that multiplies the loss of each token by its weight.
 
-    `model(..., head_function=weigh_losses(weights))` returns fp32[1 + parts]: the loss with its
-    gradients, and for the log the sum without weights of each of as many equal `parts`.
+    Args:
+        weights: fp32[tokens].
+        parts: How many equal parts the head's tokens consist of, for the log.
+
+    Returns:
+        A function that returns fp32[1 + parts]: the weighted loss, which alone has gradients, and
+        the sum of the losses of each part without weights.
     """
 
     def compute_loss(
@@ -90,21 +102,23 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
         chunks = head.chunk_options(product)
         if positions is None:
             ids = labels
-            by_token = weights
+            token_weights = weights
         else:
             ids = labels[positions]
-            by_token = weights[positions]
+            token_weights = weights[positions]
 
         def compute(
-            trained: Tensor, weight: Tensor, adapter_b: Tensor | None
+            trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
         ) -> tuple[Tensor, Gradients]:
-            given = trained, weight, product.bias, ids, chunks, needs_grad, by_token
-            computed = compute_in_chunks(*given, adapter_b)
+            tensors = trained_states, weight, product.bias, ids
+            computed = compute_in_chunks(*tensors, chunks, needs_grad, token_weights, adapter_b)
             losses = -computed.log_probabilities
-            weighted = (losses * by_token).sum(0, keepdim=True)
-            return torch.cat([weighted, losses.view(parts, -1).sum(1)]), computed.gradients
+            weighted_loss = (losses * token_weights).sum(0, keepdim=True)
+            part_losses = losses.view(parts, -1).sum(1)
+            return torch.cat([weighted_loss, part_losses]), computed.gradients
 
-        sums: Tensor = HeadLoss.apply(*product[:4], positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+        *operands, _shard = product
+        sums: Tensor = HeadLoss.apply(*operands, positions, compute)  # type: ignore[no-untyped-call]
         return sums
 
     return compute_loss
@@ -113,21 +127,22 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
 class LossHead(nn.Module):
     """A model's output head that, given labels, returns the summed loss instead of logits.
 
-    The protocol of every such head: `prepare` says what it multiplies, `compute_logits` multiplies.
+    A subclass says how it multiplies: `prepare` returns the operands of this rank, and
+    `compute_logits` returns all logits.
 
-    The loss is computed inside this module's forward, so that FSDP gathers the weight for it, once.
+    The loss is computed inside this module's forward, so that FSDP gathers the weight once for it.
     """
 
     weight: Any  # [vocabulary, hidden]
     bias: Any  # [vocabulary] or None
-    input_scale: float  # by which the model's class multiplies `hidden` before the head
-    logits: LogitTransform
-    label_smoothing: float  # while training
-    token_weights: TokenWeights | None = None  # while training
-    # Known before the model is sharded: in a unit of FSDP1 where others are trained, a frozen
-    # weight asks for a gradient too.
+    input_scale: float  # what the model's class multiplies `hidden` by before the head
+    logits: LogitTransform  # what it does to the head's output before the softmax
+    label_smoothing: float  # only while training
+    token_weights: TokenWeights | None = None  # only while training; None: all tokens weigh 1
+    # Set before the model is sharded: in a unit of FSDP1 with trained parameters, a frozen weight
+    # requires a gradient too.
     is_frozen: bool = False
-    chunk_function: ChunkFunction | None = None  # compiled, where the recipe compiles
+    chunk_function: ChunkFunction | None = None  # compiled if the recipe says so; None: eager
 
     def forward(
         self,
@@ -136,8 +151,13 @@ class LossHead(nn.Module):
         trained_positions: Tensor | None = None,
         head_function: HeadFunction | None = None,
     ) -> Tensor:
-        """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss
-        (fp32 scalar), or whatever `head_function` returns for the same inputs.
+        """Returns the logits, or with labels the summed loss or what `head_function` returns.
+
+        Args:
+            hidden: [..., hidden].
+            labels: int64[...]; None: the logits are returned, [..., vocabulary].
+            trained_positions: As in `linear_cross_entropy`.
+            head_function: Computes what is returned; None: the loss is, an fp32 scalar.
         """
         if labels is None:
             return self.compute_logits(hidden)
@@ -152,23 +172,27 @@ class LossHead(nn.Module):
         )
 
     def prepare(self, hidden: Tensor) -> HeadProduct:
-        """The product of the head with `hidden` [tokens, hidden], as this rank computes it."""
+        """Returns what this rank multiplies to apply the head to `hidden` [tokens, hidden]."""
         weight, bias, shard = find_local_head(self.weight, self.bias)
         return HeadProduct(hidden, self.without_gradient(weight), bias, shard=shard)
 
     @property
     def is_trained(self) -> bool:
-        """Whether its weight is, asked of the parameter: a rank's part of it does not say so where
-        there are no gradients.
+        """Whether the weight is trained.
+
+        It is read from the parameter: under no_grad a rank's local part never requires a gradient.
         """
         return not self.is_frozen and bool(self.weight.requires_grad)
 
     def without_gradient(self, weight: Tensor) -> Tensor:
-        """`weight`, which asks for no gradient where the head `is_frozen`."""
+        """Detaches `weight` from the graph if the head is frozen."""
         return weight.detach() if self.is_frozen and weight.requires_grad else weight
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., hidden] -> logits [..., vocabulary]: all of them, on every rank."""
+        """Computes the logits [..., vocabulary] of hidden [..., hidden], all of them on every rank.
+
+        Shards of the head are gathered.
+        """
         raise NotImplementedError
 
     def scale(self, hidden: Tensor) -> Tensor:
@@ -176,7 +200,7 @@ class LossHead(nn.Module):
         return hidden if self.input_scale == 1.0 else hidden * self.input_scale
 
     def chunk_options(self, product: HeadProduct) -> ChunkOptions:
-        """How its loss is computed: smoothing and weights of tokens belong to training alone."""
+        """Returns how the loss is computed; outside of training without smoothing and weights."""
         options = ChunkOptions(
             self.logits,
             trains_head=self.is_trained,
@@ -196,7 +220,10 @@ class CrossEntropyHead(LossHead, nn.Linear):
 
 
 def replicate(states: Tensor, weight: Tensor) -> Tensor:
-    """`states` for a product with `weight`: on its mesh, where ranks divide that."""
+    """Makes `states`, which every rank has, a replicated DTensor if `weight` is a DTensor.
+
+    A product needs both operands on one mesh.
+    """
     if not isinstance(weight, DTensor):
         return states
     return DTensor.from_local(states, weight.device_mesh, [Replicate()], run_check=False)
@@ -205,16 +232,26 @@ def replicate(states: Tensor, weight: Tensor) -> Tensor:
 def install_loss(
     model: Any, label_smoothing: float = 0.0, token_weights: TokenWeights | None = None
 ) -> None:
-    """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32
-    scalar.
+    """Makes `model(..., labels=labels)` return the loss, an fp32 scalar summed over trained tokens.
 
-    Labels are shifted already: labels[i] is the id to predict at position i. With them may come
-    `trained_positions` (int64[trained tokens], into the flattened labels), `images` with
-    `image_counts` (as a `MicroBatch` has them), `token_mask` and
-    `replayed_experts`, which the routing of experts reads, and `head_function`, which computes
-    something else than the loss inside the head's forward, where the weight is whole. Without
-    labels the model returns logits as before. Call it before sharding. Raises `UserError` where
-    the output head is not a plain linear layer.
+    Without labels the model returns logits as before. Labels are shifted already: labels[i] is the
+    id to predict at position i. With labels the model takes more arguments:
+
+    - `trained_positions`: int64[trained tokens], indexes into the flattened labels.
+    - `images` with `image_counts`: as in `MicroBatch`.
+    - `token_mask`, `replayed_experts`: for the hooks of expert routing, which read them.
+    - `head_function`: computes another result inside the head's forward, where FSDP has gathered
+      the weight.
+
+    Call it before sharding.
+
+    Args:
+        model: An `XForCausalLM`, or a vision-language model.
+        label_smoothing: While training; see `ChunkOptions`.
+        token_weights: While training; None: all tokens weigh 1.
+
+    Raises:
+        UserError: The output head is not a plain linear layer.
     """
     head = head_of(model)
     if type(head) is not nn.Linear:
@@ -227,9 +264,9 @@ def install_loss(
     head.input_scale, head.logits = factors  # type: ignore[assignment]
     head.label_smoothing = label_smoothing  # type: ignore[assignment]
     head.token_weights = token_weights  # type: ignore[assignment]
-    plain = type(model).forward
+    plain_forward = type(model).forward
 
-    @functools.wraps(plain)  # generation reads the signature
+    @functools.wraps(plain_forward)  # generation reads the signature
     def forward(
         self: Any,
         *args: Any,
@@ -243,7 +280,7 @@ def install_loss(
         **kwargs: Any,
     ) -> Any:
         if labels is None:
-            return plain(self, *args, **kwargs)
+            return plain_forward(self, *args, **kwargs)
         if images is None:
             hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
         else:
@@ -251,6 +288,6 @@ def install_loss(
         head = head_of(self)
         return head(head.scale(hidden), labels, trained_positions, head_function)
 
-    # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by
-    # calling the trunk.
+    # The forward of the model is replaced, since FSDP's hooks run around it: a caller that called
+    # the trunk and the head would skip the hooks of the root.
     model.forward = MethodType(forward, model)

@@ -1,10 +1,10 @@
-"""What is done to decoder layers: activation checkpointing, torch.compile, Liger.
+"""Makes decoder layers smaller or faster: checkpointing, offload, torch.compile, Liger.
 
-Parameters keep their names.
+None of these renames a parameter.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Literal
@@ -26,212 +26,251 @@ from finetune.flops import count_heads, list_layer_configs
 from finetune.models.loss_chunks import compute_fused_chunk
 
 MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
+# those of selective checkpointing: for the forward, and for the recomputation
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 class CudaCopies:
-    """Copies from and to pinned memory on a stream of their own.
+    """Copies between the device and pinned host memory, on a CUDA stream of its own.
 
-    Each is returned with the event of its end.
+    A method that copies returns the copy with the event of the copy's end.
     """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Starts a copy to pinned memory."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host, self._copy(host, tensor)
 
     def to_device(self, tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Starts a copy from pinned memory to `device`."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return copy, self._copy(copy, tensor)
 
     def wait(self, event: Any) -> None:
-        """Has all that the device is given from now on wait for the copy of `event`."""
+        """Makes the current stream wait for the copy of `event`; the host does not wait."""
         torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # The source has to be computed, and the target's memory may still be in use by what was
-        # queued before it was freed.
+        """Starts a copy from `source` into `target`, and returns the event of its end."""
+        # The current stream may still compute the source, or use the target's memory for a tensor
+        # that has been freed since.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
 
-class _Kept:
-    """A tensor that a layer keeps: on the device until it is released, in host memory until it is
-    taken.
+class _OffloadedTensor:
+    """A tensor that a layer's forward saves for its backward, and that waits in host memory.
+
+    The copy to the host starts at once. `release` frees the tensor on the device, `bring_back`
+    copies it there again, and `take` hands it to the backward.
     """
 
     def __init__(self, tensor: Tensor, layer: "_Layer", copies: CudaCopies) -> None:
         self._device = tensor.device
         self._layer = layer
         self._copies = copies
-        self._here: Tensor | None = tensor.detach()
-        self._host, self._event = copies.to_host(self._here)
+        self._on_device: Tensor | None = tensor.detach()
+        self._on_host, self._event = copies.to_host(self._on_device)
 
     def release(self) -> None:
-        """Frees the tensor on the device once it is copied.
+        """Frees the tensor on the device, after the copy to the host.
 
-        Freed without that wait, it would be overwritten before.
+        Without the wait for the copy, later work could overwrite the memory before it is copied.
         """
-        if self._here is not None:
+        if self._on_device is not None:
             self._copies.wait(self._event)
-            self._here = self._event = None
+            self._on_device = self._event = None
 
     def bring_back(self) -> None:
-        """Starts the copy to the device."""
-        if self._here is None:
-            self._here, self._event = self._copies.to_device(self._host, self._device)
+        """Starts the copy to the device, unless the tensor is there already."""
+        if self._on_device is None:
+            self._on_device, self._event = self._copies.to_device(self._on_host, self._device)
 
     def take(self) -> Tensor:
-        """The tensor, for the backward; the layer below it is needed next."""
+        """Returns the tensor on the device and drops it here.
+
+        It also starts to bring back the tensors of the layer below, whose backward is next.
+        """
         self.bring_back()
         self._layer.bring_back_below()
         self._copies.wait(self._event)
-        tensor = self._here
-        self._here = None
+        tensor = self._on_device
+        self._on_device = None
         self._event = None
         assert tensor is not None
         return tensor
 
 
-def address(tensor: Tensor) -> int:
-    """Where the storage of `tensor` lies."""
+def _find_address(tensor: Tensor) -> int:
+    """Returns the address of the storage of `tensor`."""
     return tensor.untyped_storage().data_ptr()
 
 
 class _Layer:
-    """The tensors that one forward of a checkpointed layer keeps, and the layer below it."""
+    """The tensors that one forward of a checkpointed layer saves, and the layer below it.
+
+    The layer below is the one that ran before.
+    """
 
     def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
         self._below = None if below is None else ref(below)
         self._copies = copies
-        # Weakly, as below: what is saved has to be freed with the graph that needs it, not when
-        # cycles are collected.
-        self._kept: list[ref[_Kept]] = []
+        # Weak references, as to the layer below: a saved tensor must be freed together with the
+        # graph that needs it, not when cycles are collected.
+        self._saved: list[ref[_OffloadedTensor]] = []
 
-    def keep(self, tensor: Tensor, storage: int | None = None) -> "_Kept | Tensor":
-        """Returns what autograd saves in place of `tensor`: a copy on the host.
+    def keep(self, tensor: Tensor, storage: int | None = None) -> "_OffloadedTensor | Tensor":
+        """Returns what autograd saves in place of `tensor`.
 
-        A small tensor is saved as it is; so is, if `storage` is given, a tensor that lies
-        elsewhere.
+        That is the tensor on the host. A small tensor, and one that is not of floating point, stays
+        as it is.
+
+        storage: The address of the only storage whose tensors are offloaded; None: all are.
         """
-        if storage not in (None, address(tensor)):
+        if storage is not None and _find_address(tensor) != storage:
             return tensor
         if not tensor.is_floating_point() or tensor.nbytes < MIN_OFFLOADED_BYTES:
             return tensor
-        kept = _Kept(tensor, self, self._copies)
-        self._kept.append(ref(kept))
-        return kept
+        offloaded = _OffloadedTensor(tensor, self, self._copies)
+        self._saved.append(ref(offloaded))
+        return offloaded
 
     def release(self) -> None:
-        """Frees what this layer keeps on the device."""
-        for kept in self._alive():
-            kept.release()
+        """Frees this layer's saved tensors on the device."""
+        for offloaded in self._list_saved():
+            offloaded.release()
 
     def bring_back_below(self) -> None:
-        """Starts the copies of what the layer below keeps."""
+        """Starts to copy the saved tensors of the layer below to the device."""
         below = None if self._below is None else self._below()
-        for kept in () if below is None else below._alive():
-            kept.bring_back()
+        if below is None:
+            return
+        for offloaded in below._list_saved():
+            offloaded.bring_back()
 
-    def _alive(self) -> Iterator[_Kept]:
-        return (kept for each in self._kept if (kept := each()) is not None)
+    def _list_saved(self) -> Iterator[_OffloadedTensor]:
+        """Yields the saved tensors that the graph still needs."""
+        return (offloaded for reference in self._saved if (offloaded := reference()) is not None)
 
 
 class ActivationOffload:
-    """Offloads the activations that checkpointed layers keep.
+    """Offloads the activations that checkpointed layers save for the backward.
 
-    A layer takes part once its checkpointing function, or its compiled forward, has been passed to
-    `wrap`.
+    Only layers whose function has been passed to `wrap` take part.
     """
 
     def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
-        self._latest: _Layer | None = None
+        self._latest: _Layer | None = None  # the layer whose forward began last
 
     def wrap(self, function: Callable[..., Any], is_compiled: bool = False) -> Callable[..., Any]:
-        """The checkpointing function of a layer, whose inputs are offloaded, which are all that it
-        saves by itself; or its compiled forward, which saves its parameters and its other arguments
-        as well, with its hidden state.
+        """Wraps a layer's function, so that the activations that it saves are offloaded.
+
+        Args:
+            function: The layer's checkpointing function, which itself saves only its inputs; or its
+                compiled forward, which is checkpointed inside.
+            is_compiled: Whether it is the compiled forward. That saves its parameters and its other
+                arguments too, so only its first input, the hidden state, is offloaded.
         """
 
-        def offloaded(*inputs: Any, **others: Any) -> Any:
-            if not torch.is_grad_enabled():  # nothing is kept
+        def run_offloaded(*inputs: Any, **others: Any) -> Any:
+            if not torch.is_grad_enabled():  # nothing is saved
                 return function(*inputs, **others)
-            above = self._latest
-            self._latest = _Layer(self._latest, self._copies)
-            keep = (
-                partial(self._latest.keep, storage=address(inputs[0]))
-                if is_compiled
-                else self._latest.keep
-            )
-            with saved_tensors_hooks(keep, _take):
+            below = self._latest
+            layer = _Layer(below, self._copies)
+            self._latest = layer
+            keep: Callable[[Tensor], _OffloadedTensor | Tensor] = layer.keep
+            if is_compiled:
+                keep = partial(layer.keep, storage=_find_address(inputs[0]))
+            with saved_tensors_hooks(keep, _restore):
                 outputs = function(*inputs, **others)
-            # of the layer before, whose copy had this layer's forward to end in
-            if above is not None:
-                above.release()
+            # The copies of the layer below ran beside this forward.
+            if below is not None:
+                below.release()
             return outputs
 
-        return offloaded
+        return run_offloaded
 
     def wrap_contexts(self, contexts: Contexts) -> Contexts:
-        """The contexts of `create_selective_checkpoint_contexts`, with what they keep offloaded."""
-        layer, (keeping, using) = self._latest, contexts
+        """Wraps selective checkpointing's contexts, so that the stored outputs are offloaded.
+
+        Called while a function of `wrap` runs.
+        """
+        layer = self._latest
+        forward_context, recompute_context = contexts
         assert layer is not None
-        return _offload_after(keeping, layer), _take_before(using)
+        return _offload_after(forward_context, layer), _restore_before(recompute_context)
 
 
-def _take(kept: "_Kept | Tensor") -> Tensor:
-    return kept.take() if isinstance(kept, _Kept) else kept
-
-
-@contextmanager
-def _offload_after(keeping: Any, layer: _Layer) -> Iterator[None]:
-    with keeping:
-        yield
-    for kept in _selected(keeping):
-        if isinstance(kept.val, Tensor):
-            kept.val = layer.keep(kept.val)
+def _restore(saved: "_OffloadedTensor | Tensor") -> Tensor:
+    """Returns the tensor in place of which `_Layer.keep` returned `saved`."""
+    return saved.take() if isinstance(saved, _OffloadedTensor) else saved
 
 
 @contextmanager
-def _take_before(using: Any) -> Iterator[None]:
-    for kept in _selected(using):
-        if isinstance(kept.val, _Kept):
-            kept.val = kept.val.take()
-            kept.version = kept.val._version
-    with using:
+def _offload_after(context: Any, layer: _Layer) -> Iterator[None]:
+    """Runs the forward's context, then offloads the outputs that it has stored."""
+    with context:
+        yield
+    for wrapper in _list_stored(context):
+        if isinstance(wrapper.val, Tensor):
+            wrapper.val = layer.keep(wrapper.val)
+
+
+@contextmanager
+def _restore_before(context: Any) -> Iterator[None]:
+    """Brings the stored outputs back to the device, then runs the recomputation's context."""
+    for wrapper in _list_stored(context):
+        if isinstance(wrapper.val, _OffloadedTensor):
+            wrapper.val = wrapper.val.take()
+            # torch compares the versions to find values that were changed in place.
+            wrapper.version = wrapper.val._version
+    with context:
         yield
 
 
-def _selected(context: Any) -> list[Any]:
-    """The values that selective checkpointing stores, in torch's wrappers: `val`, and the `version`
-    it checks.
+def _list_stored(context: Any) -> list[Any]:
+    """Lists torch's wrappers of the values that selective checkpointing stores.
+
+    A wrapper has the value as `val`, and the value's `version` when it was stored.
     """
     stored = tree_leaves(list(context.storage.values()))
     return [leaf for leaf in stored if hasattr(leaf, "val") and hasattr(leaf, "version")]
 
 
-Kept = Literal["nothing", "attention", "attention_and_projections"]
+# what a checkpointed layer keeps besides its input
+KeptOutputs = Literal["nothing", "attention", "attention_and_projections"]
 
 
 def checkpoint_activations(
-    model: nn.Module, every: int, keeps: Kept = "nothing", offload: ActivationOffload | None = None
+    model: nn.Module,
+    every: int,
+    keeps: KeptOutputs = "nothing",
+    offload: ActivationOffload | None = None,
 ) -> int:
-    """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016);
-    returns how many.
+    """Makes every `every`-th decoder layer recompute its activations in the backward.
 
-    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al.
-    2022, section 5), in host memory if there is an `offload`.
+    Chen et al. 2016. It uses transformers' own checkpointing. The FSDP plugin's drops the RNG
+    state, so that gradients are wrong with dropout (relative error 0.5), and renames modules under
+    LoRA, so that the saved adapter is empty.
 
-    By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that
-    its gradients are wrong with dropout (relative error 0.5), and renames modules under LoRA, so
-    that the saved adapter is empty.
+    Args:
+        model: A transformers model.
+        every: 1: all layers.
+        keeps: Outputs that are kept besides the layer's input, and are not recomputed (selective
+            checkpointing, Korthikanti et al. 2022, section 5).
+        offload: Moves what is kept to host memory; None: it stays on the device.
 
-    Raises `UserError` where transformers cannot recompute layers of the model's class.
+    Returns:
+        How many layers are checkpointed.
+
+    Raises:
+        UserError: transformers cannot recompute the layers of the model's class.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -266,9 +305,7 @@ def checkpoint_activations(
 
 @cache
 def _attention_operators() -> frozenset[Any]:
-    """The kernels that attention may choose: torch's varlen one, and those of its scaled dot
-    product.
-    """
+    """Returns the operators of the kernels that attention may choose: varlen's and SDPA's."""
     aten = torch.ops.aten
     return frozenset(
         [
@@ -281,15 +318,16 @@ def _attention_operators() -> frozenset[Any]:
     )
 
 
-def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) -> Contexts:
-    """The contexts in which torch runs a checkpointed layer, and runs it again."""
-    text = config.get_text_config()
+def _make_contexts(config: Any, keeps: KeptOutputs, offload: ActivationOffload | None) -> Contexts:
+    """Makes the contexts in which torch runs a checkpointed layer and later recomputes it."""
     width = 0
-    # the widest state round attention: the hidden state, or all of its heads
     if keeps == "attention_and_projections":
-        for layer in list_layer_configs(text):
-            head_size = getattr(layer, "head_dim", None) or layer.hidden_size // count_heads(layer)
-            width = max(width, layer.hidden_size, count_heads(layer) * head_size)
+        # The widest state before or after a projection of attention: the hidden state, or the
+        # queries of all heads.
+        for layer_config in list_layer_configs(config.get_text_config()):
+            heads = count_heads(layer_config)
+            head_size = getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads
+            width = max(width, layer_config.hidden_size, heads * head_size)
     policy = _make_policy(width)
     contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     if offload is None:
@@ -298,14 +336,17 @@ def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) 
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of attention, and of products from and to at most `width` features, unlike
-    the MLP's.
+    """Makes a policy that keeps the outputs of attention and of products that are not too wide.
+
+    width: The most features of a product's input or output. The MLP's have more. 0: no product's
+        output is kept.
     """
 
     def choose(_context: object, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         is_kept = operator in _attention_operators()
         if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            is_kept = max(arguments[-2].shape[-1], arguments[-1].shape[-1]) <= width
+            *_bias, left, right = arguments
+            is_kept = max(left.shape[-1], right.shape[-1]) <= width
         if is_kept:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -316,16 +357,22 @@ def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
 def compile_layers(
     model: nn.Module, backend: str = "inductor", offload: ActivationOffload | None = None
 ) -> int:
-    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a
-    chunk of its loss; returns how many layers.
+    """Compiles the forward of every decoder layer (regional compilation), and a chunk of the loss.
 
-    Those that are checkpointed are so within what is compiled, with `offload` around it.
+    It compiles `forward`, not the module's call: FSDP's hooks stay outside, and the layers, which
+    are alike, share one compiled body. Sizes are symbols, since packed rows differ in length.
 
-    Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are
-    alike, share one compiled body. After sharding, because FSDP2 changes a layer's class: the
-    forward compiled before would be the old class's, and transformers checkpoints a layer's
-    activations in the forward of its own class only. Sizes are symbols, since packed rows differ in
-    length.
+    Call it after sharding, which changes a layer's class under FSDP2: the forward compiled before
+    would be the old class's, and transformers checkpoints a layer's activations only in the forward
+    of the layer's own class.
+
+    Args:
+        model: Sharded already, if it is to be.
+        backend: torch.compile's.
+        offload: Offloads what checkpointed layers keep; None: it stays on the device.
+
+    Returns:
+        The number of layers.
     """
     configure_compiler()
     layers = decoder_layers(model)
@@ -341,23 +388,24 @@ def compile_layers(
 
 
 def _compile_forward(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """Compiles a layer's forward, with the size of its heads as a constant."""
     return partial(_call_with_known_heads, torch.compile(forward, dynamic=True, backend=backend))
 
 
 def _compile_checkpointed(
     layer: Any, backend: str, offload: ActivationOffload | None
 ) -> Callable[..., Any]:
-    """The compiled forward of a checkpointed layer, with checkpointing within what is compiled.
+    """Compiles the forward of a checkpointed layer, with checkpointing inside what is compiled.
 
-    Around it where torch's compiler would forget to recompute what an autograd function has
-    computed (before 2.13).
+    Before torch 2.13 checkpointing is around it instead: there the compiler forgets to recompute
+    what an autograd function has computed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     checkpoint = layer._gradient_checkpointing_func
     if RECOMPUTES_FUNCTIONS:
         forward = layer.forward
-        # transformers before 5.20: not in forward
+        # Before transformers 5.20 a layer's call checkpoints, not its forward.
         if "__init_subclass__" not in vars(GradientCheckpointingLayer):
             layer.gradient_checkpointing = False
             forward = partial(_checkpoint, layer, checkpoint, forward)
@@ -381,17 +429,18 @@ def _checkpoint(
     *arguments: Any,
     **keys: Any,
 ) -> Any:
-    """Runs `forward` of `layer`, checkpointed where it trains."""
+    """Runs `forward` of `layer`, checkpointed if the layer trains."""
     if not layer.training:
         return forward(*arguments, **keys)
     return checkpoint(partial(forward, **keys), *arguments)
 
 
 def _call_with_known_heads(layer: Callable[..., Any], *arguments: Any, **keys: Any) -> Any:
-    """Calls a compiled layer, to which the head size is a constant.
+    """Calls a compiled layer with the size of its heads as a constant.
 
-    As a symbol, which it would be in the cosines and sines alone, it makes kernels divide for every
-    number: those of the rotary embedding took 39 of a step's 514 ms (8B with LoRA on an H200).
+    In the cosines and sines of the rotary embedding alone, the size would be a symbol. A symbol
+    makes kernels divide for every number: those of the rotary embedding took 39 of a step's 514 ms
+    (8B with LoRA on an H200).
     """
     for embedding in tree_leaves(keys.get("position_embeddings")):
         if isinstance(embedding, Tensor):
@@ -400,32 +449,42 @@ def _call_with_known_heads(layer: Callable[..., Any], *arguments: Any, **keys: A
 
 
 def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
-    """Makes the first layer's input require a gradient exactly when those of the other layers do: a
-    frozen embedding's output (LoRA) does not, which would compile the first layer by itself.
+    """Makes the first layer's input require a gradient exactly when the inputs of other layers do.
+
+    The output of a frozen embedding (LoRA) never does, and the first layer would be compiled by
+    itself.
     """
     return embedded.requires_grad_(torch.is_grad_enabled())
+
+
+def _rotates_parts(config: Any) -> bool:
+    """Whether a config has a partial_rotary_factor, as Phi-4-mini's."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, Mapping)]
+    return any(kind.get("partial_rotary_factor", 1.0) != 1.0 for kind in kinds)
 
 
 def use_liger_kernels(model: Any) -> None:
     """Puts Liger's norms, rotary embeddings and MLPs into `model`.
 
-    The loss stays ours, which is chunked as well.
+    The loss stays this project's, which is chunked as Liger's is.
 
-    A mixture keeps its MLPs: Liger's would replace the grouped products of its experts.
+    A mixture keeps its MLPs: Liger's would replace the grouped products of its experts. A model
+    that rotates only a part of each head keeps its own rotation: Liger's rotates whole heads.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    off = [
-        "fused_linear_cross_entropy",
-        "cross_entropy",
-        *(("swiglu", "geglu") if expert_modules(model) else ()),
-    ]
-    _apply_liger_kernel_to_instance(model, **dict.fromkeys(off, False))
+    unused = ["fused_linear_cross_entropy", "cross_entropy"]
+    if expert_modules(model):
+        unused += ["swiglu", "geglu"]
+    if _rotates_parts(model.config):
+        unused += ["rope"]
+    _apply_liger_kernel_to_instance(model, **dict.fromkeys(unused, False))
 
 
-# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs
-# more than the default of 8: one for each kind of layer, with and without gradients, and for a
-# batch of one row.
+# The most graphs that dynamo compiles for one function; further ones run eagerly. The default of 8
+# is too few: there is a graph for each kind of layer, with and without gradients, and for a batch
+# of one row.
 RECOMPILE_LIMIT = 64
 
 
@@ -436,30 +495,31 @@ def configure_compiler() -> None:
     """
     _keep_compiled()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # Else equal sizes in the first batch (tokens and hidden size, say) become one symbol.
+    # Otherwise sizes that are equal in the first batch (tokens and hidden size, say) become one
+    # symbol.
     torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole
-    # compile.
+    # Epsilons and scales are constants from the start. As symbols they become constants only after
+    # a whole compile.
     torch._dynamo.config.specialize_float = True
-    # What a pointwise kernel makes of what is kept anyway is made again, also where a product reads
-    # it: of the MLP, two tensors of the intermediate size are kept and not their product too.
+    # The backward recomputes what a pointwise kernel makes of tensors that are kept anyway, even if
+    # a matrix product reads it. Of the MLP, two tensors of the intermediate size are kept, and not
+    # their product too.
     torch._functorch.config.ban_recompute_materialized_backward = False
-    # A checkpointed layer leaves what its router chose (models/routing.py); when it is recomputed,
-    # it need not.
+    # The forward of a checkpointed layer stores what its router chose (models/routing.py); the
+    # recomputation need not store it again.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def _keep_compiled() -> None:
-    """Makes torch keep what it compiles where it outlives a reboot, for the next start.
+    """Makes torch keep compiled code in a folder that outlives a reboot, for the next start.
 
-    Its own folder is in /tmp.
-
-    Where that cannot be written, or the user has set a folder, all stays as it is.
+    torch's own folder is in /tmp. It stays in use if the user has set a folder, or if the new one
+    cannot be made.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # torch sets the variable to its own folder when its compiler is imported, which another library
-    # may have done.
+    # The variable may hold torch's own folder: torch sets it when its compiler is imported, which
+    # another library may have caused.
     if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
         return
     folder = find_cache("compiled")

@@ -1,25 +1,27 @@
-"""Changes a model so that it computes each document as if it were alone, packed or padded, on any
-ranks.
+"""Makes a model compute each document as if it were alone, in packed and in padded rows.
 
-After `install_attention` a transformers model's forward takes these arguments:
+After `install_attention` the forward of a transformers model takes these arguments:
 
 - `cu_seq_lens`: int32[documents + 1], the boundaries of the documents in the one packed row.
 - `max_document_length`: the tokens of the longest document.
-- `packed_lengths`: the tokens of each document, for the host, which then need not ask a GPU.
-- `continued`: for each document the place of the document that it continues, or None; only where
-  `can_continue` says so.
+- `packed_lengths`: the tokens of each document, so that the host need not read them from a GPU.
+- `document_lengths`: in padded rows, the tokens of each row's document, for long-context RoPE.
+- `continued`: for each document, the index of the document that it continues, or None. Requires
+  `can_continue`.
 - `visible_tokens`: bool[rows, tokens], False at padding. With it attention is not causal: a token
   sees all of its document.
+- `image_tokens`: int64[rows, tokens], the number of each token's image, -1 for text, if the tokens
+  of an image see each other.
 
-Without them every row is one document, padded on the right. Generation, which passes an attention
-mask or a cache, runs transformers' SDPA.
+Without `cu_seq_lens` every row is one document, padded on the right. Generation, which passes an
+attention mask or a cache, runs transformers' SDPA.
 
-Two kinds of layers beside attention look past a document's end.
+Besides attention, two kinds of layers look past a document's end.
 
-`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes
-the largest position of a batch for all of its rows, and its dynamic RoPE keeps the largest length
-that it has seen: a document's loss would depend on the documents beside it. Here every token gets
-the frequencies for the length of its own document.
+`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers uses
+the largest position of a batch for all rows, and its dynamic RoPE keeps the largest length that it
+has seen. A document's loss would then depend on the documents beside it. Here every token gets the
+frequencies for the length of its own document.
 
 Recurrent layers (linear attention, Mamba, RWKV, xLSTM, short convolutions) carry a state from token
 to token, which must start again with each document. With the kernels' packages installed,
@@ -41,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -60,6 +62,7 @@ from finetune.models.attention import NAME, prepare_for_packed, register, split_
 from finetune.models.attention_kernels import find_windows
 from finetune.models.routing import find_routing
 
+# by which transformers' flash attention gets the boundaries of documents
 FLASH_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -68,15 +71,15 @@ def install_attention(
 ) -> None:
     """Installs the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this project's attention, by torch's kernels or by those of an installed package that
-    is faster on this GPU; `flash_attention_3` and `flash_attention_4` name such a package. Any
-    other name is transformers': sdpa, eager and flex_attention find the documents by the position
-    ids, flash_attention_2 gets their boundaries.
+    `auto` is this project's attention. It runs torch's kernels, or those of an installed package
+    that is faster on this GPU; `flash_attention_3` and `flash_attention_4` name such a package.
+    Other names are transformers': sdpa, eager and flex_attention find the documents by the position
+    ids, and flash_attention_2 gets their boundaries.
 
     Args:
         model: An `XForCausalLM`.
         implementation: As the recipe names it.
-        sequence_group: The ranks that share a row's tokens, only with `auto`; None: each rank has
+        sequence_group: The ranks that share a row's tokens; requires `auto`. None: each rank has
             whole rows.
 
     Raises:
@@ -88,7 +91,7 @@ def install_attention(
     if implementation == "auto":
         register()
     name = NAME if implementation == "auto" else implementation
-    try:  # of the language model alone: a vision tower keeps its own attention
+    try:  # only for the language model: a vision tower keeps an attention of transformers
         language_model_of(model).set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise UserError(
@@ -96,33 +99,36 @@ def install_attention(
             f"here ({str(error).splitlines()[0]}); leave the key out for packed attention that "
             "needs no extra package"
         ) from error
-    # Without SDPA a tower would hold scores of all pairs of an image's patches.
+    # Without SDPA a tower would keep the scores of all pairs of an image's patches.
     for part in other_parts(model):
         if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             part.set_attn_implementation("sdpa")
     install_document_rotary(model, sequence_group)
     install_recurrence(model)
-    rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    # implementation -> what rewrites the arguments of the language model's forward for it
+    rewriters: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "auto": partial(prepare_for_packed, find_windows(model), sequence_group),
         "flash_attention_2": _prepare_for_flash,
         "flash_attention_3": _prepare_for_flash,
     }
     if family.document_mask == "here":
-        rewrite |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
-    prepare = rewrite.get(implementation, _drop_boundaries)
+        rewriters |= dict.fromkeys(("eager", "sdpa"), _mask_documents)
+    prepare = rewriters.get(implementation, _drop_boundaries)
     trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, prepare(kwargs)), with_kwargs=True
     )
     if family.drops_arguments:
         _hand_down(trunk, "Attention", ("documents", *FLASH_ARGUMENTS))
     elif family.document_mask == "here":
-        # By itself, BART's embedding of positions would count the tokens of the row.
+        # BART's embedding of positions gets no position ids, and would count the tokens of the row.
         _hand_down(trunk, "PositionalEmbedding", ("position_ids",))
 
 
 def _choose_implementation(implementation: str, trunk: Any, family: Family) -> str:
-    """Returns `auto` for this project's attention, whose kernels it activates; else transformers'
-    name.
+    """Resolves the recipe's name for attention.
+
+    Returns `auto` for this project's attention, after activating a package's kernels if they are to
+    be used; else transformers' name.
     """
     if implementation == "auto" and _attends_by_mask(trunk):
         has_sdpa = trunk._supports_sdpa and family.document_mask != "here"
@@ -134,11 +140,12 @@ def _choose_implementation(implementation: str, trunk: Any, family: Family) -> s
     return implementation
 
 
-# As `prepare_for_packed`, these functions turn the arguments of a training forward into those of an
-# implementation.
+# Like `prepare_for_packed`, these functions turn the arguments of a training forward into those
+# that an implementation reads.
 
 
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Renames the boundaries to FLASH_ARGUMENTS, for transformers' flash attention."""
     kwargs, (boundaries, longest, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
@@ -148,31 +155,36 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Adds a mask of all pairs of tokens, for attention that cannot take boundaries."""
+    """Adds a causal mask inside documents, for attention that cannot take boundaries.
+
+    The mask is fp32[1, 1, tokens, tokens], added to the scores.
+    """
     kwargs, (boundaries, *_) = split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
-    places = kwargs["position_ids"]  # they start again with each document
-    tokens = torch.arange(places.shape[1], device=places.device)
-    start = tokens - places[0]
+    position_ids = kwargs["position_ids"]  # they start again with each document
+    tokens = torch.arange(position_ids.shape[1], device=position_ids.device)
+    start = tokens - position_ids[0]  # where the document of each token begins in the row
     is_hidden = (tokens[:, None] < tokens) | (start[:, None] != start)
-    mask = torch.zeros(is_hidden.shape, device=places.device).masked_fill(
+    mask = torch.zeros(is_hidden.shape, device=position_ids.device).masked_fill(
         is_hidden, torch.finfo(torch.float32).min
     )
     return kwargs | {"attention_mask": mask[None, None]}
 
 
 def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return split_boundaries(kwargs)[0]
+    """Drops BOUNDARIES, for attention that finds documents by their position ids."""
+    remaining, _ = split_boundaries(kwargs)
+    return remaining
 
 
 def _hand_down(trunk: nn.Module, kind: str, names: Names) -> None:
-    """Passes arguments of the trunk's forward to modules deep inside it.
+    """Passes arguments of the trunk's forward to modules whose callers drop them.
 
     Args:
         trunk: The language model.
         kind: The end of the modules' class names.
-        names: The arguments.
+        names: The arguments; `position_ids` only by itself.
     """
     received: dict[str, Any] = {}
 
@@ -183,8 +195,11 @@ def _hand_down(trunk: nn.Module, kind: str, names: Names) -> None:
     def hand(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if "position_ids" not in received:
             return args, kwargs | received
-        is_counted = "position_ids" in kwargs and len(received["position_ids"]) == 1
-        return args, kwargs | ({"position_ids": received["position_ids"][0]} if is_counted else {})
+        position_ids = received["position_ids"]
+        # BART's embedding takes one row, [tokens]: the packed one.
+        if "position_ids" in kwargs and len(position_ids) == 1:
+            return args, kwargs | {"position_ids": position_ids[0]}
+        return args, kwargs
 
     trunk.register_forward_pre_hook(receive, with_kwargs=True)
     for module in trunk.modules():
@@ -193,11 +208,12 @@ def _hand_down(trunk: nn.Module, kind: str, names: Names) -> None:
 
 
 def can_continue(model: Any) -> bool:
-    """Whether a document of a packed row may continue another, so that a prompt is computed once.
+    """Returns whether documents of a packed row may continue another one: completions a prompt.
 
-    It may not where more than our attention reads a document's tokens or length (recurrent layers,
-    chunks, long-context RoPE, images), where attention needs a mask of blocks, and where the
-    routers' auxiliary loss counts each token.
+    The prompt is then computed only once. Three things forbid it: a part besides this project's
+    attention that reads a document's tokens or length (recurrent layers, chunks, long-context RoPE,
+    images), attention that needs a mask of blocks, and an auxiliary loss of the routers, which
+    counts each token.
     """
     trunk = trunk_of(model)
     routing = find_routing(model)
@@ -215,7 +231,10 @@ def can_continue(model: Any) -> bool:
 
 
 def _attends_by_mask(trunk: Any) -> bool:
-    """Whether attention in a class of transformers learns of documents by a mask alone."""
+    """Returns whether the trunk is transformers' own class and its attention reads only a mask.
+
+    Such attention cannot take the boundaries of documents.
+    """
     config = trunk.config
     is_of_transformers = type(trunk).__module__.startswith("transformers.")
     layer_types = getattr(config, "layer_types", None) or ()
@@ -231,13 +250,16 @@ def activate_fastest_kernels() -> None:
         return
     major, _ = torch.cuda.get_device_capability()
     for name in FLASH_PACKAGES:
-        with suppress(UserError):
+        with suppress(UserError):  # FlashAttention 4 is not installed
             if major in FLASH_GPUS[name] and activate_flash_kernels(name):
                 return
 
 
 def find_missing_flash_package() -> str | None:
-    """The package with a FlashAttention that this GPU would run; None where it is installed."""
+    """Returns the package to install for a FlashAttention 4 that this GPU could run.
+
+    None: it is installed, or the GPU or a deterministic run cannot use it.
+    """
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         return None
     major, _ = torch.cuda.get_device_capability()
@@ -254,7 +276,7 @@ def activate_flash_kernels(implementation: str) -> bool:
     """Switches torch's attention to the FlashAttention 3 or 4 of an installed package.
 
     Returns:
-        False where FlashAttention 3 is not installed: transformers has kernels of it on the hub.
+        False if FlashAttention 3 is not installed; transformers can get its kernels from the hub.
 
     Raises:
         UserError: FlashAttention 4 is not installed.
@@ -272,30 +294,31 @@ def activate_flash_kernels(implementation: str) -> bool:
     return True
 
 
-LENGTH_DEPENDENT = ("longrope", "dynamic")
-DEFAULT = None  # stands for the layer type where all layers have the same RoPE
+LENGTH_DEPENDENT = ("longrope", "dynamic")  # RoPE types whose frequencies depend on a text's length
+DEFAULT = None  # in place of a layer type, if all layers have the same RoPE
 
 
 def depends_on_length(model: nn.Module) -> bool:
-    """Whether RoPE chooses its frequencies by the length of a text."""
+    """Returns whether the model's RoPE chooses its frequencies by the length of a text."""
     return any(
         _length_dependent_layers(getattr(module, "rope_type", None)) for module in model.modules()
     )
 
 
 def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
-    """Lets RoPE that depends on the length choose frequencies by each token's own document.
+    """Makes length-dependent RoPE choose frequencies by the length of each token's own document.
 
     In training the lengths come from `cu_seq_lens` or `document_lengths`. Elsewhere, as in
-    generation, a row is one document that ends at its largest position.
+    generation, a row is one document that ends at its largest position. A model without such RoPE
+    stays as it is.
 
     Args:
         model: A `...ForCausalLM`, before sharding and before its attention is installed.
-        sequence_group: The ranks that share the tokens of a row.
+        sequence_group: The ranks that share the tokens of a row; None: each rank has whole rows.
 
     Raises:
-        UserError: The config has such a RoPE, and the model's own code computes it in another way
-            than transformers.
+        UserError: The config has such a RoPE, but the model's own code does not compute it by a
+            module of transformers.
     """
     trunk = trunk_of(model)
     modules = [
@@ -324,12 +347,15 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
 class _Lengths:
     """The lengths of the documents of the running forward."""
 
-    # int64[rows, tokens] or [rows, 1]: the length of each token's document; None: not given
+    # int64[rows, tokens of this rank] or [rows, 1]: the length of each token's document; None: the
+    # forward does not give it
     of_tokens: Tensor | None = None
-    on_host: tuple[int, ...] | None = None  # of all documents; None: only the device knows them
+    # the lengths of all documents; None: the host does not know them
+    on_host: tuple[int, ...] | None = None
 
 
 def _configured_types(config: Any) -> Any:
+    """Returns the config's RoPE type, {layer type: RoPE type} if it has one for each, or None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer = {
         key: value.get("rope_type") for key, value in parameters.items() if isinstance(value, dict)
@@ -338,7 +364,11 @@ def _configured_types(config: Any) -> Any:
 
 
 def _length_dependent_layers(rope_type: Any) -> list[str | None]:
-    """The layer types whose RoPE depends on the length; [DEFAULT] stands for all layers."""
+    """Lists the layer types whose RoPE depends on a text's length.
+
+    rope_type: One RoPE type for all layers, for which the list is [DEFAULT] or empty; or {layer
+        type: RoPE type}.
+    """
     if isinstance(rope_type, dict):
         by_layer = rope_type
     else:
@@ -353,7 +383,11 @@ def _read_lengths(
     _args: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """Sets `current` from a forward's arguments: the row's boundaries, or the rows' lengths."""
+    """Sets `current` from a forward's arguments, before the forward runs.
+
+    The lengths come from the packed row's boundaries or the padded rows' lengths. A forward without
+    either leaves them None.
+    """
     current.of_tokens = None
     current.on_host = None
     if (boundaries := kwargs.get("cu_seq_lens")) is not None:
@@ -380,11 +414,20 @@ def _embed_positions(
 ) -> Any:
     """Runs the forward of a rotary module with the frequencies of each token's document.
 
-    It applies each set of frequencies to all tokens, and each token takes the result of its own
-    set. There are few sets beside the usual one: under longrope one for all long documents, under
-    dynamic RoPE one for each.
+    It computes all tokens with each set of frequencies, and each token takes the result of the set
+    of its document. There are few sets besides the usual one: under longrope one for all long
+    documents, under dynamic RoPE one for each length of a long document.
 
-    apply: Computes the module's forward with one set of frequencies.
+    Args:
+        apply: Computes the module's forward with the frequencies that the module has.
+        current: The lengths of this forward's documents.
+        module: The rotary module.
+        x: As in the module's forward.
+        position_ids: [rows, tokens].
+        layer_type: As in the module's forward; None: all layers have the same RoPE.
+
+    Returns:
+        What the module's forward returns.
     """
     arguments = [module, x, position_ids]
     if layer_type is not None:
@@ -400,12 +443,12 @@ def _embed_positions(
         kind = module.rope_type
         parameters = config.rope_parameters
         prefix = ""
-        of_layer = {}
+        layer_argument = {}
     else:
         kind = module.rope_type[layer_type]
         parameters = config.rope_parameters[layer_type]
         prefix = f"{layer_type}_"
-        of_layer = {"layer_type": layer_type}
+        layer_argument = {"layer_type": layer_type}
 
     def embed(frequencies: Tensor) -> Any:
         setattr(module, f"{prefix}inv_freq", frequencies)
@@ -413,7 +456,8 @@ def _embed_positions(
 
     def find_frequencies(length: int | Tensor) -> Tensor:
         initialize = ROPE_INIT_FUNCTIONS[kind]
-        frequencies: Tensor = initialize(config, x.device, seq_len=length, **of_layer)[0]
+        frequencies: Tensor
+        frequencies, _scale = initialize(config, x.device, seq_len=length, **layer_argument)
         return frequencies
 
     usual = getattr(module, f"{prefix}original_inv_freq").to(x.device)
@@ -421,13 +465,14 @@ def _embed_positions(
     if kind == "longrope":
         limit = parameters["original_max_position_embeddings"]
         if current.on_host is None or max(current.on_host) > limit:
+            # All lengths above the limit have the same frequencies.
             outputs = _select(lengths > limit, embed(find_frequencies(limit + 1)), outputs)
     else:
         limit = config.max_position_embeddings
         on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
         for length in on_host:
             if length > limit:
-                # A tensor, as in transformers: with a number, the base is rounded in another way.
+                # A tensor, as in transformers: from a number, the base is rounded differently.
                 frequencies = find_frequencies(torch.full((), length, device=x.device))
                 outputs = _select(lengths == length, embed(frequencies), outputs)
     setattr(module, f"{prefix}inv_freq", usual)
@@ -435,9 +480,12 @@ def _embed_positions(
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
-    """Takes `chosen` where `is_chosen`, else `others`: (cosines, sines), or one complex tensor.
+    """Takes the tokens that are chosen from `chosen`, the other tokens from `others`.
 
-    is_chosen: bool[rows, tokens].
+    Args:
+        is_chosen: bool[rows, tokens] or [rows, 1].
+        chosen: A rotary module's output: (cosines, sines), or one complex tensor.
+        others: As `chosen`.
     """
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
@@ -446,17 +494,22 @@ def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
 
 @dataclass(slots=True)
 class _Documents:
-    """The documents of the running forward."""
+    """The documents of the running forward, for recurrent modules.
 
-    lengths: list[int] | None = None  # of a packed row; None: each row is one document
-    boundaries: dict[str, Tensor] | None = None  # arguments of modules whose kernels take them
+    If both fields are None, each row is one document.
+    """
+
+    # tokens of each document of a packed row, whose documents are computed one after another
+    lengths: list[int] | None = None
+    # the arguments by which modules take the boundaries, if their kernels are installed
+    boundaries: dict[str, Tensor] | None = None
 
 
 def install_recurrence(model: Any) -> None:
-    """Lets recurrent modules compute each document of a packed row by itself.
+    """Makes recurrent modules compute each document of a packed row by itself.
 
-    Call it before sharding, and before hooks of the trunk that drop the boundaries. It does nothing
-    for a family without recurrent layers.
+    Call it before sharding, and before a hook of the trunk is registered that drops the boundaries.
+    It does nothing for a family without recurrent layers.
 
     model: A `...ForCausalLM`.
     """
@@ -477,7 +530,7 @@ def install_recurrence(model: Any) -> None:
 
 
 def recurrent_modules(model: Any) -> list[nn.Module]:
-    """The modules of a model that carry a state from token to token."""
+    """Returns the modules of a model that carry a state from token to token; maybe none."""
     trunk = trunk_of(model)
     recurrence = find_family(trunk.config.model_type).recurrence
     ends = () if recurrence is None else recurrence.modules
@@ -487,29 +540,34 @@ def recurrent_modules(model: Any) -> list[nn.Module]:
 def _read_documents(
     current: _Documents, arguments: Names, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Sets `current` from the arguments of a forward."""
+    """Sets `current` from the arguments of a forward, before the forward runs.
+
+    arguments: The names by which modules take boundaries; empty: they take none.
+    """
     current.lengths = None
     current.boundaries = None
-    starts: Tensor | None = kwargs.get("cu_seq_lens")
-    if starts is None or len(starts) == 2:
+    boundaries: Tensor | None = kwargs.get("cu_seq_lens")
+    if boundaries is None or len(boundaries) == 2:  # each row is one document
         return
     if not arguments:
-        current.lengths = list(kwargs.get("packed_lengths") or starts.diff().tolist())
+        current.lengths = list(kwargs.get("packed_lengths") or boundaries.diff().tolist())
         return
     tokens = kwargs["position_ids"].shape[-1]
-    numbers = torch.arange(len(starts) - 1, dtype=torch.int32, device=starts.device)
-    made = {
-        "cu_seq_lens_q": starts.long(),
-        "seq_idx": numbers.repeat_interleave(starts.diff(), output_size=tokens)[None],
-    }
-    current.boundaries = {name: made[name] for name in arguments}
+    indexes = torch.arange(len(boundaries) - 1, dtype=torch.int32, device=boundaries.device)
+    document_of_token = indexes.repeat_interleave(boundaries.diff(), output_size=tokens)
+    values = {"cu_seq_lens_q": boundaries.long(), "seq_idx": document_of_token[None]}
+    current.boundaries = {name: values[name] for name in arguments}
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
 def _run_each_document(
     forward: Callable[..., Any], current: _Documents, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs the forward of a recurrent module over each of the `current` documents."""
+    """Runs the forward of a recurrent module over the `current` documents.
+
+    It runs once if the module takes boundaries or each row is one document, else once for each
+    document.
+    """
     mask = kwargs.get("attention_mask")
     # Mamba's trunk passes on the empty mask of the packed attention.
     if mask is not None and mask.numel() == 0:
@@ -521,34 +579,36 @@ def _run_each_document(
         return forward(module, *args, **kwargs)
     tokens = sum(lengths)
 
-    def split(tensor: Tensor) -> Any:
-        # The backward of a split is one concatenation; that of slices fills a row for each.
-        is_of_tokens = tensor.dim() > 1 and tensor.shape[1] == tokens
-        if is_of_tokens:
-            return iter(torch.split(tensor, lengths, dim=1))
-        return iter([tensor] * len(lengths))
+    def split_by_document(argument: Any) -> Any:
+        if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[1] == tokens:
+            # The backward of a split is one concatenation; the backward of each slice would fill a
+            # row.
+            return torch.split(argument, lengths, dim=1)
+        return [argument] * len(lengths)
 
     leaves, structure = tree_flatten((args, kwargs))
-    columns = [
-        split(leaf) if isinstance(leaf, Tensor) else iter([leaf] * len(lengths)) for leaf in leaves
-    ]
     outputs = []
-    for row in zip(*columns, strict=True):
-        own_args, own_kwargs = tree_unflatten(row, structure)
-        outputs.append(forward(module, *own_args, **own_kwargs))
+    for document_leaves in zip(*map(split_by_document, leaves), strict=True):
+        document_args, document_kwargs = tree_unflatten(document_leaves, structure)
+        outputs.append(forward(module, *document_args, **document_kwargs))
     return _join_outputs(outputs, lengths)
 
 
 def _join_outputs(outputs: list[Any], lengths: list[int]) -> Any:
-    """Joins the documents' outputs to one row; of an output without tokens, such as a last state,
-    it takes the last document's.
+    """Joins the outputs of the documents to the output of the row.
+
+    A part without tokens, such as a last state, is the last document's.
     """
-    flat = [tree_flatten(output)[0] for output in outputs]
+    leaves_by_document = [tree_leaves(output) for output in outputs]
+    _, structure = tree_flatten(outputs[-1])
     joined = []
-    for column in zip(*flat, strict=True):
-        is_of_tokens = all(
-            isinstance(each, Tensor) and each.dim() > 1 and each.shape[1] == length
-            for each, length in zip(column, lengths, strict=True)
+    for parts in zip(*leaves_by_document, strict=True):
+        has_tokens = all(
+            isinstance(part, Tensor) and part.dim() > 1 and part.shape[1] == length
+            for part, length in zip(parts, lengths, strict=True)
         )
-        joined.append(torch.cat(column, dim=1) if is_of_tokens else column[-1])
-    return tree_unflatten(joined, tree_flatten(outputs[-1])[1])
+        if has_tokens:
+            joined.append(torch.cat(parts, dim=1))
+        else:
+            joined.append(parts[-1])
+    return tree_unflatten(joined, structure)

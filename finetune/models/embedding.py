@@ -1,7 +1,7 @@
-"""The embedding: noise on it in training (NEFTune), and the rows that it and the head gain with the
-tokenizer.
+"""What a run changes about the embedding: noise in training (NEFTune), and rows for added tokens.
 
-New rows start at the mean of the others, and are trained under LoRA too.
+The head gains the same rows. They start at the mean of the rows of known tokens, and are trained
+under LoRA too.
 """
 
 import functools
@@ -23,22 +23,24 @@ from finetune.models.lora import seed_of
 
 
 class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would set
-    """The documents of a micro-batch, in order, and what seeds their noise."""
+    """The documents of a micro-batch in order, and what the seeds of their noise are made of."""
 
     seed: int
     step: int
     example_ids: Sequence[int]
-    lengths: Sequence[int]  # tokens of each
-    first_token: int = 0  # of the row: where the embeddings begin that a rank has of it
+    lengths: Sequence[int]  # tokens of each document
+    first_token: int = 0  # where this rank's tokens begin in the row
 
 
 def install_embedding_noise(model: Any, alpha: float) -> None:
     """Makes `model(..., noisy_documents=NoisyDocuments)` add noise to its embeddings.
 
-    Call it after `install_loss`.
+    Without the argument there is no noise. Call this after `install_loss`.
+
+    alpha: NEFTune's, in the bound of the noise: alpha / sqrt(tokens of the document x hidden).
     """
     embedding = model.get_input_embeddings()
-    plain = model.forward
+    plain_forward = model.forward
     documents: NoisyDocuments | None = None
 
     def add_noise(_module: nn.Module, _inputs: object, embedded: Tensor) -> Tensor:
@@ -46,12 +48,12 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
             return embedded
         return embedded + make_noise(embedded, documents, alpha)
 
-    @functools.wraps(plain)  # generation reads the signature
+    @functools.wraps(plain_forward)  # generation reads the signature
     def forward(*args: Any, noisy_documents: NoisyDocuments | None = None, **kwargs: Any) -> Any:
         nonlocal documents
         documents = noisy_documents
         try:
-            return plain(*args, **kwargs)
+            return plain_forward(*args, **kwargs)
         finally:
             documents = None
 
@@ -60,37 +62,52 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
 
 
 def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Tensor:
-    """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]; none on padding."""
+    """Makes the noise of `documents`, zero on padding.
+
+    A document's noise depends only on the seed, the step, its example id and its length: not on its
+    place in a batch, nor on the ranks that share a row.
+
+    Args:
+        embedded: [rows, tokens of this rank, hidden].
+        documents: One in each row; several if there is only one row.
+        alpha: See `install_embedding_noise`.
+
+    Returns:
+        A tensor of the shape and dtype of `embedded`.
+    """
     rows, tokens, hidden = embedded.shape
     noise = torch.zeros(rows, tokens, hidden, dtype=torch.float32, device=embedded.device)
     generator = torch.Generator(embedded.device)
-    start = 0  # of the document, among the tokens of `embedded`
+    start = -documents.first_token  # of the document, among the tokens of this rank
     for index, (example_id, length) in enumerate(
         zip(documents.example_ids, documents.lengths, strict=True)
     ):
-        if index == 0 or rows > 1:
-            start = -documents.first_token
+        row = index if rows > 1 else 0
         first = max(start, 0)
         end = min(start + length, tokens)
         if first < end:
             generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
             bound = alpha / (length * hidden) ** 0.5
-            row_noise = torch.empty(length, hidden, device=embedded.device).uniform_(
+            document_noise = torch.empty(length, hidden, device=embedded.device).uniform_(
                 -bound, bound, generator=generator
             )
-            noise[index if rows > 1 else 0, first:end] = row_noise[first - start : end - start]
-        start += length
+            noise[row, first:end] = document_noise[first - start : end - start]
+        if rows == 1:  # the next document follows in the same row
+            start += length
     return noise.to(embedded.dtype)
 
 
-BLOCK_ROWS = 4096  # read at once for the mean
+BLOCK_ROWS = 4096  # of a tensor, read at once for the mean
 
 
 def find_grown(
     model: Any, stored: Mapping[str, StoredTensor], vocabulary: Vocabulary | None
 ) -> dict[str, StoredTensor]:
-    """The stored tensors of the embedding and the head of `model`, by name; none where the recipe
-    adds no tokens.
+    """Finds the tensors that gain rows for added tokens: those of the embedding and the head.
+
+    Empty if the recipe adds no tokens.
+
+    stored: The tensors of the files, by name.
     """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return {}
@@ -98,51 +115,52 @@ def find_grown(
     return {name: stored[name] for name in names if name in stored}
 
 
-def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], Tensor]:
-    """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of
-    its bias [rows].
+def make_grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], Tensor]:
+    """Makes a function that reads slices (fp32) of `tensor`, grown to the rows of `vocabulary`.
 
-    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file
-    has room for them, and so are the rows that only fill up. The same on every rank and in every
-    layout: each reads the whole mean itself.
+    A row of an added token is the mean of the rows of the tokens that the tokenizer knew, even if
+    the file has a row for the new token. So is a row beyond the file that only fills up the tensor.
+    Every rank computes the mean over all of these rows, so that each layout has the same values.
+
+    tensor: The embedding or the head, [rows, hidden], or its bias, [rows].
     """
     stored = tensor.shape[0]
     known = min(vocabulary.known, stored)
 
     @cache
-    def mean() -> Tensor:
+    def compute_mean() -> Tensor:
         total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
         for start in range(0, known, BLOCK_ROWS):
-            total += (
-                read_slice(tensor, (slice(start, min(start + BLOCK_ROWS, known)),)).double().sum(0)
-            )
+            rows = read_slice(tensor, (slice(start, min(start + BLOCK_ROWS, known)),))
+            total += rows.double().sum(0)
         return (total / known).float()
 
     def read(slices: Slices) -> Tensor:
-        wanted = range(vocabulary.rows)[slices[0]]
-        rest = slices[1:]
+        row_slice, *column_slices = slices
+        wanted = range(vocabulary.rows)[row_slice]
         parts = []
         for start, stop, is_new in (
             (0, known, False),
-            (known, vocabulary.tokens, True),
-            (vocabulary.tokens, stored, False),
-            (max(vocabulary.tokens, stored), vocabulary.rows, True),
+            (known, vocabulary.tokens, True),  # added tokens
+            (vocabulary.tokens, stored, False),  # the file's rows without a token
+            (max(vocabulary.tokens, stored), vocabulary.rows, True),  # beyond the file
         ):
             first = max(start, wanted.start)
-            last = min(stop, wanted.stop)
-            if first < last and is_new:
-                row = mean()[rest]
-                parts.append(row.expand(last - first, *row.shape))
-            elif first < last:
-                parts.append(read_slice(tensor, (slice(first, last), *rest)).float())
+            end = min(stop, wanted.stop)
+            if first < end and is_new:
+                row = compute_mean()[tuple(column_slices)]
+                parts.append(row.expand(end - first, *row.shape))
+            elif first < end:
+                parts.append(read_slice(tensor, (slice(first, end), *column_slices)).float())
         return torch.cat(parts)
 
     return read
 
 
 def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> Lora:
-    """`lora` with embedding and head in `modules_to_save` if tokens are added, which a frozen base
-    cannot learn.
+    """Returns `lora`, with the embedding and the head in `modules_to_save` if tokens are added.
+
+    Frozen, they could not learn the new tokens.
     """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return lora
@@ -151,8 +169,9 @@ def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> L
 
 
 def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
-    """Raises `UserError` where tokens are added and the embedding or the head, which have to learn
-    them, is frozen.
+    """Raises `UserError` if tokens are added but the embedding or the head is frozen.
+
+    Both have to learn the new tokens.
     """
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return
@@ -165,6 +184,6 @@ def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
 
 
 def _find_ends(model: Any) -> list[str]:
-    """The names of the embedding and the head."""
+    """Returns the names of the embedding and the head as modules of `model`."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if module in ends]

@@ -1,11 +1,12 @@
-"""How the experts of a mixture are computed: on one rank, from quantized weights, or over the ranks
-of a group.
+"""The experts of a mixture: computed on one rank, from quantized weights, or over a group of ranks.
 
-`compute_in_groups` does what transformers' grouped_mm does, with two differences. It moves rows by
-permutations, whose gradients are permutations too; the gradient of indexing is a sum by atomic
-operations, which is slow and never twice the same. And it multiplies with an adapter's factors one
-after the other, x W + s (x A^T) B^T for a weight W [in, out] (Hu et al. 2021, eq. 3); peft adds
-s A^T B^T to W, and needs a gradient as large as all experts for it.
+`compute_in_groups` does what transformers' grouped_mm does, with two differences:
+
+- It moves rows by permutations, whose gradients are permutations too. The gradient of indexing is a
+  sum by atomic operations, which is slow and differs each time.
+- It multiplies by the factors of an adapter one after the other: x W + s (x A^T) B^T for a weight
+  W [in, out] (Hu et al. 2021, eq. 3). peft adds s A^T B^T to W, and needs a gradient as large as
+  all experts for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,25 +45,25 @@ from finetune.models.quantized_layers import (
     weights_of,
 )
 
-ALIGNMENT_BYTES = 16  # torch's grouped products take rows of a multiple of these
-GROUPED = "grouped"  # among transformers' names for how experts are computed
+ALIGNMENT_BYTES = 16  # the rows of a grouped product's matrices must be a multiple of this size
+# `compute_in_groups` under this name is one of transformers' implementations of experts
+GROUPED = "grouped"
 
 Factors = Mapping[str, tuple[Tensor, Tensor, float]]
-"""Parameter's name -> (left, right, scale) of the adapter on it: to each expert's matrix [rows,
-columns], as the parameter has it, belongs scale x left @ right.
+"""Parameter's name -> (left, right, scale) of its adapter.
 
-left: [experts, rows, rank]. right: [experts, rank, columns].
+The adapter adds scale x left @ right to each expert's matrix [rows, columns], in the order of
+dimensions that the parameter has. left: [experts, rows, rank]. right: [experts, rank, columns].
 """
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
-    """Chooses grouped products in bf16 on a GPU, and transformers' exact loop over the experts
-    elsewhere.
+    """Chooses how experts are computed: grouped in bf16 on a GPU, else by transformers' exact loop.
 
-    `GROUPED` suits a GPU before Ampere too: there transformers runs its loop for each product.
+    GROUPED works on a GPU before Ampere too: there transformers loops over experts in each product.
 
     Args:
-        sharding: Says which dtype mixed precision casts to, bf16 beside FP8.
+        sharding: Has the dtype that mixed precision casts to; it is bf16 under FP8 too.
         dtype: The dtype of the experts' parameters.
         device_type: Such as cuda.
 
@@ -77,8 +78,9 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
 
 
 def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: bool) -> None:
-    """Chooses how a mixture computes its experts: by grouped products under torch.compile, else as
-    suits their dtype and the device.
+    """Chooses how a mixture computes its experts, and sets `model` to it.
+
+    Under torch.compile that is GROUPED, else `choose_experts_implementation` decides.
     """
     register_grouped()
     best = choose_experts_implementation(world.sharding, dtype, world.device.type)
@@ -88,27 +90,29 @@ def install_experts(model: Any, world: World, dtype: torch.dtype, is_compiled: b
 def set_experts_implementation(model: Any, name: str) -> None:
     """Makes a mixture compute its experts by transformers' implementation `name`.
 
-    Has no effect on a dense model, even where its class has mixtures too (Gemma 4) and keeps the
-    name in its config.
+    It has no effect on a dense model, even if the class can also be a mixture (Gemma 4) and keeps
+    the name in its config.
     """
-    language_model = language_model_of(model)  # inside of a vision-language model
+    language_model = language_model_of(model)  # the model, or the one in a vision-language model
     if language_model._can_set_experts_implementation():
         language_model.set_experts_implementation(name)
 
 
 def bypass_adapters(model: nn.Module, module: nn.Module) -> list[Any]:
-    """Stops peft from adding its adapters to the parameters of `module`; the caller computes with
-    the factors that `find_factors` reads from them.
+    """Stops peft from adding its adapters to the parameters of `module`.
+
+    The caller computes with the adapters' factors instead, which `find_factors` returns.
 
     Args:
         model: The model with the adapters.
         module: One of its layers of experts.
 
     Returns:
-        peft's modules with the adapters, one for each parameter, from the outermost.
+        peft's modules with the adapters, one for each adapted parameter, the outermost first; none
+        without adapters.
     """
-    # peft's ParamWrapper, one around the other for each parameter
-    wrappers: Iterator[Any] = (part for part in model.modules() if hasattr(part, "parameter_name"))
+    # peft puts a ParamWrapper around the layer for each parameter, one around the other.
+    wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
     adapters = [wrapper for wrapper in wrappers if wrapper.get_base_layer() is module]
     for adapter in adapters:
         adapter.forward = adapter.base_layer.__call__
@@ -116,12 +120,12 @@ def bypass_adapters(model: nn.Module, module: nn.Module) -> list[Any]:
 
 
 def multiply_by_factors(model: nn.Module) -> None:
-    """Makes adapted layers of experts multiply by their adapters' factors, in place of adding
-    the factors' product to the weights.
+    """Makes adapted layers of experts multiply by the adapters' factors, one after the other.
 
-    A layer whose forward is replaced, since it is quantized or divided, does so itself.
+    peft would add the product of the factors to the weights.
     """
     for module in expert_modules(model):
+        # A quantized or divided layer has a forward of its own, which multiplies by factors.
         if "forward" in vars(module):
             continue
         adapters = bypass_adapters(model, module)
@@ -130,11 +134,15 @@ def multiply_by_factors(model: nn.Module) -> None:
 
 
 def _compute_adapted(module: nn.Module, adapters: Sequence[Any], *inputs: Tensor) -> Tensor:
+    """Runs a layer of experts with the factors of its adapters; `inputs` are its forward's."""
     return compute_in_groups(module, inputs, factors=find_factors(adapters))
 
 
 def find_factors(adapters: Iterable[Any], own_experts: slice = slice(None)) -> Factors:
-    """The factors of those of peft's `adapters` that are on, for the experts in the slice."""
+    """Returns the factors of peft's adapters, for the experts in `own_experts`.
+
+    Disabled adapters are left out.
+    """
     factors = {}
     for adapter in adapters:
         if not adapter.disable_adapters:
@@ -150,14 +158,14 @@ def compute_experts(
     *inputs: Any,
     factors: Factors | None,
 ) -> Any:
-    """Runs an expert layer with other expert weights.
+    """Runs a layer of experts with `parameters` in place of the layer's own.
 
     Args:
         module: The layer.
-        parameters: The weights, [experts, ...] each, by the names of the module's own.
-        num_experts: How many experts the weights hold.
-        inputs: Those of the module's forward; see `compute_in_groups`.
-        factors: Of adapters; empty or None without.
+        parameters: [experts, ...] each, by the names of the module's parameters.
+        num_experts: How many experts the parameters hold.
+        inputs: The inputs of the module's forward; see `compute_in_groups`.
+        factors: Factors of adapters on the parameters; empty or None: no adapters.
 
     Returns:
         What the module's forward returns: [tokens, width].
@@ -168,7 +176,10 @@ def compute_experts(
 
 
 class _StandIn:
-    """Passes for a module of experts in the module's own forward, with other parameters."""
+    """Stands in for `self` in a module's own forward, with other parameters.
+
+    All other attributes are the module's.
+    """
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, Tensor], num_experts: int
@@ -182,7 +193,7 @@ class _StandIn:
 
 
 def register_grouped() -> None:
-    """Registers GROUPED with transformers."""
+    """Registers `compute_in_groups` with transformers as the implementation GROUPED."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(
@@ -203,11 +214,13 @@ def compute_in_groups(
 
     Args:
         module: The layer. Says whether its experts have a gate and biases.
-        inputs: The inputs of its forward: (hidden [tokens, width], chosen int64[tokens, k] experts
-            of each token, weights [tokens, k] of their outputs). A chosen number beyond the last
-            expert stands for no expert (Zaya).
-        parameters: Replace the module's own parameters, [experts, ...] each; None: its own.
-        factors: Of adapters on these parameters.
+        inputs: The inputs of the layer's forward:
+            hidden: [tokens, width].
+            chosen: int64[tokens, k], the experts of each token. A number beyond the last expert
+                stands for no expert (Zaya).
+            weights: [tokens, k], the weights of the experts' outputs.
+        parameters: [experts, ...] each, in place of the module's; None: the module's.
+        factors: Factors of adapters on these parameters; None: no adapters.
 
     Returns:
         [tokens, width], in the dtype of hidden.
@@ -215,10 +228,11 @@ def compute_in_groups(
     hidden, chosen, weights = inputs
     tokens, k = chosen.shape
 
-    def get(name: str) -> Tensor:
+    def get_parameter(name: str) -> Tensor:
         return getattr(module, name) if parameters is None else parameters[name]
 
-    num_experts = get("down_proj").shape[0]
+    num_experts = get_parameter("down_proj").shape[0]
+    # A row without an expert is computed by the last one, with weight 0.
     weights = weights.reshape(tokens, k, 1).masked_fill(chosen[..., None] >= num_experts, 0)
     expert_of_row, order = chosen.flatten().clamp(max=num_experts - 1).sort(stable=True)
     inverse = order.argsort()
@@ -227,7 +241,7 @@ def compute_in_groups(
 
     def multiply(name: str, rows: Tensor) -> Tensor:
         """Multiplies rows [n, in] by their expert's matrix of parameter `name`: [n, out]."""
-        weight = get(name)
+        weight = get_parameter(name)
         rows = rows.to(product_dtype(weight))
         is_transposed = getattr(module, "is_transposed", False)  # [experts, in, out]
         matrices = weight if is_transposed else weight.mT
@@ -235,7 +249,7 @@ def compute_in_groups(
         if factors and name in factors:
             product = _add_adapter(product, rows, factors[name], is_transposed, ends)
         if module.has_bias:
-            bias = get(f"{name}_bias").to(rows.dtype)
+            bias = get_parameter(f"{name}_bias").to(rows.dtype)
             product = product + _IndexedBias.apply(bias, expert_of_row)  # type: ignore[no-untyped-call]
         return product
 
@@ -266,7 +280,8 @@ def _add_adapter(
         product: [n, out].
         rows: [n, in], sorted by expert.
         factors: See `Factors`.
-        is_transposed: Whether left @ right, like the frozen weight, is [experts, in, out].
+        is_transposed: Whether the parameter, and so left @ right, is [experts, in, out]; else it is
+            [experts, out, in].
         ends: int32[experts], where each expert's rows end.
 
     Returns:
@@ -279,22 +294,24 @@ def _add_adapter(
     else:  # left [experts, out, rank] is B, right [experts, rank, in] is A
         a = right
         b = left
+    # Zeros fill up the rank: a [experts, rank, in], b [experts, out, rank].
     padding = -a.shape[1] % EXPERT_RANK_MULTIPLE
     if padding:
         a = F.pad(a, (0, 0, 0, padding))
         b = F.pad(b, (0, padding))
     inner = multiply_grouped(rows, a.mT, ends)  # [n, rank]
-    # peft keeps B of all experts in one matrix, in which the columns of one expert are apart.
+    # `contiguous`: peft keeps B of all experts in one matrix, where the columns of an expert are
+    # not adjacent.
     added = multiply_grouped(inner, b.contiguous().mT, ends)
     return product.add(added, alpha=scale)
 
 
 def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiplies each row with the matrix of its expert, or with one factor of its adapter.
+    """Multiplies each row by the matrix of its expert.
 
     Args:
         rows: [n, in], sorted by expert.
-        weights: [experts, in, out].
+        weights: [experts, in, out]: a parameter, or a factor of its adapter.
         ends: int32[experts], where each expert's rows end.
 
     Returns:
@@ -306,7 +323,7 @@ def multiply_grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     is_aligned = all(size * weights.itemsize % ALIGNMENT_BYTES == 0 for size in weights.shape[1:])
     if is_aligned:
         multiply = _grouped_mm  # one kernel, but a loop before Ampere
-    else:  # a loop, for which the host reads `ends`
+    else:  # a loop over the experts, for which the host waits to read `ends`
         multiply = torch.ops.transformers.grouped_mm_fallback
     product: Tensor = multiply(rows, weights, ends)
     return product
@@ -317,9 +334,10 @@ def move_rows(rows: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
 
     Args:
         rows: [n / copies, width].
-        order: int64[n], a permutation: row i of the result is copy `order[i]`.
+        order: int64[n], a permutation: row i of the result is copy `order[i]`, where the copies of
+            a row are adjacent.
         inverse: int64[n], the inverse permutation, by which the backward moves gradients.
-        copies: How often each row is repeated; its copies are adjacent before they are permuted.
+        copies: How often each row is repeated.
 
     Returns:
         [n, width].
@@ -329,7 +347,7 @@ def move_rows(rows: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
 
 
 class _MovedRows(torch.autograd.Function):
-    """`move_rows`, whose gradient is a permutation too."""
+    """Does `move_rows`. The gradient is moved by the inverse, then summed over a row's copies."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -347,9 +365,9 @@ class _MovedRows(torch.autograd.Function):
 
 
 class _IndexedBias(torch.autograd.Function):
-    """Indexes a bias [experts, out] by the experts int64[n] of rows.
+    """Returns for each row the bias of its expert: [experts, out] and int64[n] -> [n, out].
 
-    Its gradient is a product, not a sum by index.
+    The gradient is a matrix product in place of the sum by index that autograd would make.
     """
 
     @staticmethod
@@ -361,50 +379,49 @@ class _IndexedBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (expert_of_row,) = ctx.saved_tensors
-        is_own_row = (
-            torch.arange(ctx.experts, device=expert_of_row.device)[:, None] == expert_of_row
-        )
+        expert_ids = torch.arange(ctx.experts, device=expert_of_row.device)
+        is_own_row = expert_ids[:, None] == expert_of_row  # bool[experts, n]
         return is_own_row.to(gradient.dtype) @ gradient, None
 
 
 def count_active(model: Any) -> dict[nn.Parameter, int]:
-    """Counts the elements of each parameter that compute one token: of routed experts, those of the
-    chosen ones alone.
+    """Counts the elements of each parameter that take part in computing one token.
+
+    Of the parameters of routed experts, only the chosen experts' share counts.
     """
     config = model.config.get_text_config().to_dict()
-    experts = count_experts(config)
-    chosen = count_chosen(config)
+    num_experts = count_experts(config)
+    num_chosen = count_chosen(config)
     counts = {parameter: parameter.numel() for parameter in model.parameters()}
-    if experts and chosen:
+    if num_experts and num_chosen:
         for module in model.modules():
-            # experts, or peft's module around them, whose adapters count by the same share
+            # The layer, or peft's module around it: its adapters count by the same share.
             if is_experts(_without_adapters(module)):
                 counts |= {
-                    parameter: parameter.numel() * chosen // experts
+                    parameter: parameter.numel() * num_chosen // num_experts
                     for parameter in module.parameters()
                 }
     return counts
 
 
 def _without_adapters(module: Any) -> nn.Module:
-    """The module inside of peft's wrappers of parameters; any other module as it is."""
+    """Returns the module inside peft's wrappers; a module without wrappers as it is."""
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
 
 
 def quantize_experts(
     model: nn.Module, quantization: Quantization, dtype: torch.dtype
 ) -> frozenset[str]:
-    """Replaces the frozen weights of the experts, not their biases, by quantized ones, which are
-    empty until they are loaded.
+    """Replaces the frozen weights of experts, but not biases, by empty quantized weights.
 
-    The layers' forward changes too: it dequantizes the weights, and multiplies by the factors of
-    peft's adapters, which peft no longer adds. Call it after adapters and activation checkpointing
-    are in.
+    They are filled when the model is loaded. A layer's forward changes too: it dequantizes the
+    weights, and multiplies by the factors of peft's adapters, which peft no longer adds. Call this
+    after adapters and activation checkpointing are installed.
 
     Args:
         model: On meta.
         quantization: How frozen weights are quantized. Trained ones (modules_to_save) stay.
-        dtype: The dtype of computation. The parameters report it, though their bytes are codes.
+        dtype: The compute dtype. The quantized weights report it as theirs, though they hold codes.
 
     Returns:
         The names of the parameters that hold codes and scales.
@@ -417,7 +434,8 @@ def quantize_experts(
         }
         for name, parameter in frozen.items():
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)
-            # the recomputed forward keeps it for the backward that follows at once
+            # Under activation checkpointing the recomputed forward keeps the dequantized copy: the
+            # layer's backward follows at once.
             weight.keeps_dequantized = module in recomputed
             delattr(module, name)  # torch refuses a module under the name of a parameter
             setattr(module, name, weight)
@@ -428,46 +446,41 @@ def quantize_experts(
     return frozenset(added)
 
 
-def quantized_children(module: nn.Module) -> dict[str, QuantizedWeight]:
-    """The quantized weights of a layer of experts, by name."""
+def find_quantized(module: nn.Module) -> dict[str, QuantizedWeight]:
+    """Finds the quantized weights of a layer of experts, by name; empty if it has none."""
     return {
         name: child for name, child in module.named_children() if isinstance(child, QuantizedWeight)
     }
 
 
-def expert_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a layer's experts, by name; where ranks divide the experts, those of this
-    rank's own.
+def collect_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Collects the parameters of a layer of experts by name, for this rank's experts.
 
-    Quantized ones, which `DividedExperts` has cut already, are dequantized to the compute dtype.
+    Quantized weights, which `DividedExperts` has cut already, are dequantized to the compute dtype.
     """
     weights = {
         name: local_part(parameter) for name, parameter in module.named_parameters(recurse=False)
     }
-    quantized = quantized_children(module)
+    quantized = find_quantized(module)
     return weights | {name: weight.dequantize(weight.dtype) for name, weight in quantized.items()}
 
 
 def recompute_dequantized(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Runs `compute(*inputs)`, and has the backward run it again, which dequantizes the weights of
-    `module` again, so that none is kept.
+    """Runs `compute(*inputs)`, and again in the backward, so that no dequantized weight is kept.
 
-    Where nothing needs to be made again, it calls `compute` as it is: without gradients, without
-    quantized weights, or under activation checkpointing, which makes all of the layer again.
+    `compute` dequantizes the weights of `module`. It runs only once without gradients, without
+    quantized weights, and under activation checkpointing, which recomputes the whole layer.
     """
-    weights = quantized_children(module).values()
+    weights = find_quantized(module).values()
     frees_weights = any(not weight.keeps_dequantized for weight in weights)
     if not frees_weights or not torch.is_grad_enabled():
         return compute(*inputs)
-    # experts have no dropout, which would need the random state of the forward
+    # Experts have no dropout, so the random state of the forward is not needed.
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class _QuantizedExperts:
-    """Runs a layer of experts with quantized weights and peft's adapters of them.
-
-    The weights are dequantized in the forward, and again in the backward, so that none is kept.
-    """
+    """The forward of a layer of experts with quantized weights and peft's adapters on them."""
 
     def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
         self.module = module
@@ -477,7 +490,8 @@ class _QuantizedExperts:
         return recompute_dequantized(self.module, self.compute, *inputs)
 
     def compute(self, *inputs: Any) -> Any:
-        weights = expert_weights(self.module)
+        """Dequantizes the weights and computes the experts."""
+        weights = collect_weights(self.module)
         num_experts: int = self.module.num_experts  # type: ignore[assignment]
         return compute_experts(
             self.module, weights, num_experts, *inputs, factors=find_factors(self.adapters)
@@ -485,11 +499,12 @@ class _QuantizedExperts:
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
-    """Shards the experts of `model` by `expert_parallel_size`, and makes them units of FSDP2.
+    """Shards the experts of `model` by `expert_parallel_size`, each layer's as a unit of FSDP2.
 
-    All other gradients are averages over all ranks. A rank's gradients of its experts are sums over
-    the tokens of its expert-parallel group (dimension EXPERT), which FSDP averages over the ranks
-    with the same experts alone. So the experts' are divided by `expert_parallel_size`.
+    Without expert parallelism it does nothing. The gradients of experts are divided by
+    `expert_parallel_size`, so that they are averages over all ranks, as all other gradients are: a
+    rank's are sums over the tokens of its expert-parallel group (dimension EXPERT), and FSDP
+    averages them only over the ranks with the same experts.
 
     Args:
         model: On meta, not sharded yet.
@@ -500,9 +515,9 @@ def divide_experts(model: nn.Module, world: World) -> None:
         return
     mesh = make_expert_mesh(world.sharding, world.size, world.device.type)
     is_replicated = mesh[REPLICATE].size() > 1
-    set_timeouts(world.collective_timeout)  # of the new groups, which torch gives its own
+    set_timeouts(world.collective_timeout)  # torch gives new groups its default timeout
     plugin: Any = world.accelerator.state.fsdp_plugin
-    # FSDP would round the router's weights: they come in as arguments, and in fp32 in some
+    # FSDP would round the router's weights, which are arguments of the forward and fp32 in some
     # families.
     precision = replace(
         plugin.mixed_precision_policy or MixedPrecisionPolicy(), cast_forward_inputs=False
@@ -515,15 +530,19 @@ def divide_experts(model: nn.Module, world: World) -> None:
             reshard_after_forward=plugin.reshard_after_forward,
             mp_policy=precision,
             offload_policy=plugin.cpu_offload,
-            shard_placement_fn=_choose_sharded_dim(module, size, mesh[EXPERT_SHARD].size()),
+            shard_placement_fn=_make_shard_placement(module, size, mesh[EXPERT_SHARD].size()),
         )
-        # FSDP calls it with the reduced gradients, also where no replicas need an all-reduce
+        # FSDP calls the hook with the reduced gradients, even if there are no replicas.
         sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
 
 
 def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Gives each rank of `mesh` some experts of `module`, a layer of experts of `model`, and their
-    adapters.
+    """Gives each rank of `mesh` a part of the experts of `module`.
+
+    Args:
+        model: The model, whose adapters on the layer are bypassed.
+        module: A layer of experts in it, on meta.
+        mesh: The ranks of the expert-parallel group, in one dimension.
     """
     module.forward = DividedExperts(module, mesh, bypass_adapters(model, module)).forward
 
@@ -532,28 +551,29 @@ class DividedExperts:
     """Expert parallelism: a layer's forward with its experts spread over the ranks of a group.
 
     Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that
-    have the same ones. A rank's router chooses experts for the rank's own tokens, as without. Then
-    each layer takes four steps:
+    have the same experts. A rank's router chooses experts for the rank's own tokens, as it does
+    without expert parallelism. Then each layer takes four steps:
 
         counts    how many tokens come for each expert            all-to-all
         dispatch  a token's state, once for each chosen expert    all-to-all, uneven
         compute   the experts of this rank, by transformers' own function
         combine   the outputs, back to where the tokens are       all-to-all, uneven
 
-    The router's weights add the outputs up. In the backward, dispatch and combine trade places
-    (Lepikhin et al. 2021, arXiv:2006.16668).
+    The outputs are then summed with the router's weights. In the backward, dispatch and combine
+    trade places (Lepikhin et al. 2021, arXiv:2006.16668).
 
-    LoRA's adapters of the experts are not spread: FSDP shards them with the other parameters of
-    their layer over all ranks, and a rank multiplies with the factors of its own experts. They
-    have a few hundredths of the experts' size and are gathered whole. In return their gradients,
-    names and checkpoints are those of every other layout. peft keeps the factors B of all experts
-    in one matrix, in which the columns of one expert lie r x E columns apart, so no rank's part
-    would be a slice.
+    The experts' LoRA adapters are not spread. FSDP shards them over all ranks with the other
+    parameters of their layer, and gathers them whole; a rank multiplies by the factors of its own
+    experts. The adapters have a few hundredths of the experts' size, and their gradients, names and
+    checkpoints are the same as in every other layout. Spread, no rank's part would be a slice: peft
+    keeps the factors B of all experts in one matrix, where the columns of an expert are not
+    adjacent.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
-        """Makes the module's parameters DTensors over `mesh`, sharded along their first dimension,
-        the experts. Cuts quantized weights to the experts of this rank.
+        """Cuts the module's parameters and quantized weights to the experts of this rank.
+
+        Parameters become DTensors over `mesh`, sharded along their first dimension, the experts.
 
         Args:
             module: The layer; its parameters are on the meta device.
@@ -575,8 +595,8 @@ class DividedExperts:
             local = parameter.new_empty((self.experts_per_rank, *parameter.shape[1:]))
             sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        # their parameters are no DTensors, and no checkpoint holds them
-        for name, weight in quantized_children(module).items():
+        # Quantized weights are cut without a DTensor. No checkpoint holds them.
+        for name, weight in find_quantized(module).items():
             setattr(module, name, weight.take_part(self.own_experts))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -584,9 +604,9 @@ class DividedExperts:
 
         Args:
             hidden: [tokens, width].
-            chosen: int64[tokens, k], the experts of each token; none beyond the last, as rules
-                refuse the families that have such.
-            weights: [tokens, k], of the experts' outputs.
+            chosen: int64[tokens, k], the experts of each token. None is beyond the last expert:
+                rules refuse the families that choose such numbers.
+            weights: [tokens, k], the weights of the experts' outputs.
 
         Returns:
             [tokens, width], in the dtype of hidden.
@@ -595,10 +615,10 @@ class DividedExperts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
         inverse = order.argsort()
-        # Rows for each expert of all ranks. Not torch.bincount, which on a GPU makes the host wait
-        # for the largest expert.
+        # The rows for each of all experts. torch.bincount would make the host wait on a GPU, for
+        # the largest number.
         sent_counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-        # from each rank in turn, rows for each of this rank's experts
+        # from each rank in turn, the rows for each of this rank's experts
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts, group=self.group)
         counts = torch.stack([sent_counts, received_counts])
@@ -615,25 +635,25 @@ class DividedExperts:
         return weighted.to(hidden.dtype)
 
     def compute(self, rows: Tensor, expert_of_row: Tensor) -> Tensor:
-        """Runs this rank's experts.
+        """Runs this rank's experts over the rows that were sent to them.
 
         Args:
             rows: [n, width].
-            expert_of_row: int64[n], counted from this rank's first.
+            expert_of_row: int64[n], counted from this rank's first expert.
 
         Returns:
             [n, width].
         """
-        parameters = expert_weights(self.module)
+        parameters = collect_weights(self.module)
         factors = find_factors(self.adapters, self.own_experts)
         if not rows.shape[0]:
-            # Sums of nothing, through which each weight has a gradient of zero: FSDP's collectives
-            # need one on every rank.
-            trained = list(parameters.values())
-            for left, right, _ in factors.values():
-                trained += [left, right]
-            return rows + sum(tensor[:0].sum() for tensor in trained)
-        # each row is a token of one expert, with weight 1
+            # Sums of empty slices give each weight a gradient of zero: FSDP's collectives need a
+            # gradient on every rank.
+            tensors = list(parameters.values())
+            for left, right, _scale in factors.values():
+                tensors += [left, right]
+            return rows + sum(tensor[:0].sum() for tensor in tensors)
+        # Each row is a token with one expert, whose output has weight 1.
         inputs = rows, expert_of_row[:, None], torch.ones_like(rows[:, :1])
         outputs: Tensor = compute_experts(
             self.module, parameters, self.experts_per_rank, *inputs, factors=factors
@@ -641,24 +661,25 @@ class DividedExperts:
         return outputs
 
 
-def _choose_sharded_dim(
+def _make_shard_placement(
     module: nn.Module, size: int, shards: int
 ) -> Callable[[nn.Parameter], Shard]:
-    """Says along which dimension FSDP shards each parameter: along the experts if they divide
-    evenly, else along rows.
+    """Makes the function by which FSDP finds the dimension that it shards a parameter along.
+
+    That is the dimension of the experts if they divide evenly, else the next one.
 
     Args:
         module: A layer whose experts are divided over `size` ranks.
         size: The expert-parallel size.
-        shards: Ranks over which FSDP shards a rank's part.
+        shards: The number of ranks that have the same experts, over which FSDP shards them.
     """
-    by_dim: dict[int, Shard] = {}
-    for weight in quantized_children(module).values():  # codes and scales, one-dimensional
-        by_dim |= {id(parameter): Shard(0) for parameter in weight.parameters()}
+    placements: dict[int, Shard] = {}
+    for weight in find_quantized(module).values():  # codes and scales, one-dimensional
+        placements |= {id(parameter): Shard(0) for parameter in weight.parameters()}
     for name, parameter in module.named_parameters(recurse=False):
-        # a DTensor's shape: of all experts
+        # The parameter is a DTensor, whose shape has the experts of all ranks.
         shard_shape = shard_experts(tuple(parameter.shape), size, shards)
         assert shard_shape is not None, f"{name}: refused by the rule `experts over shards`"
         has_whole_experts = shard_shape[1:] == tuple(parameter.shape[1:])
-        by_dim[id(parameter)] = Shard(0 if has_whole_experts else 1)
-    return lambda parameter: by_dim[id(parameter)]
+        placements[id(parameter)] = Shard(0 if has_whole_experts else 1)
+    return lambda parameter: placements[id(parameter)]

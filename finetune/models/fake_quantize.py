@@ -1,10 +1,9 @@
-"""Linear layers that round weights and inputs as the quantized model will (quantization-aware
-training), by torchao.
+"""Quantization-aware training: linear layers that round as the quantized model will.
 
-Jacob et al. 2018. Gradients pass the rounding as if it were not there, but where a number is
-clamped. The weight that is rounded is the one that the export quantizes: under LoRA the base with
-its adapter in it, as merged. It is computed again in the backward instead of being kept, so that a
-layer keeps no more than a plain one.
+Jacob et al. 2018; torchao rounds in most schemes. Gradients pass the rounding as if it were not
+there; in torchao's schemes, a number that is clamped has none. The weight that is rounded is the
+one that the export quantizes: under LoRA the base with the adapter merged into it. It is computed
+again in the backward instead of being kept, so that a layer keeps no more than a plain one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +26,17 @@ from finetune.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The rounding of a layer's numbers. torchao finds the scales in each call: all layers share
-    it.
+    """The functions that round a layer's inputs and weight.
+
+    They compute the scales in each call, so all layers share them.
     """
 
-    inputs: Callable[[Tensor], Tensor] | None  # None: they are not rounded
+    inputs: Callable[[Tensor], Tensor] | None  # None: inputs are not rounded
     weight: Callable[[Tensor], Tensor]
 
 
-def torchao_config(keys: QuantizationAware) -> Any:
-    """torchao's name for a scheme of whole numbers: what `QATConfig` and `quantize_` take."""
+def _make_torchao_config(keys: QuantizationAware) -> Any:
+    """Makes torchao's config of a scheme of whole numbers, for torchao's `QATConfig`."""
     from torchao.quantization import (
         Int8DynamicActivationIntxWeightConfig,
         IntxWeightOnlyConfig,
@@ -57,8 +57,9 @@ def torchao_config(keys: QuantizationAware) -> Any:
 
 
 def find_quantizable(model: Any) -> dict[str, nn.Linear]:
-    """The linear layers of the language model that are quantized, by name: all but the output head
-    and adapters.
+    """Finds the linear layers that are quantized, by name.
+
+    They are those of the language model, without the output head and adapters.
     """
     head = head_modules(model)
     quantizable = {}
@@ -74,21 +75,25 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
-    """Has the linear layers of `model` round as the scheme does; returns their number.
+    """Makes the linear layers of `model` round as the recipe's scheme does.
 
-    After adapters, before sharding.
+    Call it after adapters are added, and before sharding.
 
-    Raises `UserError` where a layer's inputs are no multiple of the group size.
+    Returns:
+        The number of layers that round.
+
+    Raises:
+        UserError: The group size does not divide a layer's number of inputs.
     """
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     assert keys.quantization_aware_training is not None
-    group = SCHEMES[keys.quantization_aware_training].group_of(keys.qat_group_size)
+    group_size = SCHEMES[keys.quantization_aware_training].group_of(keys.qat_group_size)
     layers = find_quantizable(model)
     for name, layer in layers.items():
-        if group is not None and layer.in_features % group:
+        if group_size is not None and layer.in_features % group_size:
             raise UserError(
-                f"qat_group_size: {group} does not divide the {layer.in_features} inputs of "
+                f"qat_group_size: {group_size} does not divide the {layer.in_features} inputs of "
                 f"{name}; set one that does, or null for one scale a row"
             )
     rounding = _make_rounding(keys)
@@ -98,25 +103,34 @@ def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
         layer.is_rounded = keys.fake_quant_after_n_steps == 0  # type: ignore[assignment]
     for module in model.modules():
         if type(module) is PeftLinear and isinstance(module.base_layer, FakeQuantizedLinear):
-            module.__class__ = _adapted_class()
+            module.__class__ = _make_adapted_class()
     return len(layers)
 
 
 def _make_rounding(keys: QuantizationAware) -> Rounding:
+    """Makes the rounding of the recipe's scheme, by ROUNDED_HERE or else by torchao."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
 
-    name = keys.quantization_aware_training
-    if name in ROUNDED_HERE:
-        return Rounding(*(partial(_pass_gradient, each) for each in ROUNDED_HERE[name]))
+    scheme = keys.quantization_aware_training
+    if scheme in ROUNDED_HERE:
+        round_inputs, round_weight = ROUNDED_HERE[scheme]
+        return Rounding(
+            partial(_round_straight_through, round_inputs),
+            partial(_round_straight_through, round_weight),
+        )
+    # torchao makes its rounding functions for a layer; those of the smallest one serve all layers.
     sample = nn.Sequential(nn.Linear(keys.qat_group_size or 1, 1, bias=False))
-    quantize_(sample, QATConfig(torchao_config(keys), step="prepare"))
-    made: Any = sample[0]
-    return Rounding(made.activation_fake_quantizer, made.weight_fake_quantizer)
+    quantize_(sample, QATConfig(_make_torchao_config(keys), step="prepare"))
+    sample_layer: Any = sample[0]
+    return Rounding(sample_layer.activation_fake_quantizer, sample_layer.weight_fake_quantizer)
 
 
 def round_to_mxfp4(numbers: Tensor) -> Tensor:
-    """Rounds [..., in] to what MXFP4 holds: 4 bits a number, a power of two for 32 of a row."""
+    """Rounds numbers [..., in] to values of MXFP4.
+
+    A number has 4 bits, and 32 adjacent numbers of a row share a scale, a power of two.
+    """
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
     scales, codes = quantize_to_mxfp4(numbers)
@@ -126,7 +140,11 @@ def round_to_mxfp4(numbers: Tensor) -> Tensor:
 
 
 def quantize_to_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the scales [..., in / 32] and the codes [..., in / 2], two numbers a byte."""
+    """Quantizes numbers [..., in] to MXFP4.
+
+    Returns:
+        (scales [..., in / 32], codes [..., in / 2] with two numbers in a byte).
+    """
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -134,21 +152,23 @@ def quantize_to_mxfp4(numbers: Tensor) -> tuple[Tensor, Tensor]:
         numbers.contiguous(),
         torch.float4_e2m1fn_x2,
         SCHEMES["mxfp4"].block,
-        ScaleCalculationMode.RCEIL,  # as torchao's own training for it
+        ScaleCalculationMode.RCEIL,  # as in torchao's own quantization-aware training
     )
     return scales, codes
 
 
 def round_to_nvfp4(numbers: Tensor) -> Tensor:
-    """Rounds [..., in] to what NVFP4 holds: 4 bits a number, a scale in FP8 for 16 of a row, and a
-    scale in fp32 for all.
+    """Rounds numbers [..., in] to values of NVFP4.
+
+    A number has 4 bits, 16 adjacent numbers of a row share a scale in FP8, and all numbers share a
+    scale in fp32.
     """
     from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
     block = SCHEMES["nvfp4"].block
     rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
-    # not 0, by which a block of zeros would be divided
+    # The clamp keeps the scale above 0: a block of zeros would be divided by it.
     largest = rows.abs().amax().float().clamp_min(torch.finfo(torch.float32).tiny * 2**20)
     scale = per_tensor_amax_to_scale(largest)
     block_scales, codes = nvfp4_quantize(rows, block, scale)
@@ -158,27 +178,31 @@ def round_to_nvfp4(numbers: Tensor) -> Tensor:
     return rounded.view(numbers.shape).to(numbers.dtype)
 
 
-SMALLEST = 1e-5  # of what a scale is made of, as in the code of BitNet b1.58
+# a mean or largest magnitude that a scale is made of is at least this, as in BitNet b1.58's code
+SMALLEST = 1e-5
 
 
 def round_to_ternary(numbers: Tensor) -> Tensor:
-    """Rounds a weight to -1, 0 or 1 times the mean size of its numbers (BitNet b1.58)."""
+    """Rounds a weight to -1, 0 or 1 times the mean magnitude of its numbers (BitNet b1.58)."""
     scale = 1.0 / numbers.float().abs().mean().clamp_(min=SMALLEST)
-    return _round_scaled(numbers, scale, 1).to(numbers.dtype)
+    return _round_scaled(numbers, scale, most=1).to(numbers.dtype)
 
 
 def round_tokens(numbers: Tensor) -> Tensor:
-    """Rounds inputs [..., in] to 8 bits, the largest of each token being 127 steps."""
+    """Rounds inputs [..., in] to 8 bits: the largest magnitude of each token becomes 127 steps."""
     largest = numbers.abs().amax(-1, keepdim=True).float().clamp_(min=SMALLEST)
-    return _round_scaled(numbers, 127.0 / largest, 127).to(numbers.dtype)
+    return _round_scaled(numbers, 127.0 / largest, most=127).to(numbers.dtype)
 
 
 def _round_scaled(numbers: Tensor, scale: Tensor, most: int) -> Tensor:
-    """Rounds in fp32; a tie goes up, as in onebitllms."""
+    """Rounds numbers to multiples of 1 / scale, clamped to `most` of them in either direction.
+
+    It computes in fp32. A tie goes up, as in onebitllms.
+    """
     return (numbers.float() * scale).add_(0.5).floor_().clamp_(-most, most).div_(scale)
 
 
-# scheme -> what rounds (inputs, weights)
+# schemes that this file rounds -> (what rounds inputs, what rounds a weight)
 ROUNDED_HERE: Mapping[str | None, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "mxfp4": (round_to_mxfp4, round_to_mxfp4),
     "nvfp4": (round_to_nvfp4, round_to_nvfp4),
@@ -186,26 +210,31 @@ ROUNDED_HERE: Mapping[str | None, tuple[Callable[[Tensor], Tensor], Callable[[Te
 }
 
 
-def _pass_gradient(round_numbers: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
-    """Rounds; the gradient passes as if it did not. torchao rounds in bf16 and fp32 alone."""
-    taken = numbers.float() if numbers.dtype == torch.float16 else numbers
-    rounded: Tensor = _StraightThrough.apply(round_numbers, taken)  # type: ignore[no-untyped-call]
+def _round_straight_through(round_numbers: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
+    """Rounds numbers, and passes their gradient as if they were not rounded."""
+    # torchao rounds only bf16 and fp32.
+    roundable = numbers.float() if numbers.dtype == torch.float16 else numbers
+    rounded: Tensor = _StraightThrough.apply(round_numbers, roundable)  # type: ignore[no-untyped-call]
     return rounded.to(numbers.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
+    """Rounds in the forward; the backward returns the gradient as it is."""
+
     @staticmethod
     def forward(ctx: Any, round_numbers: Callable[[Tensor], Tensor], numbers: Tensor) -> Tensor:
         return round_numbers(numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, gradients[0]
+        (gradient,) = gradients
+        return None, gradient
 
 
 def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> None:
-    """Turns rounding on where `fake_quant_after_n_steps` updates have been made before `step`
-    (0-based), else off.
+    """Turns rounding on from step `fake_quant_after_n_steps` on (0-based), and off before it.
+
+    step: The step that is about to run, or the number of steps that have run.
     """
     if keys.quantization_aware_training is not None:
         for module in model.modules():
@@ -215,22 +244,23 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
 
 @contextmanager
 def unrounded(model: nn.Module) -> Iterator[None]:
-    """In this block nothing is rounded: a difference in the last bit can move a number to the next
-    step of its scale.
+    """Turns rounding off in this block, in which outputs are compared.
+
+    Rounding can make a difference in the last bit a whole step of a number's scale.
     """
     layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
-    before = [layer.is_rounded for layer in layers]
+    were_rounded = [layer.is_rounded for layer in layers]
     for layer in layers:
         layer.is_rounded = False
     try:
         yield
     finally:
-        for layer, was_rounded in zip(layers, before, strict=True):
+        for layer, was_rounded in zip(layers, were_rounded, strict=True):
             layer.is_rounded = was_rounded
 
 
 class FakeQuantizedLinear(nn.Linear):
-    """A linear layer of the same parameters, which rounds while `is_rounded`."""
+    """A linear layer with the parameters of a plain one, which rounds while `is_rounded`."""
 
     rounding: Rounding
     is_rounded: bool
@@ -238,29 +268,41 @@ class FakeQuantizedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.is_rounded:
             return super().forward(input)
-        return self.multiply(input.to(product_dtype(input)), 1.0, self.weight)
+        adapter_scale = 1.0  # there is no adapter
+        return self.multiply(input.to(product_dtype(input)), adapter_scale, self.weight)
 
     def multiply(self, inputs: Tensor, scale: float, *weights: Tensor) -> Tensor:
-        """The rounded product.
+        """Computes the layer's output from rounded inputs and a rounded weight.
 
-        `weights`: the layer's, and under LoRA the adapter's A and B, which count `scale`.
+        Args:
+            inputs: [..., in].
+            scale: The adapter's scale.
+            weights: The layer's weight [out, in]; under LoRA also the adapter's A [rank, in] and B
+                [out, rank].
+
+        Returns:
+            [..., out], in the dtype of products.
         """
         dtype = product_dtype(inputs)
-        if torch.compiler.is_compiling():  # which decides itself what is kept
-            rounded = self.rounding.weight(_merge(weights, scale, dtype))
-            product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded)
+        if torch.compiler.is_compiling():  # the compiler decides what is kept for the backward
+            rounded_weight = self.rounding.weight(_merge(weights, scale, dtype))
+            product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded_weight)
         else:
             product = _RoundedProduct.apply(self.rounding, dtype, scale, inputs, *weights)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(dtype)
 
 
 @cache
-def _adapted_class() -> type[nn.Module]:
-    """peft's layer with another forward. Importing peft takes a second."""
+def _make_adapted_class() -> type[nn.Module]:
+    """Makes a class of peft's linear layer that rounds the base with the adapter merged into it.
+
+    It is made in a function, since importing peft takes a second.
+    """
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class RoundedLinear(PeftLinear):  # type: ignore[misc]
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
+            # Other calls, such as those with the adapter off, are left to peft.
             is_usual = not (arguments or keys or self.disable_adapters or self.merged)
             if not is_usual or not self.base_layer.is_rounded:
                 output: Tensor = super().forward(x, *arguments, **keys)
@@ -274,8 +316,14 @@ def _adapted_class() -> type[nn.Module]:
 
 
 def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, as an export writes it: an adapter is added in float32, and the sum is
-    rounded once.
+    """Returns the weight with its adapter in `dtype`, as an export writes it.
+
+    The adapter is added in fp32, and the sum is rounded once.
+
+    Args:
+        weights: (weight [out, in]), or (weight, A [rank, in], B [out, rank]).
+        scale: The adapter's scale.
+        dtype: The dtype of products.
     """
     weight, *adapter = weights
     if not adapter:
@@ -285,13 +333,17 @@ def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Ten
 
 
 def _round_inputs(rounding: Rounding, inputs: Tensor) -> Tensor:
+    """Rounds the inputs, if the scheme rounds inputs."""
     if rounding.inputs is None:
         return inputs
     return rounding.inputs(inputs)
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """[..., in] x [out, in] -> [..., out]. Keeps the inputs and the weights as they came."""
+    """Multiplies rounded inputs [..., in] by the rounded weight [out, in]: [..., out].
+
+    It saves the inputs and weights unrounded, and the backward rounds them again.
+    """
 
     @staticmethod
     def forward(
@@ -305,35 +357,36 @@ class _RoundedProduct(torch.autograd.Function):
         ctx.settings = rounding, dtype, scale
         ctx.save_for_backward(inputs, *weights)
         with torch.autocast(inputs.device.type, enabled=False):
-            rounded = rounding.weight(_merge(weights, scale, dtype))
-            return F.linear(_round_inputs(rounding, inputs.to(dtype)), rounded)
+            rounded_weight = rounding.weight(_merge(weights, scale, dtype))
+            return F.linear(_round_inputs(rounding, inputs.to(dtype)), rounded_weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (rounding, dtype, scale), (gradient,) = ctx.settings, gradients
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[3:], strict=True)
+        rounding, dtype, scale = ctx.settings
+        (gradient,) = gradients
+        _rounding, _dtype, _scale, *are_needed = ctx.needs_input_grad
+        pairs = zip(ctx.saved_tensors, are_needed, strict=True)
         leaves = [tensor.detach().requires_grad_(is_needed) for tensor, is_needed in pairs]
         inputs, *weights = leaves
         with torch.autocast(gradient.device.type, enabled=False):
-            with torch.enable_grad():
+            with torch.enable_grad():  # from the leaves to what was multiplied
                 rounded_inputs = _round_inputs(rounding, inputs.to(dtype))
-                rounded = rounding.weight(_merge(tuple(weights), scale, dtype))
+                rounded_weight = rounding.weight(_merge(tuple(weights), scale, dtype))
             rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
-            products = list[tuple[Tensor, Tensor]]()
+            factors = []  # those of the product that need a gradient
+            factor_gradients = []
             if inputs.requires_grad:
-                products.append((rounded_inputs, (rows @ rounded.detach()).view(inputs.shape)))
-            if rounded.requires_grad:
-                of_weight = rows.t() @ rounded_inputs.detach().reshape(-1, inputs.shape[-1])
-                products.append((rounded, of_weight))
-        outputs, output_gradients = zip(*products, strict=True)
-        leaf_gradients = iter(
-            torch.autograd.grad(
-                outputs, [each for each in leaves if each.requires_grad], output_gradients
-            )
-        )
+                factors.append(rounded_inputs)
+                factor_gradients.append((rows @ rounded_weight.detach()).view(inputs.shape))
+            if rounded_weight.requires_grad:
+                input_rows = rounded_inputs.detach().reshape(-1, inputs.shape[-1])
+                factors.append(rounded_weight)
+                factor_gradients.append(rows.t() @ input_rows)
+        needed_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        leaf_gradients = iter(torch.autograd.grad(factors, needed_leaves, factor_gradients))
         return (
             None,
             None,
             None,
-            *(next(leaf_gradients) if each.requires_grad else None for each in leaves),
+            *(next(leaf_gradients) if leaf.requires_grad else None for leaf in leaves),
         )

@@ -1,6 +1,6 @@
 """Linear layers that multiply in 8-bit floats (FP8), by torchao.
 
-Their weights keep their names, dtypes and values.
+The layers' weights keep their names, dtypes and values: the forward casts them.
 
 Imports torchao, so import this module only where an Accelerate file asks for FP8.
 """
@@ -29,14 +29,17 @@ from finetune.distributed.model_parts import head_modules, product_dtype, text_m
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
-    """torchao's linear layer, also under a CPU's autocast, and cheaper where the weight is
-    frozen.
+    """torchao's linear layer, which also works under a CPU's autocast, and whose frozen weight
+    costs less memory and time.
     """
 
-    is_exact = False  # multiplies in the input's dtype instead, by the weight as it is gathered
+    # Multiplies in the compute dtype. The weight may still be rounded: FSDP may gather it in FP8.
+    is_exact = False
 
     def forward(self, inputs: Tensor) -> Tensor:
-        inputs = inputs.to(product_dtype(inputs))  # torchao asks for CUDA's autocast only
+        inputs = inputs.to(
+            product_dtype(inputs)
+        )  # torchao's own forward knows CUDA's autocast only
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         weight = self.weight
         if self.is_exact:
@@ -53,14 +56,20 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
 
 @torch._dynamo.allow_in_graph
 class _FrozenProduct(torch.autograd.Function):
-    """torchao's product with a frozen weight, without the input and the weight gradient that it
-    would keep.
+    """torchao's product `inputs @ weight_t` with a frozen weight.
+
+    torchao's own operation keeps the input for the weight's gradient and computes this gradient,
+    which a frozen weight does not need.
+
+    Args of the forward:
+        inputs: [..., in].
+        weight_t: [in, out]; an 8-bit tensor where FSDP has gathered the weight in FP8.
     """
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:
         product = matmul_with_hp_or_float8_args.forward(
-            _Unsaved(), inputs, weight_t, mm_config, config
+            _DiscardingContext(), inputs, weight_t, mm_config, config
         )
         ctx.save_for_backward(weight_t)
         ctx.settings = mm_config, config
@@ -68,39 +77,46 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), (weight_t,) = gradients, ctx.saved_tensors
+        (grad_product,) = gradients
+        (weight_t,) = ctx.saved_tensors
         mm_config, config = ctx.settings
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        grad = _cast(
-            rows, config.cast_config_grad_output, mm_config, GemmInputRole.GRAD_OUTPUT, config
+        rows_fp8 = _cast(
+            grad_product.reshape(-1, grad_product.shape[-1]),
+            config.cast_config_grad_output,
+            mm_config,
+            GemmInputRole.GRAD_OUTPUT,
+            config,
         )
-        weight = _cast(
+        weight_t_fp8 = _cast(
             weight_t,
             config.cast_config_weight_for_grad_input,
             mm_config,
             GemmInputRole.WEIGHT,
             config,
         )
-        return (
-            torch.mm(grad, weight.t()).reshape(*gradient.shape[:-1], weight_t.shape[0]),
-            None,
-            None,
-            None,
-        )
+        grad_rows = torch.mm(rows_fp8, weight_t_fp8.t())
+        grad_inputs = grad_rows.reshape(*grad_product.shape[:-1], weight_t.shape[0])
+        return grad_inputs, None, None, None
 
 
-class _Unsaved:
-    """A context that keeps nothing for a backward."""
+class _DiscardingContext:
+    """Stands in for autograd's context, and keeps nothing for a backward."""
 
     def save_for_backward(self, *_: Tensor) -> None:
         pass
 
 
 def _cast(tensor: Tensor, cast_config: Any, mm_config: Any, role: Any, config: Any) -> Any:
-    """`tensor` in 8 bits with a scale for all of it, or for each row, as torchao's backward casts
-    it.
+    """Casts a matrix to 8 bits as torchao's backward does: with one scale, or a scale for each row.
+
+    Returns `tensor` unchanged if it is in 8 bits already, or if its cast is disabled.
+
+    Args:
+        cast_config: The part of `config` for this tensor.
+        role: The tensor's place in the product, a `GemmInputRole`.
     """
-    if isinstance(tensor, Float8TrainingTensor) or cast_config.scaling_type is ScalingType.DISABLED:
+    is_in_fp8 = isinstance(tensor, Float8TrainingTensor)
+    if is_in_fp8 or cast_config.scaling_type is ScalingType.DISABLED:
         return tensor
     granularity = cast_config.scaling_granularity
     return hp_tensor_to_float8_dynamic(
@@ -115,13 +131,13 @@ def _cast(tensor: Tensor, cast_config: Any, mm_config: Any, role: Any, config: A
 
 
 def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
-    """Makes linear layers of `model`, which is on meta, multiply in FP8, and returns how many: all
-    but the first one, the output head, adapters, and those of a size that the hardware does not
-    multiply.
+    """Makes the linear layers of `model`, which is on meta, multiply in FP8.
 
-    Call it before sharding, after adapters are in place.
+    Four kinds stay as they are: the first linear layer, the output head, adapters, and layers of a
+    size that the hardware does not multiply. Call it before sharding, after adapters are in place.
 
-    Raises `UserError` for a mixture of experts, and where no layer is left.
+    Returns:
+        The number of layers that multiply in FP8.
     """
     assert sharding.fp8 is not None
     head = head_modules(model)
@@ -130,11 +146,8 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
         for name, module in text_modules(model)
         if isinstance(module, nn.Linear) and module not in head and not is_adapter(f"{name}.weight")
     ]
-    first = linears[0][0] if linears else ""
     chosen = {
-        name
-        for name, linear in linears
-        if name != first and is_multiplied_in_fp8(tuple(linear.weight.shape))
+        name for name, linear in linears[1:] if is_multiplied_in_fp8(tuple(linear.weight.shape))
     }
     convert_to_float8_training(
         model, module_filter_fn=lambda _, name: name in chosen, config=_make_config(sharding)
@@ -146,21 +159,23 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
 
 
 def count_multiplied(model: nn.Module) -> tuple[int, int]:
-    """Returns (trained, frozen) numbers of the whole weights, over all ranks, that are multiplied
-    in FP8.
+    """Counts the weights' elements that are multiplied in FP8: (trained, frozen).
+
+    A sharded weight counts whole, with the elements of all ranks.
     """
     trained = 0
     frozen = 0
     for layer in (module for module in model.modules() if isinstance(module, Fp8Linear)):
-        numbers = layer.in_features * layer.out_features
+        elements = layer.in_features * layer.out_features
         if layer.weight.requires_grad:
-            trained += numbers
+            trained += elements
         else:
-            frozen += numbers
+            frozen += elements
     return trained, frozen
 
 
 def _make_config(sharding: Sharding) -> Any:
+    """Makes torchao's Float8LinearConfig from the keys of the Accelerate file."""
     fp8 = sharding.fp8
     assert fp8 is not None
     return replace(
@@ -171,16 +186,19 @@ def _make_config(sharding: Sharding) -> Any:
 
 
 def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Finds the scales of all weights that FSDP gathers in 8 bits after an update, in one
-    all-reduce.
+    """Makes each step of `optimizer` recompute the scales of the weights that FSDP gathers in FP8.
+
+    One all-reduce finds the scales of all weights, so the all-gathers need none of their own.
     """
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """In this block `model` multiplies in its compute dtype: FP8's common scale makes tokens depend
-    on each other.
+    """Makes `model` multiply in its compute dtype within the block.
+
+    The probe compares tokens of two forwards, and one FP8 scale for all tokens makes a token's
+    output depend on the other tokens.
     """
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""LoRA layers whose adapters are computed with their base, in one operation for each input."""
+"""LoRA layers that compute their base and their adapter in one autograd operation."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,7 +11,7 @@ from finetune.constants import ADAPTER_NAME
 from finetune.distributed.model_parts import product_dtype
 from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
 
-# Layers of one module to which transformers' code gives the same input.
+# Names of layers in one module to which transformers' code gives the same input.
 SHARED_INPUTS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -21,16 +21,17 @@ SHARED_INPUTS = (
 
 
 def fuse_adapters(model: nn.Module) -> int:
-    """Lets LoRA layers compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in one operation.
+    """Makes LoRA layers compute y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3) in one operation.
 
     peft computes the adapter's product, scales it and adds it. That writes three more tensors of
     the output's size in the forward, and two in the backward: the scaled gradient, and a second
-    gradient of the input. Under autocast each adapter also keeps a cast copy of the input. Here the
-    product itself adds the adapter, and the input is kept as it came. Layers with the same input
-    (q, k and v) are one operation: one product with all their A, one gradient of the input.
+    gradient of the input. Under autocast each adapter also keeps a cast copy of the input. Here one
+    matrix product adds the adapter to the base's output, and the input is kept without a cast.
+    Layers with the same input (q, k and v) are one operation: one product of the input with all
+    their A, and one gradient of the input.
 
-    Layers with dropout or DoRA stay peft's. In the layer's forward its adapter must be whole, which
-    excludes FSDP1 (an adapter is a unit of its own) and tensor parallelism (it is sharded).
+    Layers with dropout or DoRA keep peft's forward. The forward needs the layer's whole adapter,
+    which excludes FSDP1 (an adapter is a unit of its own) and tensor parallelism (it is sharded).
 
     Returns:
         The number of layers that were changed.
@@ -47,16 +48,17 @@ def fuse_adapters(model: nn.Module) -> int:
         layer.group = (layer,)
         layer.ready = None
     for name, layer in layers.items():
-        leaf = name.rpartition(".")[2]
-        path = name.removesuffix(leaf)
+        _, _, own_name = name.rpartition(".")
+        path = name.removesuffix(own_name)
         for names in SHARED_INPUTS:
-            members = [layers[path + each] for each in names if path + each in layers]
+            members = [layers[path + member] for member in names if path + member in layers]
             if members and layer is members[0]:
                 layer.group = tuple(members)
     return len(layers)
 
 
 def _is_plain(layer: Any) -> bool:
+    """Whether the layer's output is exactly x W^T + s (x A^T) B^T, plus the base's bias if any."""
     has_dropout = isinstance(layer.lora_dropout[ADAPTER_NAME], nn.Dropout)
     return not (
         has_dropout
@@ -68,35 +70,42 @@ def _is_plain(layer: Any) -> bool:
 
 @cache
 def _fused_class() -> type[nn.Module]:
-    """peft's layer with another forward. A function, because importing peft takes a second."""
+    """Makes the class of fused layers: peft's `Linear` with another forward.
+
+    It is made at the first call and not at import, because importing peft takes a second.
+    """
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class FusedLinear(PeftLinear):  # type: ignore[misc]
-        casts_parameters = True  # FSDP2 need not cast them
-        group: tuple[Any, ...]  # the layers whose outputs this one computes, itself first
-        # (an input, the output for it), where the first layer of the group has computed it
+        casts_parameters = True  # the forward casts its parameters, so FSDP2 need not
+        group: tuple[Any, ...]  # whose outputs this forward computes: this layer, then others
+        # (an input, this layer's output for it), once the first layer of its group has computed it
         ready: tuple[Tensor, Tensor] | None
 
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
+            """Returns this layer's output, and leaves the other outputs of its group in `ready`."""
             ready = self.ready
             self.ready = None
             if arguments or keys or not self.is_fusable():
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
-            if ready is not None and ready[0] is x:
-                return ready[1]
+            if ready is not None:
+                ready_input, ready_output = ready
+                if ready_input is x:
+                    return ready_output
             others = self.group[1:]
             if any(other.ready is not None or not other.is_fusable() for other in others):
-                # The model calls them with another input, or not at all.
+                # A layer that still has an output in `ready` never fetched it: the model calls it
+                # with another input, or not at all. From now on this layer computes alone.
                 self.group = (self,)
                 others = ()
-            outputs = multiply((self, *others), x)
-            for other, output in zip(others, outputs[1:], strict=True):
-                other.ready = (x, output)
-            return outputs[0]
+            own_output, *other_outputs = compute_outputs((self, *others), x)
+            for other, other_output in zip(others, other_outputs, strict=True):
+                other.ready = (x, other_output)
+            return own_output
 
         def is_fusable(self) -> bool:
-            """Whether the base is a frozen layer that `multiply` knows, and the adapter is on."""
+            """Whether `compute_outputs` knows the base, the bias is frozen, the adapter is on."""
             base = self.base_layer
             has_frozen_bias = base.bias is None or not base.bias.requires_grad
             is_known = type(base) in (nn.Linear, QuantizedLinear)
@@ -106,33 +115,33 @@ def _fused_class() -> type[nn.Module]:
 
 
 class _LayerForm(NamedTuple):
-    """What `_LoraLinears` needs to know of a layer beside its tensors."""
+    """What `_LoraLinears` needs to know of a layer besides its tensors."""
 
-    scale: float  # the adapter's
-    dtype: torch.dtype  # of the products
-    quantized: Form | None  # of a quantized weight
+    scale: float  # of the adapter: s in the formula of `fuse_adapters`
+    dtype: torch.dtype  # in which the matrix products run; the same for all layers of a group
+    quantized: Form | None  # how the base weight is quantized; None if it is stored plain
 
 
 class _LayerTensors(NamedTuple):
     """The tensors of a layer, in the order of the arguments of `_LoraLinears`."""
 
-    a: Any  # [rank, in]
-    b: Any  # [out, rank]
-    bias: Any  # None where the layer has none
-    weight: Any  # [out, in], or a quantized weight's codes
-    scales: Any  # of a quantized weight; else None
+    a: Any  # the adapter's A, [rank, in]
+    b: Any  # the adapter's B, [out, rank]
+    bias: Any  # of the base, [out]; None if it has no bias
+    weight: Any  # of the base, [out, in], or the codes of a quantized weight
+    scales: Any  # of a quantized weight; None if it is stored plain
 
 
-NAMES = [*_LayerTensors.__annotations__]
-LAYER_TENSORS = len(NAMES)
-# the places of every layer's A and B among the tensors
-ALL_A = slice(NAMES.index("a"), None, LAYER_TENSORS)
-ALL_B = slice(NAMES.index("b"), None, LAYER_TENSORS)
-BEFORE_TENSORS = 2  # arguments: the input and the forms
+TENSOR_NAMES = [*_LayerTensors.__annotations__]
+LAYER_TENSORS = len(TENSOR_NAMES)  # tensors of one layer
+# Where the A and the B of every layer are in the flat list of all layers' tensors.
+ALL_A = slice(TENSOR_NAMES.index("a"), None, LAYER_TENSORS)
+ALL_B = slice(TENSOR_NAMES.index("b"), None, LAYER_TENSORS)
+BEFORE_TENSORS = 2  # arguments of `_LoraLinears` before the tensors: the input and the forms
 
 
-def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """The outputs [..., out] of fused layers for one input [..., in]."""
+def compute_outputs(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Computes the output [..., out] of each fused layer for their common input `x` [..., in]."""
     dtype = product_dtype(x)
     forms: list[_LayerForm] = []
     tensors: list[Tensor | None] = []
@@ -149,19 +158,23 @@ def multiply(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
         b = layer.lora_B[ADAPTER_NAME].weight
         tensors += (a, b, base.bias, weight, scales)
     products: tuple[Tensor, ...] = _LoraLinears.apply(x, tuple(forms), *tensors)  # type: ignore[no-untyped-call]
-    # Views are made outside, so that a model may add to an output in place (Falcon).
+    # The views are made outside of the operation, so that a model may add to an output in place,
+    # as Falcon does.
     return [product.view(*x.shape[:-1], product.shape[-1]) for product in products]
 
 
 def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool = False) -> Tensor:
     """Computes sums + left @ right in the memory of `sums` [rows, columns].
 
-    may_be_kept: Whether selective checkpointing may have kept `sums`, and must find it unchanged.
-        Then the result gets its own memory, unless it is compiled.
+    Args:
+        left: [rows, inner].
+        right: [inner, columns].
+        may_be_kept: Whether selective checkpointing may have kept `sums` and needs it unchanged.
+            Then the result gets memory of its own, except in a compiled graph.
     """
-    # torch.compile makes its graph functional, in which addmm copies `sums`: 448 copies of a
-    # layer's output in a step of 8B. An operator of our own it turns back into one in place, where
-    # nothing else reads `sums`.
+    # torch.compile makes its graph functional, where addmm into `sums` would copy `sums` first: 448
+    # copies of a layer's output in a step of an 8B model. It turns our own operator back into an
+    # operation in place if nothing else reads `sums`.
     if torch.compiler.is_compiling():
         _add_product(sums, left, right)
         return sums
@@ -171,6 +184,7 @@ def add_product(sums: Tensor, left: Tensor, right: Tensor, *, may_be_kept: bool 
 
 @library.custom_op("finetune::add_product", mutates_args=("sums",))
 def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to `sums` in place. torch.compile does not look into this operator."""
     torch.addmm(sums, left, right, out=sums)
 
 
@@ -180,10 +194,11 @@ def _(sums: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _LoraLinears(torch.autograd.Function):
-    """LoRA layers with one input: [..., in] -> [rows, out] of each layer.
+    """LoRA layers with a common input: [..., in] -> for each layer [rows, out].
 
-    It computes in the dtype of the forms, whatever autocast says. For the backward it keeps the
-    input as it came, and x A^T ("inner") [rows, ranks of all layers].
+    `rows` are all the leading dimensions of the input, flattened. The products run in the dtype of
+    the forms, whatever autocast says. For the backward it keeps the input without a cast, and
+    `inner`, which is x A^T of all layers: [rows, ranks of all layers].
     """
 
     @staticmethod
@@ -197,14 +212,14 @@ class _LoraLinears(torch.autograd.Function):
             rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
             inner = rows @ _join_a(layers, dtype).t()
             inners = torch.split(inner, _list_ranks(layers), 1)
-            for form, layer, own in zip(forms, layers, inners, strict=True):
-                base = _restore_weight(layer, form).t()
+            for form, layer, layer_inner in zip(forms, layers, inners, strict=True):
+                weight_t = _restore_weight(layer, form).t()
                 if layer.bias is None:
-                    product = rows @ base
+                    product = rows @ weight_t
                 else:
-                    product = torch.addmm(layer.bias.to(dtype), rows, base)
+                    product = torch.addmm(layer.bias.to(dtype), rows, weight_t)
                 scaled_b = _scale_b(layer, form)
-                products.append(add_product(product, own, scaled_b.t(), may_be_kept=True))
+                products.append(add_product(product, layer_inner, scaled_b.t(), may_be_kept=True))
         ctx.forms = forms
         ctx.save_for_backward(inputs, inner, *tensors)
         return tuple(products)
@@ -215,96 +230,107 @@ class _LoraLinears(torch.autograd.Function):
         forms = ctx.forms
         layers = _group_by_layer(tensors)
         dtype = forms[0].dtype
-        of_inputs = None
-        of_tensors: list[Tensor | None] = [None] * len(tensors)
+        grad_inputs = None
+        grad_tensors: list[Tensor | None] = [None] * len(tensors)
         with torch.autocast(inputs.device.type, enabled=False):
-            of_outputs = [gradient.to(dtype) for gradient in gradients]
-            of_inner = _backward_to_inner(of_outputs, layers, forms)
+            grad_outputs = [gradient.to(dtype) for gradient in gradients]
+            grad_inner = _backward_to_inner(grad_outputs, layers, forms)
             needs_gradient = ctx.needs_input_grad[BEFORE_TENSORS:]
             if any(needs_gradient[ALL_A]):
                 rows = inputs.reshape(-1, inputs.shape[-1]).to(dtype)
-                of_tensors[ALL_A] = _backward_to_a(of_inner, rows, layers)
+                grad_tensors[ALL_A] = _backward_to_a(grad_inner, rows, layers)
             if any(needs_gradient[ALL_B]):
-                of_tensors[ALL_B] = _backward_to_b(of_outputs, inner, layers, forms)
+                grad_tensors[ALL_B] = _backward_to_b(grad_outputs, inner, layers, forms)
             if ctx.needs_input_grad[0]:
-                of_rows = _backward_to_rows(of_outputs, of_inner, layers, forms)
-                of_inputs = of_rows.view(inputs.shape).to(inputs.dtype)
-        return of_inputs, None, *of_tensors
+                grad_rows = _backward_to_rows(grad_outputs, grad_inner, layers, forms)
+                grad_inputs = grad_rows.view(inputs.shape).to(inputs.dtype)
+        return grad_inputs, None, *grad_tensors
 
 
+# One item for each layer of the group.
 Layers = Sequence[_LayerTensors]
 Forms = Sequence[_LayerForm]
 
 
-def _backward_to_inner(of_outputs: Sequence[Tensor], layers: Layers, forms: Forms) -> Tensor:
-    """The gradient of x A^T of all layers: [rows, ranks of all layers]."""
-    of_inner = []
-    for of_output, layer, form in zip(of_outputs, layers, forms, strict=True):
-        of_inner.append(of_output @ _scale_b(layer, form))
-    return of_inner[0] if len(of_inner) == 1 else torch.cat(of_inner, 1)
+def _backward_to_inner(grad_outputs: Sequence[Tensor], layers: Layers, forms: Forms) -> Tensor:
+    """Computes the gradient of `inner`: [rows, ranks of all layers]."""
+    grad_inner = []
+    for grad_output, layer, form in zip(grad_outputs, layers, forms, strict=True):
+        grad_inner.append(grad_output @ _scale_b(layer, form))
+    return grad_inner[0] if len(grad_inner) == 1 else torch.cat(grad_inner, 1)
 
 
-def _backward_to_a(of_inner: Tensor, rows: Tensor, layers: Layers) -> list[Tensor]:
-    """The gradient of each layer's A, by one product."""
-    of_a = torch.split(of_inner.t() @ rows, _list_ranks(layers))
-    return [gradient.to(layer.a.dtype) for gradient, layer in zip(of_a, layers, strict=True)]
+def _backward_to_a(grad_inner: Tensor, rows: Tensor, layers: Layers) -> list[Tensor]:
+    """Computes the gradient of each layer's A, [rank, in], by one product for all layers."""
+    grad_a = torch.split(grad_inner.t() @ rows, _list_ranks(layers))
+    return [gradient.to(layer.a.dtype) for gradient, layer in zip(grad_a, layers, strict=True)]
 
 
 def _backward_to_b(
-    of_outputs: Sequence[Tensor], inner: Tensor, layers: Layers, forms: Forms
+    grad_outputs: Sequence[Tensor], inner: Tensor, layers: Layers, forms: Forms
 ) -> list[Tensor]:
-    """The gradient of each layer's B."""
+    """Computes the gradient of each layer's B, [out, rank]."""
     inners = torch.split(inner, _list_ranks(layers), 1)
-    of_b = []
-    for of_output, own, layer, form in zip(of_outputs, inners, layers, forms, strict=True):
-        of_b.append((of_output.t() @ own).to(layer.b.dtype) * form.scale)
-    return of_b
+    grad_b = []
+    for grad_output, layer_inner, layer, form in zip(
+        grad_outputs, inners, layers, forms, strict=True
+    ):
+        grad_b.append((grad_output.t() @ layer_inner).to(layer.b.dtype) * form.scale)
+    return grad_b
 
 
 def _backward_to_rows(
-    of_outputs: Sequence[Tensor], of_inner: Tensor, layers: Layers, forms: Forms
+    grad_outputs: Sequence[Tensor], grad_inner: Tensor, layers: Layers, forms: Forms
 ) -> Tensor:
-    """The gradient of the input, [rows, in]: the sum over the layers and their adapters."""
-    of_rows = None
-    for of_output, layer, form in zip(of_outputs, layers, forms, strict=True):
-        weight = _restore_weight(layer, form, of_output)
-        if of_rows is None:
-            of_rows = of_output @ weight
+    """Computes the gradient of the input, [rows, in]: summed over all layers and adapters."""
+    grad_rows = None
+    for grad_output, layer, form in zip(grad_outputs, layers, forms, strict=True):
+        weight = _restore_weight(layer, form, grad_output)
+        if grad_rows is None:
+            grad_rows = grad_output @ weight
         else:
-            add_product(of_rows, of_output, weight)
-    assert of_rows is not None
-    return add_product(of_rows, of_inner, _join_a(layers, forms[0].dtype))
+            add_product(grad_rows, grad_output, weight)
+    assert grad_rows is not None
+    return add_product(grad_rows, grad_inner, _join_a(layers, forms[0].dtype))
 
 
 def _group_by_layer(tensors: Sequence[Tensor | None]) -> list[_LayerTensors]:
+    """Cuts the flat list of all layers' tensors into the tensors of each layer."""
     starts = range(0, len(tensors), LAYER_TENSORS)
     return [_LayerTensors(*tensors[start : start + LAYER_TENSORS]) for start in starts]
 
 
 def _list_ranks(layers: Layers) -> list[int]:
+    """The rank r of each layer's adapter."""
     return [layer.a.shape[0] for layer in layers]
 
 
 def _join_a(layers: Layers, dtype: torch.dtype) -> Tensor:
-    """The A of all layers: [ranks of all layers, in]."""
-    each = [layer.a.to(dtype) for layer in layers]
-    return each[0] if len(each) == 1 else torch.cat(each)
+    """Concatenates the A of all layers: [ranks of all layers, in]."""
+    a_of_layers = [layer.a.to(dtype) for layer in layers]
+    return a_of_layers[0] if len(a_of_layers) == 1 else torch.cat(a_of_layers)
 
 
 def _scale_b(layer: _LayerTensors, form: _LayerForm) -> Tensor:
+    """The adapter's B times its scale, [out, rank], in the dtype of the products."""
     scaled: Tensor = (layer.b * form.scale).to(form.dtype)
     return scaled
 
 
 def _restore_weight(
-    layer: _LayerTensors, form: _LayerForm, of_output: Tensor | None = None
+    layer: _LayerTensors, form: _LayerForm, grad_output: Tensor | None = None
 ) -> Tensor:
-    """The base weight [out, in] in the dtype of the products, dequantized where it is quantized.
+    """The base weight [out, in] in the dtype of the products, dequantized if it is quantized.
 
-    of_output: In a backward, the gradient that its product multiplies.
+    Args:
+        grad_output: In a backward, the gradient that the weight is multiplied by. No value of the
+            result depends on it: it keeps torch.compile from merging this dequantization with the
+            forward's, and from keeping the dequantized weight between them.
     """
     if form.quantized is None:
         weight: Tensor = layer.weight.to(form.dtype)
         return weight
     assert layer.scales is not None
-    return dequantize_parameters(layer.weight, layer.scales, form.quantized, form.dtype, of_output)
+    return dequantize_parameters(
+        layer.weight, layer.scales, form.quantized, form.dtype, grad_output
+    )

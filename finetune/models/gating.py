@@ -1,9 +1,9 @@
-"""Gated MLPs and experts, down(act(gate(x)) * up(x)), that keep the outputs of gate and up alone.
+"""Gated MLPs and experts, down(act(gate(x)) * up(x)), that keep only the outputs of gate and up.
 
-torch's own product keeps act(gate) too, a quarter of what an MLP keeps for its backward. Here the
-backward makes it again, in memory that is there: two tensors of the MLP's width less at its peak.
-Every number is the same, bit for bit. Unsloth and Liger do so by kernels of their own; a compiled
-layer does by itself.
+torch's own product keeps act(gate) too, which is a quarter of what an MLP keeps for its backward.
+Here the backward computes it again and reuses memory: the peak is lower by two tensors of the MLP's
+width. Every number is the same, bit for bit. Unsloth and Liger do this with kernels of their own,
+and torch.compile does it in the layers that it compiles.
 """
 
 import ast
@@ -21,8 +21,11 @@ from transformers.integrations.moe import _default_apply_gate
 
 from finetune.distributed.model_parts import text_modules
 
-# gate -> act(gate), and (gradient of act(gate), gate, grad_input=memory) -> gradient of gate
+# (forward, backward) of an activation. The forward takes gate and returns act(gate). The backward
+# takes (gradient of act(gate), gate, grad_input=memory) and writes gate's gradient to `memory`.
 Activation = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+# Takes an MLP and its input [..., hidden], and returns (gate, up), each [..., width].
+Split = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 SILU: Activation = (F.silu, torch.ops.aten.silu_backward.grad_input)
 GELU_TANH: Activation = (
     partial(F.gelu, approximate="tanh"),
@@ -31,55 +34,60 @@ GELU_TANH: Activation = (
 
 
 def install_gating(model: Any) -> None:
-    """Lets the MLPs and experts of a language model keep less, where their class computes them as
-    Llama's, Phi-3's or Mixtral's does, with SiLU or GELU's tanh form.
+    """Makes the MLPs and experts of a language model keep only gate and up for their backward.
+
+    Changes the modules whose class computes them as Llama's, Phi-3's or Mixtral's does, with SiLU
+    or the tanh form of GELU. Others stay as they are, and so do MLPs whose forward was replaced.
     """
     mlp: Any
     for _, mlp in text_modules(model):
         kind: Any = type(mlp)
         split = _find_split(kind)
-        name = "activation_fn" if split is _by_one_layer else "act_fn"
-        activation = _find_activation(getattr(mlp, name, None))
+        activation_name = "activation_fn" if split is _split_one_layer else "act_fn"
+        activation = _find_activation(getattr(mlp, activation_name, None))
         if activation is None:
             continue
         if split is not None and "forward" not in vars(mlp):
-            mlp.forward = partial(_forward, mlp, split, activation)
+            mlp.forward = partial(_forward_mlp, mlp, split, activation)
         elif getattr(kind, "_apply_gate", None) is _default_apply_gate:
             mlp._apply_gate = partial(_gate_experts, mlp, activation)
 
 
-def _forward(
-    module: Any,
-    split: Callable[[Any, Tensor], tuple[Tensor, Tensor]],
-    activation: Activation,
-    x: Tensor,
-) -> Tensor:
-    """The MLP of [..., hidden]: its class's own forward where nothing is kept, or compiled."""
-    if not _keeps_anything():
-        own: Tensor = type(module).forward(module, x)
-        return own
+def _forward_mlp(module: Any, split: Split, activation: Activation, x: Tensor) -> Tensor:
+    """Computes an MLP: [..., hidden] -> [..., hidden]."""
+    if not _saves_tensors():
+        output: Tensor = type(module).forward(module, x)
+        return output
     product: Tensor = _Gate.apply(*split(module, x), activation)  # type: ignore[no-untyped-call]
     down: Tensor = module.down_proj(product)
     return down
 
 
 def _gate_experts(module: Any, activation: Activation, gate_up: Tensor) -> Tensor:
-    """act(gate) * up of experts [rows, 2 * width], whose forward is another's."""
-    if not _keeps_anything():
-        own: Tensor = _default_apply_gate(module, gate_up)
-        return own
+    """Computes act(gate) * up of experts: [rows, 2 * width] -> [rows, width].
+
+    Replaces only the `_apply_gate` of an experts module; the rest of its forward is not touched.
+    """
+    if not _saves_tensors():
+        default_product: Tensor = _default_apply_gate(module, gate_up)
+        return default_product
     product: Tensor = _Gate.apply(*gate_up.chunk(2, dim=-1), activation)  # type: ignore[no-untyped-call]
     return product
 
 
-def _keeps_anything() -> bool:
-    """Whether torch keeps tensors for a backward now; of compiled layers the compiler decides."""
+def _saves_tensors() -> bool:
+    """Whether autograd saves tensors for a backward now.
+
+    False in a layer that is being compiled, where the compiler chooses what is saved.
+    """
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class _Gate(torch.autograd.Function):
-    """act(gate) * up, of one shape and dtype. Nothing but the down projection reads the product, so
-    that the backward may write over its gradient.
+    """act(gate) * up, of two tensors of one shape and dtype.
+
+    The backward overwrites the product's gradient. It may, because only the down projection reads
+    the product, so nothing else needs this gradient.
     """
 
     @staticmethod
@@ -90,57 +98,64 @@ class _Gate(torch.autograd.Function):
         return activate(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, of_product: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_product: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         activate, activate_backward = ctx.activation
-        of_up = activate(gate).mul_(of_product)
-        of_activated = of_product.mul_(up)
-        of_gate = activate_backward(of_activated, gate, grad_input=of_activated)
-        return of_gate, of_up, None
+        grad_up = activate(gate).mul_(grad_product)
+        grad_activated = grad_product.mul_(up)
+        grad_gate = activate_backward(grad_activated, gate, grad_input=grad_activated)
+        return grad_gate, grad_up, None
 
 
-def _by_two_layers(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def _split_two_layers(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(gate, up) of an MLP that has a layer for each, as Llama's."""
     return module.gate_proj(x), module.up_proj(x)
 
 
-def _by_one_layer(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def _split_one_layer(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(gate, up) of an MLP that computes both by one layer, as Phi-3's."""
     gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
     return gate, up
 
 
-# What a class's forward may say, its input called x -> how its gate and up are computed.
+# The source of a forward's body, with the input renamed to x -> how it computes gate and up.
 SPLITS = {
     "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-    "return down_proj": _by_two_layers,
-    "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": _by_two_layers,
+    "return down_proj": _split_two_layers,
+    "return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))": _split_two_layers,
     "up_states = self.gate_up_proj(x)\n"
     "gate, up_states = up_states.chunk(2, dim=-1)\n"
     "up_states = up_states * self.activation_fn(gate)\n"
-    "return self.down_proj(up_states)": _by_one_layer,
+    "return self.down_proj(up_states)": _split_one_layer,
 }
 
 
 @cache
-def _find_split(kind: type[nn.Module]) -> Callable[[Any, Tensor], tuple[Tensor, Tensor]] | None:
-    """How a class computes gate and up; None if it is no gated MLP, or another."""
+def _find_split(kind: type[nn.Module]) -> Split | None:
+    """Finds how a class computes gate and up, by the source of its forward.
+
+    Returns None if the source is not one of SPLITS, or cannot be read.
+    """
     try:
-        written = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
-    except (OSError, SyntaxError, TypeError):  # its source is not at hand
+        forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
+    except (OSError, SyntaxError, TypeError):  # the source is not available
         return None
-    if not isinstance(written, ast.FunctionDef) or written.decorator_list:
+    if not isinstance(forward, ast.FunctionDef) or forward.decorator_list:
         return None
-    takes = written.args
-    if len(takes.args) != 2 or takes.vararg or takes.kwonlyargs or takes.kwarg:
+    signature = forward.args
+    if len(signature.args) != 2 or signature.vararg or signature.kwonlyargs or signature.kwarg:
         return None
-    given = takes.args[1].arg
-    for node in ast.walk(written):
-        if isinstance(node, ast.Name) and node.id == given:
+    _self, input_argument = signature.args
+    for node in ast.walk(forward):
+        if isinstance(node, ast.Name) and node.id == input_argument.arg:
             node.id = "x"
-    body = "\n".join(ast.unparse(statement) for statement in written.body)
+    body = "\n".join(ast.unparse(statement) for statement in forward.body)
+    # Python 3.10 prints this tuple with parentheses.
     return SPLITS.get(body.replace("(gate, up_states)", "gate, up_states"))
 
 
 def _find_activation(module: Any) -> Activation | None:
+    """The SILU or GELU_TANH that computes what `module` does; None for any other activation."""
     if type(module) in (SiLUActivation, nn.SiLU):  # a subclass may compute another function
         return SILU
     if type(module) is GELUTanh and isinstance(module.act, partial):

@@ -1,7 +1,7 @@
-"""A model that a script has in memory, where a recipe names one: it is written to a folder, which
-the recipe then names.
+"""A transformers model in a script's memory as the model of a recipe.
 
-The folder's name is made of the weights and the config, as those of `config.given` are of rows.
+The model is written to a folder, and the recipe then names the folder. The folder's name is a hash
+of the weights and the config; `config.given` does the same for rows.
 """
 
 import hashlib
@@ -18,11 +18,14 @@ from finetune.files.network import find_cache
 
 
 def name_model(model: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keys of a recipe with the folder of `model`, written where it is not there yet, and
-    the tokenizer of what it was loaded from.
+    """Returns the recipe's `keys` with the names of the folder of `model` and of its tokenizer.
+
+    Writes the folder if it does not exist yet. Without tokenizer_name_or_path among the keys, the
+    tokenizer is that of the folder or repository that the model was loaded from.
 
     Raises:
-        UserError: For what is no model of transformers, and where no tokenizer is known.
+        UserError: `model` is no transformers model or holds adapters, `keys` name another model, or
+            no tokenizer is known.
     """
     place = f"{LOAD_RECIPE}: model"
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -42,20 +45,21 @@ def name_model(model: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{place}: was loaded from no folder that has a tokenizer; give tokenizer_name_or_path"
         )
-    folder = find_cache("given") / f"model-{_hash(model)[:16]}"
+    folder = find_cache("given") / f"model-{_hash_model(model)[:16]}"
     if not folder.exists():
         make_folder(folder.parent)
         staging = folder.with_name(f".{folder.name}.{os.getpid()}")
-        with stage_and_rename(folder, staging) as written:
-            model.save_pretrained(written)
-    named = {"model_name_or_path": str(folder), "tokenizer_name_or_path": str(tokenizer)}
-    return {**keys, **named}
+        with stage_and_rename(folder, staging):
+            model.save_pretrained(staging)
+    folder_keys = {"model_name_or_path": str(folder), "tokenizer_name_or_path": str(tokenizer)}
+    return {**keys, **folder_keys}
 
 
-def _hash(model: Any) -> str:
-    content = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+def _hash_model(model: Any) -> str:
+    """Hashes the config and every tensor (name, dtype, shape, bytes) to hexadecimal digits."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         values = tensor.detach().cpu().contiguous()
-        content.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-        content.update(values.flatten().view(torch.uint8).numpy())
-    return content.hexdigest()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""What a model class does to its hidden states before the output head, and to the scores after it,
-measured.
+"""Measures how a model class scales the input of its output head, and scales and caps its scores.
 
-Classes scale and cap logits by keys of many names, which other classes have and ignore. So no key
-is read: the class's own forward runs around a trunk and a head that return known numbers.
+Classes do so by config keys of many names, and other classes have the same keys and ignore them. So
+no key is read. Instead the class's own forward runs, with a trunk and a head that return known
+numbers.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +15,16 @@ from finetune.distributed.model_parts import base_of, has_scores, head_of, trunk
 from finetune.errors import UserError
 from finetune.models.loss_chunks import UNCHANGED, LogitTransform
 
-# Powers of two, which a factor rounds to no other number: from where a cap does nothing to where it
-# does everything.
-SCORES = (2.0**-40, 2.0**-10, 0.25, 1.0, 4.0, -8.0, 256.0, 2.0**40)
-ROUNDING = 1e-5  # classes may compute in float32
+# What the head returns in the measurement. A cap changes the smallest score by nothing, and the
+# largest score to the cap. They are powers of two, so that multiplying by a factor rounds nothing.
+PROBE_SCORES = (2.0**-40, 2.0**-10, 0.25, 1.0, 4.0, -8.0, 256.0, 2.0**40)
+ROUNDING = 1e-5  # relative tolerance: classes may compute in float32
 
 
 class _TrunkOutputs:
-    """Stands in for whatever a trunk returns: `hidden`, and None for all else that a forward asks
-    for.
+    """Stands in for the outputs of a trunk.
+
+    `last_hidden_state`, or index 0, is `hidden`. Every other attribute or index is None.
     """
 
     def __init__(self, hidden: Tensor) -> None:
@@ -38,7 +39,7 @@ class _TrunkOutputs:
 
 
 class HeadFactors(NamedTuple):
-    """The factors of a class around its head: logits = `logits`(head(`input_scale` * hidden))."""
+    """What a class computes around its head: logits = `logits`(head(`input_scale` * hidden))."""
 
     input_scale: float = 1.0
     logits: LogitTransform = UNCHANGED
@@ -46,44 +47,48 @@ class HeadFactors(NamedTuple):
 
 @torch.no_grad()
 def measure_head_factors(model: Any) -> HeadFactors:
-    """The factors and the cap of `model`.
+    """Measures the scale of the head's input, and the scale and the cap of the logits, of `model`.
 
-    It may be on meta; call this before its forward is replaced.
+    The model may be on meta. Call this before its forward is replaced.
 
-    Without any for a class whose head does not read what its trunk returns, which the probe
-    refuses. Raises `UserError` where the logits are anything else than the head's scores, scaled
-    and capped.
+    Returns HeadFactors(), which changes nothing, for a class whose head reads something else than
+    the trunk's output times a number: the probe refuses such a class.
+
+    Raises:
+        UserError: The logits are something else than the head's scores, scaled and capped.
     """
-    if has_scores(model):  # the scores themselves; the probe compares them
+    if has_scores(model):  # such a class returns the head's scores; the probe compares them
         return HeadFactors()
     config: Any = model.config.get_text_config()
     head = head_of(model)
-    hidden = torch.outer(_make_powers(len(SCORES)), _make_powers(config.hidden_size)).unsqueeze(0)
+    hidden = torch.outer(
+        _make_powers(len(PROBE_SCORES)), _make_powers(config.hidden_size)
+    ).unsqueeze(0)
     scores = (
-        torch.tensor(SCORES, dtype=torch.float64)
+        torch.tensor(PROBE_SCORES, dtype=torch.float64)
         .view(1, -1, 1)
         .expand(-1, -1, head.weight.shape[0])
     )
-    read: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
-    def answer(states: Tensor, *_: Any, **__: Any) -> Tensor:
-        read.append(states.double())
+    def head_stub(states: Tensor, *_: Any, **__: Any) -> Tensor:
+        head_inputs.append(states.double())
         return scores
 
     stubs = {module: lambda *_, **__: _TrunkOutputs(hidden) for module in _list_trunks(model, head)}
-    logits = _run(model, {**stubs, head: answer}, len(SCORES))
-    if logits is None or len(read) != 1 or read[0].shape != hidden.shape:
+    logits = _run_forward(model, {**stubs, head: head_stub}, len(PROBE_SCORES))
+    if logits is None or len(head_inputs) != 1 or head_inputs[0].shape != hidden.shape:
         return HeadFactors()
-    input_scale = (read[0] / hidden).flatten()
-    if not torch.allclose(
-        input_scale, input_scale[:1].expand_as(input_scale), rtol=ROUNDING, atol=0.0
-    ):
+    ratios = (head_inputs[0] / hidden).flatten()
+    input_scale = ratios[0]
+    if not torch.allclose(ratios, input_scale.expand_as(ratios), rtol=ROUNDING, atol=0.0):
         return HeadFactors()
     probed = logits.double()
+    # As the head's scores are the same for every id, so must the logits be.
     if probed.shape == scores.shape and bool((probed == probed[..., :1]).all()):
-        transform = _fit(probed[0, :, 0])
+        transform = _fit_transform(probed[0, :, 0])
         if transform is not None:
-            return HeadFactors(_plain(float(input_scale[0])), transform)
+            return HeadFactors(_strip_rounding(float(input_scale)), transform)
     raise UserError(
         f"{type(model).__name__}: its logits are something else than the scores of its output "
         "head, scaled or capped, and cannot be trained here; name another model"
@@ -91,14 +96,19 @@ def measure_head_factors(model: Any) -> HeadFactors:
 
 
 def _make_powers(length: int) -> Tensor:
-    """Powers of two of both signs, float64[length]: no norm leaves them as they are."""
-    return torch.tensor([1.0, -0.5, 2.0, 4.0, -0.125], dtype=torch.float64).repeat(
-        ceil_div(length, 5)
-    )[:length]
+    """Makes a vector of powers of two of both signs, fp64[length].
+
+    No norm leaves such a vector unchanged, so a norm before the head would be noticed.
+    """
+    pattern = torch.tensor([1.0, -0.5, 2.0, 4.0, -0.125], dtype=torch.float64)
+    return pattern.repeat(ceil_div(length, len(pattern)))[:length]
 
 
 def _list_trunks(model: Any, head: nn.Module) -> list[nn.Module]:
-    """The modules one of which the forward calls for what its head reads."""
+    """The modules that a class's forward may call for the head's input.
+
+    The model itself is left out, and so is a module that holds the head.
+    """
     modules = [base_of(model), trunk_of(model), model.get_decoder()]
     return [
         module
@@ -107,44 +117,52 @@ def _list_trunks(model: Any, head: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _run(model: Any, forwards: dict[nn.Module, Any], tokens: int) -> Tensor | None:
-    """The logits of the class's own forward over `tokens` tokens, with other `forwards` in some of
-    its modules; None where it needs more than these.
+def _run_forward(model: Any, stubs: dict[nn.Module, Any], tokens: int) -> Tensor | None:
+    """Runs the class's own forward over `tokens` tokens and returns its logits.
+
+    Returns None if the forward fails with the stubs, or returns no logits.
+
+    Args:
+        stubs: Module -> the function that replaces its forward during this call.
     """
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
+    for module, stub in stubs.items():
+        module.__dict__["forward"] = stub
     try:
         outputs = type(model).forward(model, input_ids=torch.zeros(1, tokens, dtype=torch.long))
-    except Exception:  # each class has its own forward
+    except Exception:  # a class may need anything that the stubs do not have
         return None
     finally:
-        for module in forwards:
+        for module in stubs:
             del module.__dict__["forward"]
     logits = getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else None
 
 
-def _fit(values: Tensor) -> LogitTransform | None:
-    """softcap * tanh(scale * score / softcap), of which `values` are those at SCORES; None where
-    they are not.
+def _fit_transform(logits: Tensor) -> LogitTransform | None:
+    """Finds the scale and the cap by which a class turns PROBE_SCORES into `logits`, fp64[scores].
+
+    Returns None if `logits` are neither scale * score nor softcap * tanh(scale * score / softcap).
     """
-    scores = torch.tensor(SCORES, dtype=torch.float64)
-    scale = float(values[0] / scores[0])
-    largest = float(values[-1])
-    is_capped = not abs(largest - scale * SCORES[-1]) <= ROUNDING * abs(scale * SCORES[-1])
-    if is_capped:
-        expected = largest * torch.tanh(scale * scores / largest)
+    scores = torch.tensor(PROBE_SCORES, dtype=torch.float64)
+    scale = float(logits[0] / scores[0])
+    largest_logit = float(logits[-1])
+    uncapped = scale * PROBE_SCORES[-1]
+    # Written so that a logit that is not a number counts as capped, which then fits nothing.
+    is_capped = not abs(largest_logit - uncapped) <= ROUNDING * abs(uncapped)
+    if is_capped:  # at the largest score the logit is the cap
+        expected = largest_logit * torch.tanh(scale * scores / largest_logit)
     else:
         expected = scale * scores
-    if not torch.allclose(values, expected, rtol=ROUNDING, atol=0.0):
+    if not torch.allclose(logits, expected, rtol=ROUNDING, atol=0.0):
         return None
-    return LogitTransform(_plain(scale), _plain(largest) if is_capped else None)
+    softcap = _strip_rounding(largest_logit) if is_capped else None
+    return LogitTransform(_strip_rounding(scale), softcap)
 
 
-def _plain(number: float) -> float:
-    """`number` without what the last digits of a division or a product have rounded.
+def _strip_rounding(number: float) -> float:
+    """Drops the last digits of `number`, which a division or a product may have rounded.
 
-    >>> _plain(0.30000000000000004)
+    >>> _strip_rounding(0.30000000000000004)
     0.3
     """
     return float(f"{number:.15g}")

@@ -1,9 +1,9 @@
-"""A head of scores in place of the vocabulary's: of reward models and classifiers, as transformers'
-classes have it.
+"""The head of scores that reward models and classifiers have in place of the vocabulary's head.
 
-The model is the family's class for sequence classification. Its head reads the last token of a
-document alone, which is the one with a label; so packing, the layouts and the forward are those of
-a language model.
+The model is transformers' class for sequence classification of the family, or for token
+classification if steps are scored. The head reads only the tokens that have a label, such as the
+last token of a document. So packing, the layouts and the trunk's forward are those of a language
+model.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,28 +18,40 @@ from finetune.distributed.model_parts import Slices, has_scores
 from finetune.models.cross_entropy import LossHead
 from finetune.models.lora import seed_of
 
-# the beginnings of its names in files of a language model
+# Prefixes of the vocabulary head's tensors in the files of a language model.
 VOCABULARY_HEAD = ("lm_head.", "model.lm_head.")
 WEIGHT = f"{SCORES}.weight"
-DEFAULT_DEVIATION = 0.02  # of a new head's weights, where the config has no initializer_range
+# Standard deviation of a new head's weights if the config has no initializer_range.
+DEFAULT_DEVIATION = 0.02
 
 
 def head_scores(
     head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
 ) -> Tensor:
-    """A `HeadFunction`: `model(..., head_function=head_scores)` returns fp32[trained positions,
-    scores].
+    """Computes the scores at the trained positions, or at all tokens if those are None.
+
+    It is a `HeadFunction`, for `model(..., head_function=head_scores)`.
+
+    Args:
+        hidden: [tokens, hidden].
+
+    Returns:
+        fp32[trained positions, scores].
     """
     if trained_positions is None:
-        read = hidden
+        states = hidden
     else:
-        read = hidden[trained_positions]
-    return F.linear(read, head.weight.to(read.dtype), head.bias).float()
+        states = hidden[trained_positions]
+    return F.linear(states, head.weight.to(states.dtype), head.bias).float()
 
 
 def find_new_head(model: Any, stored: Collection[str]) -> Names:
-    """The names of the head's parameters, where `model` has a head of scores and the files have
-    none.
+    """The names of the head's parameters if `model` has a head of scores that the files lack.
+
+    Else empty.
+
+    Args:
+        stored: The names of the tensors in the files.
     """
     if has_scores(model) and WEIGHT not in stored:
         return (WEIGHT,)
@@ -47,15 +59,15 @@ def find_new_head(model: Any, stored: Collection[str]) -> Names:
 
 
 def is_left_out(model: Any, name: str) -> bool:
-    """Whether a tensor in the files is the vocabulary's head of a model that has a head of scores
-    in its place.
-    """
+    """Whether the file's tensor `name` is a vocabulary head that `model` replaces by scores."""
     return has_scores(model) and name.startswith(VOCABULARY_HEAD)
 
 
 def draw_head(model: Any, name: str, seed: int, slices: Slices) -> Tensor:
-    """`slices` of a new head's weight, fp32[scores, hidden]: normal, as transformers initializes
-    it, from `seed`.
+    """Draws a new head's weight, fp32[scores, hidden], and returns the part within `slices`.
+
+    The numbers are normal with transformers' deviation. They depend on `seed` and `name` only, so
+    every rank draws the same weight.
     """
     deviation = getattr(model.config, "initializer_range", None) or DEFAULT_DEVIATION
     generator = torch.Generator().manual_seed(seed_of(seed, name))
@@ -66,8 +78,15 @@ def draw_head(model: Any, name: str, seed: int, slices: Slices) -> Tensor:
 def add_new_head(
     model: Any, stored: Mapping[str, Any], adapter: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The tensors of a base for `model`: without the vocabulary's head, and with the adapter's head
-    of scores.
+    """Adapts a base's tensors to the head of `model`, and returns them by name.
+
+    If `model` has a head of scores, the vocabulary's head is left out. If the base has no head of
+    scores, the adapter's is added.
+
+    Args:
+        stored: Name -> tensor of the base.
+        adapter: Name -> tensor of the adapter's files.
     """
-    kept = {name: tensor for name, tensor in stored.items() if not is_left_out(model, name)}
-    return kept | {name: adapter[name] for name in find_new_head(model, kept) if name in adapter}
+    tensors = {name: tensor for name, tensor in stored.items() if not is_left_out(model, name)}
+    new_head = {name: adapter[name] for name in find_new_head(model, tensors) if name in adapter}
+    return tensors | new_head

@@ -1,4 +1,4 @@
-"""Loads a recipe's model onto the ranks: builds it, adapts it, shards it, fills it with weights."""
+"""Loads a recipe's model onto the ranks: builds, adapts and shards it, and reads its weights."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,7 @@ from finetune.files.network import download_folder, find_local_folder
 from finetune.files.run_files import find_origin
 from finetune.files.tensors import INDEX_FILE, StoredTensor, read_folder
 from finetune.flops import forward_flop_per_token_of
-from finetune.models.carried import find_carried, predicts
+from finetune.models.carried import find_carried, make_prediction_filter
 from finetune.models.contrast import head_states
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.cross_entropy import HeadFunction, LossHead, install_loss
@@ -103,61 +103,63 @@ from finetune.models.weights import (
 )
 
 Scores = tuple[ScoreHead, int | None]
-"""(the output head, the id of padding tokens)."""
-VOCABULARY: Scores = (ScoreHead(), None)
+"""(what the output head computes, the id of padding tokens); see `set_head`."""
+VOCABULARY: Scores = (ScoreHead(), None)  # the head of a language model
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What a run's tokenizer, method and data ask of the model."""
+    """What a run's tokenizer, method and data require of the model."""
 
-    vocabulary: Vocabulary | None = None  # where the recipe adds tokens
+    vocabulary: Vocabulary | None = None  # the size with added tokens; None: the config's
     scores: Scores = VOCABULARY  # what the output head computes
     # Whether the loss uses the head. Else the head is frozen, unless it is tied to the embedding.
     trains_head: bool = True
-    blank_document: BlankDocument | None = None  # finds what an image reaches; None without images
+    # Makes a document with an image, which shows what images reach; None if the run has no images.
+    blank_document: BlankDocument | None = None
 
 
-PLAIN = BuildOptions()
+PLAIN = BuildOptions()  # the model as its config has it
 UNQUANTIZED = Quantization()
 UNROUNDED = QuantizationAware()
+# The recipe's name of a dtype -> torch's.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of the whole model, over all ranks.
+    """Numbers of parameters in the whole model, over all ranks.
 
-    Counted before sharding: FSDP1 shows only shards.
+    They are counted before sharding, because FSDP1 shows only shards.
     """
 
     total: int
     trained: int
-    active: int  # those that work on one text token: of routed experts the chosen ones
-    multiplied: int  # active parameters in matrix products: without an untied input embedding
-    frozen_multiplied: int  # `multiplied` without those trained; adapters are small, and counted
-    unreached: tuple[str, ...] = ()  # parameters that the recipe trains, but no row reaches
-    # tensors of the base's files that the model does not have, and an export keeps
+    active: int  # those that work on one text token; of routed experts, the chosen ones
+    multiplied: int  # the active ones in matrix products: all but an untied input embedding
+    frozen_multiplied: int  # the frozen ones of `multiplied`, and the adapters, which are small
+    unreached: tuple[str, ...] = ()  # names that the recipe would train, but no image reaches
+    # Name -> a tensor in the base's files that has no place in the model, and that an export keeps.
     carried: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def carried_bytes(self) -> int:
-        """The bytes of the carried tensors in an export."""
+        """The size of the carried tensors in an export."""
         return sum(tensor.byte_count for tensor in self.carried.values())
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model on the meta device, adapted, before it is sharded. Returned by `build_model`."""
+    """A model on the meta device with its adapters, not sharded yet. Returned by `build_model`."""
 
     model: nn.Module
     size: ModelSize
-    values: Values  # of all parameters, with adapters
-    base: Values  # of the base's parameters
-    stored: Mapping[str, StoredQuantized]  # weights that the files hold quantized
-    frozen_dtype: torch.dtype  # of a base under adapters
-    offload: ActivationOffload | None
-    misses_gradients: bool  # under DDP: some that are trained may get none in a step
+    values: Values  # read or draw all parameters, adapters included
+    base: Values  # read or draw the base's parameters
+    stored: Mapping[str, StoredQuantized]  # name -> a weight that the files hold quantized
+    frozen_dtype: torch.dtype  # of the base if it is frozen under adapters
+    offload: ActivationOffload | None  # of checkpointed activations to host memory
+    misses_gradients: bool  # whether a trained parameter may get no gradient in a step of DDP
 
 
 def build_model(
@@ -171,31 +173,37 @@ def build_model(
 ) -> BuiltModel:
     """Builds the model on the meta device, grown to the vocabulary of `options`, and adapts it.
 
-    Of the weights' files it reads the headers alone.
+    Of the weight files it reads the headers and the saved buffers, but no parameter.
+
+    Args:
+        model: The recipe's keys of the model.
+        optimization: The recipe's keys of training; None for a model that is not trained.
 
     Raises:
-        UserError: The model cannot be reached, its files do not fit, or a key names nothing of it.
+        UserError: The model cannot be reached, its files do not match it, or a key names no part of
+            it.
     """
     vocabulary = options.vocabulary
+    score_head, pad_id = options.scores
     config = trained_config(load_config(model, vocabulary), model)
-    set_head(config, *options.scores)
+    set_head(config, score_head, pad_id)
     forget_quantization(config)  # files are dequantized here, and the export is not quantized
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
+    # Needs transformers' own forward, which `_install_forward` replaces.
     unread = find_unread(built) if world.sharding.layout in ("ddp", "fsdp1") else set()
     base, stored = read_base_values(built, config, model, seed, vocabulary)
-    has_values = options.scores[0].has_values
-    if has_values:
+    if score_head.has_values:
         base = add_value_head(built, base)
-    frozen = DTYPES[frozen_dtype(world.sharding, lora)]
-    experts_dtype = frozen if lora.use_peft else DTYPES[model.dtype]
+    base_dtype = DTYPES[frozen_dtype(world.sharding, lora)]
+    experts_dtype = base_dtype if lora.use_peft else DTYPES[model.dtype]
     _install_forward(built, model, world, optimization, experts_dtype)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
-        values = _adapt(built, lora, quantization, base, stored, seed, frozen)
+        values = _insert_adapters(built, lora, quantization, base, stored, seed, base_dtype)
     else:
-        _freeze(built, model, options)
-    if has_values:
+        _freeze_untrained(built, model, options)
+    if score_head.has_values:
         train_value_head(built, torch.float32 if lora.use_peft else DTYPES[model.dtype])
     unreached: tuple[str, ...] = ()
     if options.blank_document is not None:
@@ -204,7 +212,7 @@ def build_model(
     offload = _checkpoint_activations(built, model, world)
     size = replace(count_parameters(built), unreached=unreached, carried=read_carried(model, built))
     if not options.trains_head:
-        size = _without_head(size, head_of(built).weight)
+        size = _subtract_head(size, head_of(built).weight)
     if stored and quantization.bits is None:
         raise UserError(
             f"{min(stored)} is stored quantized, but config.json does not say so; name the "
@@ -212,13 +220,19 @@ def build_model(
         )
     if world.sharding.layout == "fsdp1" and optimization is not None and optimization.weight_decay:
         _refuse_decay(built, unread, world.sharding.source)
-    misses_gradients = _trains_beside(built, unread)
-    return BuiltModel(built, size, values, base, stored, frozen, offload, misses_gradients)
+    misses_gradients = _trains_modules_of(built, unread)
+    return BuiltModel(built, size, values, base, stored, base_dtype, offload, misses_gradients)
 
 
 def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:
-    """Raises `UserError` where a trained matrix of the language model is one of `unread`, to which
-    FSDP1 gives zeros for a gradient, so that it decays; in other layouts it has none, and stays.
+    """Raises `UserError` if weight decay would shrink a matrix that a short text does not reach.
+
+    FSDP1 gives such a matrix a gradient of zeros, so the optimizer decays it. In other layouts the
+    matrix gets no gradient and stays as it is.
+
+    Args:
+        unread: Of `find_unread`: the names of the parameters that a short text does not reach.
+        source: The Accelerate file, for the message.
     """
     text = text_names(model)
     trained = {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1}
@@ -232,14 +246,19 @@ def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:
         )
 
 
-def _trains_beside(model: nn.Module, names: Set[str]) -> bool:
-    """Whether a module that holds one of these parameters is trained, by itself or by adapters."""
-    modules = tuple(f"{name.rpartition('.')[0]}." for name in names)
-    return any(p.requires_grad and name.startswith(modules) for name, p in model.named_parameters())
+def _trains_modules_of(model: nn.Module, names: Set[str]) -> bool:
+    """Whether a module that holds one of the parameters `names` is trained, or has an adapter."""
+    prefixes = tuple(f"{name.rpartition('.')[0]}." for name in names)
+    return any(
+        p.requires_grad and name.startswith(prefixes) for name, p in model.named_parameters()
+    )
 
 
-def _freeze(built: nn.Module, model: Model, options: BuildOptions) -> None:
-    """Freezes what full training leaves out, and a head that the loss does not use."""
+def _freeze_untrained(built: nn.Module, model: Model, options: BuildOptions) -> None:
+    """Without adapters: freezes what the recipe does not train, and a head that no loss uses.
+
+    Raises `UserError` if tokens are added whose embedding would be frozen.
+    """
     freeze_modules(built, model)
     refuse_frozen_tokens(built, options.vocabulary)
     is_tied = head_of(built).weight is built.get_input_embeddings().weight  # type: ignore[operator]
@@ -250,7 +269,10 @@ def _freeze(built: nn.Module, model: Model, options: BuildOptions) -> None:
 def _checkpoint_activations(
     built: nn.Module, model: Model, world: World
 ) -> ActivationOffload | None:
-    """Checkpoints the activations of layers as Accelerate's file and the recipe say."""
+    """Makes layers recompute their activations in the backward, if the Accelerate file says so.
+
+    Returns the offload of what the layers keep, if the recipe wants one.
+    """
     if not world.sharding.activation_checkpointing:
         return None
     offload = ActivationOffload(CudaCopies()) if model.activation_offload else None
@@ -263,13 +285,13 @@ def _checkpoint_activations(
     return offload
 
 
-def _without_head(size: ModelSize, head: nn.Parameter) -> ModelSize:
-    """The size of a model whose loss does not multiply by the head."""
-    frozen = 0 if head.requires_grad else head.numel()
+def _subtract_head(size: ModelSize, head: nn.Parameter) -> ModelSize:
+    """The size of a model whose loss does not multiply by the weight `head`."""
+    frozen_elements = 0 if head.requires_grad else head.numel()
     return replace(
         size,
         multiplied=size.multiplied - head.numel(),
-        frozen_multiplied=size.frozen_multiplied - frozen,
+        frozen_multiplied=size.frozen_multiplied - frozen_elements,
     )
 
 
@@ -288,41 +310,49 @@ def load_model(
     """Builds the model by `build_model`, shards it, and reads each rank's slices of the weights.
 
     Args:
-        shared: What `frozen_parts` returned of an earlier model. Its tensors are used in place of
-            slices from the files.
+        shared: The frozen tensors of an earlier model, as `frozen_parts` returned them. The model
+            uses them in place of reading them from the files.
+
+    Returns:
+        (the model to train, its size before sharding).
 
     Raises:
-        UserError: The model cannot be reached, or its files do not fit.
+        UserError: As `build_model` does, and if the layout does not fit the model.
     """
     multiply_in_fp32(
         world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]}
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    made = build_model(model, lora, seed, world, quantization, optimization, options)
-    built = made.model
-    unfilled = frozenset[str]()
+    built = build_model(model, lora, seed, world, quantization, optimization, options)
+    unsharded = built.model
+    quantized_names = frozenset[str]()
     if quantization.bits is not None:
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
-        unfilled = _quantize(built, quantization, made.frozen_dtype, made.stored)
+        quantized_names = _quantize(unsharded, quantization, built.frozen_dtype, built.stored)
     if world.sharding.fp8 is not None:
         from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
-        multiply_in_fp8(built, world.sharding)
+        multiply_in_fp8(unsharded, world.sharding)
     if quantization_aware.quantization_aware_training is not None:
-        fake_quantize(built, quantization_aware)
-    divide_experts(built, world)
+        fake_quantize(unsharded, quantization_aware)
+    divide_experts(unsharded, world)
     if lora.use_peft:
-        multiply_by_factors(built)
+        multiply_by_factors(unsharded)
     if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
-        fuse_adapters(built)
+        fuse_adapters(unsharded)
     sharded = parallelize(
-        built, made.values, world, unfilled, shared, misses_gradients=made.misses_gradients
+        unsharded,
+        built.values,
+        world,
+        unfilled=quantized_names,
+        shared=shared,
+        misses_gradients=built.misses_gradients,
     )
     record_outputs(unwrap(sharded))
-    fill_quantized_layers(unwrap(sharded), made.base, made.stored, world, shared)
+    fill_quantized_layers(unwrap(sharded), built.base, built.stored, world, shared)
     if model.torch_compile:
-        compile_layers(unwrap(sharded), offload=made.offload)
-    return sharded, made.size
+        compile_layers(unwrap(sharded), offload=built.offload)
+    return sharded, built.size
 
 
 def _install_forward(
@@ -332,8 +362,9 @@ def _install_forward(
     optimization: Optimization | None,
     experts_dtype: torch.dtype,
 ) -> None:
-    """Installs what is computed in another way than by transformers: attention, loss, noise,
-    experts, MLPs, and Liger's kernels.
+    """Replaces what the model computes in another way than transformers' code.
+
+    These are attention, loss, embedding noise, experts, routing, Liger's kernels and gated MLPs.
     """
     install_attention(built, model.attn_implementation, world.sequence_group)
     install_loss(built, *_read_token_loss(optimization))
@@ -346,21 +377,26 @@ def _install_forward(
     install_gating(built)
 
 
-def _adapt(
+def _insert_adapters(
     built: nn.Module,
     lora: Lora,
     quantization: Quantization,
     base: Values,
     stored: Mapping[str, StoredQuantized],
     seed: int,
-    frozen: torch.dtype,
+    base_dtype: torch.dtype,
 ) -> Values:
-    """Puts the recipe's adapters into `built`; returns the values of base and adapters.
+    """Puts the recipe's adapters into `built`, and returns the values of base and adapters.
 
-    frozen: The dtype of the base.
+    The adapters get the values of `adapter_name_or_path`, or else first values drawn from `seed`.
+
+    Args:
+        base: The values of the base.
+        stored: Name -> a weight that the files hold quantized.
+        base_dtype: The dtype of the frozen base.
     """
     try:
-        add_adapters(built, lora, frozen)
+        add_adapters(built, lora, base_dtype)
     except UserError as error:
         if lora.adapter_name_or_path is None:
             raise
@@ -368,18 +404,22 @@ def _adapt(
             f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}"
         ) from None
     shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
+    # The first values of DoRA depend on the weight that the forward multiplies by.
     if quantization.bits is None:
-        used = base
+        multiplied = base
     else:
-        used = dequantized_values(base, quantization, stored, frozen)
-    values = with_adapters(base, shapes, seed, used)
+        multiplied = dequantized_values(base, quantization, stored, base_dtype)
+    values = with_adapters(base, shapes, seed, multiplied)
     if lora.adapter_name_or_path is None:
         return values
     return read_adapter(built, find_adapter(lora.adapter_name_or_path), values)
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """Builds transformers' model of `config` on the meta device, with real buffers."""
+    """Builds transformers' model of `config`: parameters on the meta device, buffers in memory.
+
+    Raises `UserError` if transformers cannot build it.
+    """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
@@ -407,9 +447,9 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             "name another model"
         ) from error
     buffers = dict(model.named_buffers())
-    for name in find_float32(model, buffers):  # which from_pretrained alone minds
+    for name in find_float32(model, buffers):  # from_config casts them, from_pretrained does not
         set_buffer(model, name, buffers[name].float())
-    if not model.config.architectures:  # as in a recipe's model_config
+    if not model.config.architectures:  # a recipe's model_config may not name its class
         model.config.architectures = [type(model).__name__]
     set_experts_implementation(model, "eager")  # loops over experts; exact on every device
     model.tie_weights()
@@ -418,7 +458,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
 
 
 def auto_class_of(config: Any) -> Any:
-    """The class of transformers that opens a checkpoint with `config`."""
+    """Transformers' auto class (AutoModelFor...) that opens a checkpoint with `config`."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -436,7 +476,7 @@ def auto_class_of(config: Any) -> Any:
 
 
 def forget_quantization(config: Any) -> None:
-    """Removes the quantization from `config`."""
+    """Removes the quantization from `config` and from its part for the language model."""
     for part in (config, text_config_of(config)):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
@@ -445,21 +485,22 @@ def forget_quantization(config: Any) -> None:
 def freeze_modules(model: nn.Module, keys: Model) -> None:
     """Trains the parameters that `trainable_modules` and `frozen_modules` choose; freezes the rest.
 
-    Raises `UserError` where a pattern names nothing, or nothing is left to train.
+    Raises `UserError` if a pattern names nothing, or nothing is left to train.
     """
-    named = names_of_parameters(model)
-    trained = find_trained(list(named.values()), keys, text_names(model))
-    for parameter, names in named.items():
-        parameter.requires_grad_(names[0] in trained)
+    names_by_parameter = names_of_parameters(model)
+    trained = find_trained(list(names_by_parameter.values()), keys, text_names(model))
+    for parameter, names in names_by_parameter.items():
+        first_name = names[0]  # by which `find_trained` lists a tied parameter
+        parameter.requires_grad_(first_name in trained)
 
 
 def trains_tower(model: nn.Module) -> bool:
-    """Whether a part of a vision-language model beside its language model is trained."""
+    """Whether a part besides the language model is trained: a vision tower or a projector."""
     return any(p.requires_grad for part in other_parts(unwrap(model)) for p in part.parameters())
 
 
 def count_parameters(model: Any) -> ModelSize:
-    """Counts the parameters of an unsharded model, tied ones once."""
+    """Counts the parameters of an unsharded model. A tied parameter counts once."""
     parameters = dict(model.named_parameters())
     active = count_active(model)
     for part in other_parts(model):  # they work on images, not on text
@@ -481,14 +522,16 @@ def count_parameters(model: Any) -> ModelSize:
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """Fills the saved buffers of `built`.
+    """Opens the weight files of `built`, and reads its saved buffers.
+
+    Without files (`model_config`) the values are drawn from `seed`.
 
     Returns:
-        (the values of its parameters, the weights that the files hold quantized).
+        (the values of the parameters, the weights that the files hold quantized).
     """
     if model.model_config is not None:
-        twin = partial(build_on_meta, config, torch.float32, model.trust_remote_code)
-        return seeded_values(twin, seed), {}
+        make_twin = partial(build_on_meta, config, torch.float32, model.trust_remote_code)
+        return seeded_values(make_twin, seed), {}
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     if model.drop_vision:
@@ -501,9 +544,12 @@ def read_base_values(
 
 
 def read_carried(model: Model, built: nn.Module | None = None) -> dict[str, StoredTensor]:
-    """The tensors of the recipe's base that an export carries over.
+    """Finds the tensors of the recipe's base that an export carries over, by name.
 
-    built: The recipe's model, where the caller has it.
+    Of a quantized one it returns the codes. Empty if the recipe trains from a `model_config`.
+
+    Args:
+        built: The recipe's model if the caller has it; else it is built.
     """
     if model.model_name_or_path is None:
         return {}
@@ -522,35 +568,37 @@ def read_carried_of(
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
     """Finds the tensors that an export of `built` carries over from its base.
 
-    A checkpoint holds none of them; then they are those of the base from which it was trained.
+    A checkpoint holds none of them. So if `folder` has none and is a checkpoint, they are looked
+    for in the base from which it was trained, and so on.
 
     Returns:
-        (the tensors, those of them that are quantized).
+        (name -> tensor, name -> the quantized weight for those that are quantized).
     """
     carried: dict[str, StoredTensor] = {}
     quantized: dict[str, StoredQuantized] = {}
-    seen = set[Path]()
+    searched = set[Path]()
     origin: Path | None = folder
-    while not carried and origin is not None and origin not in seen:
-        seen.add(origin)
+    while not carried and origin is not None and origin not in searched:
+        searched.add(origin)
         stored, quantized = split_quantized(read_folder(origin), str(origin))
-        own = take_language_model(stored) if drop_vision else stored
-        carried = find_carried(built, convert_to_parameters(built, own, str(origin)))
+        text_tensors = take_language_model(stored) if drop_vision else stored
+        carried = find_carried(built, convert_to_parameters(built, text_tensors, str(origin)))
         if drop_vision:
-            predicts_tokens = predicts(built)
+            # The files may hold layers of multi-token prediction outside of the language model.
+            predicts_tokens = make_prediction_filter(built)
             carried |= {
                 name: tensor
                 for name, tensor in stored.items()
-                if name not in own and predicts_tokens(name)
+                if name not in text_tensors and predicts_tokens(name)
             }
         origin = find_origin(origin)
     return carried, {name: quantized[name] for name in carried.keys() & quantized.keys()}
 
 
 def weights_folder(model: Model) -> Path:
-    """The folder with the model's safetensors; a hub name's is downloaded unless it is cached.
+    """Finds the folder with the model's safetensors; downloads it if its hub name is not cached.
 
-    Raises `UserError` where the hub is unreachable, or the model or the permission to read it is
+    Raises `UserError` if the hub is unreachable, or the model or the permission to read it is
     missing.
     """
     assert model.model_name_or_path is not None
@@ -570,7 +618,10 @@ def weights_folder(model: Model) -> Path:
 
 
 def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
-    """Reads the arguments of `install_loss` from the recipe; a model in inference has no keys."""
+    """Reads (label smoothing, weights of tokens), the arguments of `install_loss`, from the recipe.
+
+    A model in inference has no keys: no smoothing, no weights.
+    """
     if keys is None:
         return 0.0, None
     if keys.token_loss == "cross_entropy":
@@ -584,10 +635,10 @@ class Teacher:
 
     model: nn.Module
     size: ModelSize
-    options: DivergenceOptions
+    options: DivergenceOptions  # how the divergence of a student is measured
 
     def flop_per_token(self, length: float) -> float:
-        """FLOP of a forward of one token in a document of `length` tokens."""
+        """Computes the FLOP of one token's forward in a document of `length` tokens."""
         config = text_config_of(self.model.config)
         return forward_flop_per_token_of(config, parameters=self.size.multiplied, length=length)
 
@@ -595,35 +646,40 @@ class Teacher:
     def compare(self, inputs: Mapping[str, Any]) -> HeadFunction:
         """Runs the teacher over a micro-batch.
 
+        Args:
+            inputs: The model's arguments, with `trained_positions`.
+
         Returns:
             A function for the student's head over the same micro-batch. It computes the three sums
             of `linear_divergence`.
-
-        inputs: The model's arguments, with `trained_positions`.
         """
-        states = self._states(inputs)
+        states = self._compute_states(inputs)
 
         def diverge(
-            head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+            student_head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
         ) -> Tensor:
-            own: Any = head_of(self.model)
-            with gathered(own):
-                scores = TeacherScores(states, own.weight, own.bias, own.logits)
-                return head_divergence(scores, self.options)(head, hidden, labels, positions)
+            head: Any = head_of(self.model)
+            with gathered(head):
+                scores = TeacherScores(states, head.weight, head.bias, head.logits)
+                measure = head_divergence(scores, self.options)
+                return measure(student_head, hidden, labels, positions)
 
         return diverge
 
     @torch.no_grad()
     def find_top(self, inputs: Mapping[str, Any], rows: int, k: int) -> tuple[Tensor, Tensor]:
-        """Finds `ids` and `scores` of `TopScores` among the vocabulary's first `rows` tokens."""
-        own: Any = head_of(self.model)
-        states = self._states(inputs)
-        with gathered(own):
-            scores = TeacherScores(states, own.weight, own.bias, own.logits)
+        """Finds the teacher's k likeliest tokens at each trained position of a micro-batch.
+
+        Returns `ids` and `scores` of `TopScores`, over the first `rows` tokens of the vocabulary.
+        """
+        head: Any = head_of(self.model)
+        states = self._compute_states(inputs)
+        with gathered(head):
+            scores = TeacherScores(states, head.weight, head.bias, head.logits)
             return find_top(scores, min(rows, scores.rows), k, self.options.temperature)
 
-    def _states(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Returns the inputs of the teacher's head at the trained positions."""
+    def _compute_states(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Computes the inputs of the teacher's head at the trained positions: [tokens, hidden]."""
         states: Tensor = self.model(**inputs, head_function=head_states)
         return states
 
@@ -634,29 +690,29 @@ def _quantize(
     dtype: torch.dtype,
     stored: Mapping[str, StoredQuantized],
 ) -> frozenset[str]:
-    """Quantizes the frozen layers of `model` on the meta device, experts too.
+    """Puts quantized layers and experts into `model`, which is on the meta device.
 
-    Where the files hold quantized weights, it quantizes these alone.
+    If the files hold some weights quantized (`stored`), only those layers are quantized.
 
     Returns:
         The names of the parameters that hold codes and scales.
     """
-    of_experts = frozenset[str]()
+    experts_names = frozenset[str]()
     if not stored:
-        of_experts = quantize_experts(model, quantization, dtype)
-    return of_experts | quantize_layers(model, quantization, dtype, stored)
+        experts_names = quantize_experts(model, quantization, dtype)
+    return experts_names | quantize_layers(model, quantization, dtype, stored)
 
 
 def build_teacher(
     recipe: Recipe, world: World
 ) -> tuple[nn.Module, torch.dtype, Quantization, Values, Mapping[str, StoredQuantized]]:
-    """Builds the recipe's teacher on the meta device.
+    """Builds the recipe's teacher on the meta device, frozen, and opens its weight files.
 
     Returns:
         (model, dtype, quantization, values, weights that the files hold quantized).
 
     Raises:
-        UserError: The model cannot be reached, or its files do not fit its config.
+        UserError: The model cannot be reached, or its files do not match its config.
     """
     keys = recipe.teacher
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
@@ -678,14 +734,15 @@ def is_here(model: Model) -> bool:
     folder = find_local_folder(name, model.model_revision)
     if folder is None:
         return False
-    listed = read_json_object(folder / INDEX_FILE).get("weight_map", {"": "model.safetensors"})
-    return all((folder / file).is_file() for file in set(listed.values()))
+    # Without an index there is one file.
+    file_of = read_json_object(folder / INDEX_FILE).get("weight_map", {"": "model.safetensors"})
+    return all((folder / file).is_file() for file in set(file_of.values()))
 
 
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
     """Builds the recipe's teacher, shards it, and reads each rank's slices of the weights.
 
-    Raises `UserError` for a model that cannot be reached, or whose files do not fit its config.
+    Raises `UserError` if the model cannot be reached, or its files do not match its config.
     """
     keys = recipe.teacher
     assert keys is not None
@@ -694,12 +751,12 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
-    unfilled = frozenset[str]()
+    quantized_names = frozenset[str]()
     if quantization.bits:
-        unfilled = _quantize(model, quantization, dtype, stored)
+        quantized_names = _quantize(model, quantization, dtype, stored)
     # The Accelerate file names the student's layers, which a teacher may not have.
-    own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
-    parallelize(model, values, own, unfilled)
+    teacher_world = replace(world, sharding=replace(world.sharding, wrap_classes=()))
+    parallelize(model, values, teacher_world, unfilled=quantized_names)
     fill_quantized_layers(model, values, stored, world)
     if keys.torch_compile:
         compile_layers(model)

@@ -1,11 +1,10 @@
-"""LoRA by peft: adapters injected into a transformers model, their first values, and a layer as one
-operation.
+"""LoRA and OFT by peft: injects adapters into a transformers model and provides their first values.
 
 A layer's E experts are one parameter, which peft adapts by `target_parameters`. The factors of all
-experts are two matrices: A [E r, in] has the experts one after another, B [out, r E] has all
-experts' columns of the first rank, then those of the next rank. Where several parameters of a
-module are adapted, peft nests the adapters, the last parameter's outermost: the number of
-`base_layer`s in an adapter's name says which parameter it adapts.
+experts are two matrices. A [E r, in] has the experts one after another. B [out, r E] has the
+columns of all experts for the first rank, then those for the next rank, and so on. If several
+parameters of a module are adapted, peft nests the adapters, the last parameter's outermost: the
+number of `base_layer`s in an adapter's name says which parameter it adapts.
 """
 
 import copy
@@ -63,8 +62,8 @@ from finetune.models.cross_entropy import LossHead, replicate
 from finetune.models.loss_chunks import HeadProduct
 from finetune.units import counted
 
-POSITIONS = ("inv_freq", "embed_positions")  # ends of the names of RoPE's buffers
-ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
+POSITIONS = ("inv_freq", "embed_positions")  # how the names of RoPE's buffers end
+ADAPTER = ".default.weight"  # how an adapter's parameter name ends: ...lora_A.default.weight
 
 
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
@@ -72,13 +71,15 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
 
     Frozen parameters get `base_dtype`; those of `modules_to_save` are trained in fp32.
 
-    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a
-    pattern names no part of the model.
+    Raises:
+        UserError: `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern
+            names no part of the model; `oft_block_size` does not divide a layer's inputs; or peft
+            could not open the adapter.
     """
     head = next(name for name, module in model.named_modules() if module is head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
-    left_out = find_family(trunk_of(model).config.model_type).unadaptable
-    known = {find_name_suffix(name) for name in layers if name.rpartition(".")[2] not in left_out}
+    unadaptable = find_family(trunk_of(model).config.model_type).unadaptable
+    kinds = {find_name_suffix(name) for name in layers if _last_part(name) not in unadaptable}
     refuse_unknown_layers(
         lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
     )
@@ -93,11 +94,12 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
         )
         warnings.filterwarnings("ignore", r"Invalid `oft_block_size`")
-        config = make_config(lora, known, head, saved_whole)
+        config = make_config(lora, kinds, head, saved_whole)
         config.task_type = _find_task(model)
         inject_adapters(model, within_language_model(model, config))
         remake_indices(model)
-    if not isinstance(head_of(model), nn.Linear):
+    is_head_adapted = not isinstance(head_of(model), nn.Linear)
+    if is_head_adapted:
         adapt_head(model)
     for name, parameter in model.named_parameters():
         is_trained = is_adapter(name) or parameter in saved_whole
@@ -108,81 +110,99 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         assert parameter.requires_grad == is_trained, (
             f"{name}: requires_grad is {parameter.requires_grad}"
         )
-    places = _find_places(model, lora)
+    adapted = _list_adapted(model)
+    _check_block_size(model, lora, adapted)
     refuse_unadapted(
-        lora, {parameters[place].name if place in parameters else place for place in places}
+        lora, {parameters[name].name if name in parameters else name for name in adapted}
     )
-    config = within_language_model(
-        model, config_for_peft(model, config, places - parameters.keys())
-    )
+    adapted_modules = adapted - parameters.keys()
+    config = within_language_model(model, config_for_peft(model, config, adapted_modules))
     configs: Any = model.peft_config
     configs["default"] = config
-    # Only now, for the adapter's config: before, peft would have wrapped these modules, and renamed
-    # their parameters.
-    saved = {name.rpartition(".")[0] for names in saved_whole.values() for name in names}
-    config.modules_to_save = sorted(saved) or None
+    # Set only now, for the adapter's config file: before the injection it would have made peft wrap
+    # these modules, which renames their parameters.
+    config.modules_to_save = _list_modules(saved_whole) or None
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts parameters and buffers, but for the buffers that transformers keeps in fp32 in a model
-    of 16 bits: RoPE's frequencies, those that its class names, and complex numbers.
+    """Casts the parameters and buffers of `model` to `dtype`, except for some buffers.
 
-    At a distance of some hundred tokens a frequency that is rounded to bf16 turns by another angle.
-    `nn.Module.to` would make complex numbers real: those of RoPE in Llama 4's image tower.
+    These are the buffers that transformers keeps in fp32 in a 16-bit model, and complex ones. The
+    first are those that the model's class names, and RoPE's frequencies: rounded to bf16, a
+    frequency gives another angle at a distance of some hundred tokens. Complex buffers (RoPE in
+    Llama 4's image tower) would be made real by `nn.Module.to`.
     """
     buffers = dict(model.named_buffers())
-    in_fp32 = find_float32(model, buffers)
+    names_in_fp32 = find_float32(model, buffers)
     model.to(dtype)
     for name, buffer in buffers.items():
-        if name in in_fp32 or name.endswith(POSITIONS) or buffer.is_complex():
+        if name in names_in_fp32 or name.endswith(POSITIONS) or buffer.is_complex():
             set_buffer(model, name, buffer)
 
 
 def adapt_head(model: Any) -> None:
-    """Makes peft's layer around the output head the head, so that the loss includes the adapter."""
+    """Makes peft's layer around the output head a `LossHead`, so that the loss uses the adapter."""
     layer = head_of(model)
     base = layer.base_layer
     assert hasattr(layer, "lora_A") and not layer.lora_variant, "rules refuse DoRA and OFT here"
     layer.__class__ = _head_class()
-    if type(base) is nn.Linear:  # the model computes no loss
+    if type(base) is nn.Linear:  # `install_loss` was not called: the model computes no loss
         return
+    # The loss and a critic's parameters move from the base to the layer, which is the head now.
     for name in ("input_scale", "logits", "label_smoothing", "token_weights"):
         setattr(layer, name, base.__dict__.pop(name))
     base.__class__ = nn.Linear
-    for name, parameter in list(base.named_parameters()):  # a critic has more parameters
+    for name, parameter in list(base.named_parameters()):
         if name not in ("weight", "bias"):
             delattr(base, name)
             layer.register_parameter(name, parameter)
 
 
-def _find_places(model: nn.Module, lora: Lora) -> set[str]:
-    """The names of the modules in `model` that have adapters.
-
-    Raises `UserError` where `oft_block_size` does not divide the inputs of one of them: peft would
-    choose another size there.
+def _list_adapted(model: nn.Module) -> set[str]:
+    """The prefixes of the adapters' names: those of adapted modules, and those of adapted
+    parameters as `find_adapted_parameters` has them.
     """
-    places = {
-        name.partition(".lora_")[0].partition(ROTATION)[0]
-        for name, _ in model.named_parameters()
-        if is_adapter(name)
-    }
-    assert places, "the adapter is empty"
+    adapted = set()
+    for name, _ in model.named_parameters():
+        if is_adapter(name):
+            before_lora, _, _ = name.partition(".lora_")
+            module_name, _, _ = before_lora.partition(ROTATION)
+            adapted.add(module_name)
+    assert adapted, "the adapter is empty"
+    return adapted
+
+
+def _check_block_size(model: nn.Module, lora: Lora, adapted: Collection[str]) -> None:
+    """Raises `UserError` if `oft_block_size` does not divide the inputs of an adapted layer.
+
+    peft would choose another size there.
+    """
     if lora.oft_block_size is not None:
-        layers: dict[str, Any] = {place: model.get_submodule(place) for place in sorted(places)}
-        refuse_undivided(lora, {place: layer.in_features for place, layer in layers.items()})
-    return places
+        layers: dict[str, Any] = {name: model.get_submodule(name) for name in sorted(adapted)}
+        refuse_undivided(lora, {name: layer.in_features for name, layer in layers.items()})
+
+
+def _last_part(name: str) -> str:
+    """The part of a dotted name behind the last dot."""
+    return name.rpartition(".")[2]
+
+
+def _list_modules(saved_whole: Mapping[nn.Parameter, Sequence[str]]) -> list[str]:
+    """The names of the modules that hold these parameters, sorted."""
+    return sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
 
 
 def _find_task(model: nn.Module) -> str:
-    """Returns peft's name of the task of `model`."""
+    """Returns peft's name for what `model` computes, its `task_type`."""
     if not has_scores(model):
         return "CAUSAL_LM"
     return "TOKEN_CLS" if scores_tokens(model.config) else "SEQ_CLS"
 
 
 def find_name_suffix(name: str) -> str:
-    """The end of a layer's name, by which peft finds this kind of layer: from the last part that is
-    no number.
+    """The end of a layer's name by which peft finds all layers of its kind.
+
+    It starts at the last part of the name that is not a number.
 
     >>> find_name_suffix("layers.0.self_attn.q_proj"), find_name_suffix("layers.1.adapters.0.1")
     ('q_proj', 'adapters.0.1')
@@ -198,7 +218,7 @@ class AdaptedParameter:
 
     name: str  # in the base model
     shape: Shape  # [experts, out, in], or [out, in]
-    is_transposed: bool  # [experts, in, out]
+    is_transposed: bool  # whether `shape` is [experts, in, out] instead
 
 
 def _list_expert_parameters(model: nn.Module) -> list[str]:
@@ -214,9 +234,10 @@ def _list_expert_parameters(model: nn.Module) -> list[str]:
 def find_adapted_parameters(
     model: nn.Module, targets: Collection[str]
 ) -> dict[str, AdaptedParameter]:
-    """Finds the parameters that `targets` name by the end of their names.
+    """Finds the parameters whose names end with one of `targets`.
 
-    The rule is peft's (`BaseTuner._inject_parameters`).
+    Names them as peft does (`BaseTuner._inject_parameters`), which nests the adapters of a module's
+    parameters.
 
     Args:
         model: Without adapters.
@@ -227,15 +248,15 @@ def find_adapted_parameters(
     """
     adapted = {}
     for path, module in model.named_modules():
-        named = [
+        parameters = [
             (f"{path}.{name}", parameter)
             for name, parameter in module.named_parameters(recurse=False)
         ]
         matched = [
-            (name, parameter) for name, parameter in named if is_parameter_named(name, targets)
+            (name, parameter) for name, parameter in parameters if is_parameter_named(name, targets)
         ]
         is_transposed = bool(getattr(module, "is_transposed", False))
-        for depth, (name, parameter) in enumerate(reversed(matched)):
+        for depth, (name, parameter) in enumerate(reversed(matched)):  # the last is outermost
             adapted[path + ".base_layer" * depth] = AdaptedParameter(
                 name, tuple(parameter.shape), is_transposed
             )
@@ -243,28 +264,29 @@ def find_adapted_parameters(
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
-    """Puts the adapters of `config`, a peft LoraConfig, on exactly the modules that it names.
+    """Puts adapters on exactly the modules that `config`, a peft LoraConfig or OFTConfig, names.
 
     In many mixtures peft takes `gate_proj` for a layer of a routed expert, as in transformers 4. It
-    would move the adapters of shared experts and dense layers onto the routed experts. Here it does
-    not translate names.
+    would move the adapters of shared experts and dense layers onto the routed experts. So its
+    translation of names is switched off during the injection.
     """
     from peft import inject_adapter_in_model
-    from peft.utils import transformers_weight_conversion as names
+    from peft.utils import transformers_weight_conversion as peft_conversion
 
-    convert: Any = names.convert_peft_config_for_transformers
-    names.convert_peft_config_for_transformers = lambda *_, **__: None
+    convert: Any = peft_conversion.convert_peft_config_for_transformers
+    peft_conversion.convert_peft_config_for_transformers = lambda *_, **__: None
     try:
         inject_adapter_in_model(config, model)
     finally:
-        names.convert_peft_config_for_transformers = convert
+        peft_conversion.convert_peft_config_for_transformers = convert
 
 
 def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> Any:
-    """Changes `config` so that plain peft puts the adapters on the modules that were trained.
+    """Returns a config with which plain peft puts the adapters on the modules that were trained.
 
-    A layer that peft would take for a routed expert's (`inject_adapters`) is named by its weight as
-    a parameter; the tensors of its adapter are the same.
+    peft would move the adapters of some layers onto the routed experts (`inject_adapters`). Those
+    layers are not named as modules; their weights are named as parameters instead. The adapter's
+    tensors are the same. Returns `config` itself if there are no such layers.
 
     Args:
         model: The adapted model.
@@ -274,62 +296,70 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
     Raises:
         UserError: peft could not open the adapter.
     """
-    renamed = {name for name in config.target_modules or () if _is_renamed(model, config, name)}
-    if not renamed:
+    moved = {name for name in config.target_modules or () if _is_moved_by_peft(model, config, name)}
+    if not moved:
         return config
     is_rotation = config.peft_type == "OFT"
     if is_rotation or config.use_dora:
         key = "oft_block_size" if is_rotation else "use_dora"
         raise UserError(
-            f"{key}: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
+            f"{key}: peft cannot open such an adapter on {', '.join(sorted(moved))} of "
             f"{type(model).__name__}, which it takes for layers of the routed experts; leave "
             f"{key} out, or name others in lora_target_modules"
         )
     config = copy.deepcopy(config)
-    weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, renamed)]
+    weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, moved)]
     config.target_parameters = [*(config.target_parameters or ()), *sorted(weights)]
-    config.target_modules = sorted(set(config.target_modules) - renamed)
+    config.target_modules = sorted(set(config.target_modules) - moved)
     config.lora_dropout = 0.0  # peft refuses it for parameters, and only training needs it
-    for patterns in ("rank_pattern", "alpha_pattern"):
+    for pattern_key in ("rank_pattern", "alpha_pattern"):
+        # A pattern that matched a layer's name must match the name of the layer's weight as well.
+        patterns = getattr(config, pattern_key)
         setattr(
             config,
-            patterns,
-            {rf"({key})(\.weight)?": value for key, value in getattr(config, patterns).items()},
+            pattern_key,
+            {rf"({name})(\.weight)?": value for name, value in patterns.items()},
         )
     return config
 
 
-def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
-    """Whether plain peft would put the adapters of `target` on other modules."""
+def _is_moved_by_peft(model: nn.Module, config: Any, target: str) -> bool:
+    """Whether plain peft would put the adapters of `target` on other modules.
+
+    Asks peft's own translation, with a config that has no other target.
+    """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    alone = copy.copy(config)
-    alone.target_modules = {target}
+    single = copy.copy(config)
+    single.target_modules = {target}
     if config.peft_type != "OFT":
-        alone.target_parameters = None
-        alone.rank_pattern = {}
-        alone.alpha_pattern = {}
+        single.target_parameters = None
+        single.rank_pattern = {}
+        single.alpha_pattern = {}
     try:
-        convert_peft_config_for_transformers(alone, model, None)
+        convert_peft_config_for_transformers(single, model, None)
     except ValueError:  # `target` is half of a layer that transformers 5 has joined
         return True
-    return set(alone.target_modules) != {target}
+    return set(single.target_modules) != {target}
 
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
-    """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
-    named = names_of_parameters(model)
+    """Maps each parameter that `modules_to_save` names to all its names.
+
+    Only parameters of the language model count. Raises `UserError` if a pattern names none.
+    """
+    names_by_parameter = names_of_parameters(model)
     text = text_names(model)
-    refuse_unmatched("modules_to_save", lora.modules_to_save, named.values(), text)
+    refuse_unmatched("modules_to_save", lora.modules_to_save, names_by_parameter.values(), text)
     return {
         parameter: names
-        for parameter, names in named.items()
+        for parameter, names in names_by_parameter.items()
         if names[0].startswith(text) and is_saved_whole(names, lora)
     }
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter -> all its names; a tied one has several."""
+    """Maps each parameter to all its names; a tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -337,9 +367,10 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def within_language_model(model: Any, config: Any) -> Any:
-    """Limits the target_modules of `config` to the language model of a vision-language model.
+    """Returns a config whose target_modules are limited to the language model.
 
-    Its tower has layers of the same names, so the targets become a regular expression.
+    The tower of a vision-language model has layers of the same names, so the targets become a
+    regular expression. Returns `config` itself for other models.
     """
     if not has_other_parts(model) or not config.target_modules:
         return config
@@ -367,17 +398,16 @@ def make_config(
 
     Args:
         lora: The recipe's keys.
-        linear_layers: The names that `all-linear` means; it excludes the head and `saved_whole`.
+        linear_layers: The ends of names that `all-linear` means. The head among them is left out.
         head: The head's name.
-        saved_whole: The parameters that are trained whole, with their names.
+        saved_whole: The parameters that are trained whole, with their names; they get no adapters.
     """
     from peft import LoraConfig, OFTConfig
 
-    saved = sorted({name.rpartition(".")[0] for names in saved_whole.values() for name in names})
     targets = set(lora.named_targets)
     if lora.adapts_all:
-        targets |= linear_layers - {head.rpartition(".")[2]}
-    excluded = [name for name in saved if name.rpartition(".")[2] in targets] or None
+        targets |= linear_layers - {_last_part(head)}
+    excluded = [name for name in _list_modules(saved_whole) if _last_part(name) in targets] or None
     if lora.oft_block_size is not None:
         return OFTConfig(
             oft_block_size=lora.oft_block_size,
@@ -403,16 +433,16 @@ def make_config(
 def with_adapters(
     base: Values, shapes: Mapping[str, torch.Size], seed: int, multiplied: Values | None = None
 ) -> Values:
-    """Adds the first values of adapters to those of `base`.
+    """Returns the values of `base`, and for adapters their first values.
 
     A is uniform (He et al. 2015 with a = sqrt 5, as in peft) and B is zero. DoRA's magnitude is the
-    norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0).
+    norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0). OFT's vectors are zero.
 
     Args:
-        base: The values of the frozen parameters.
-        shapes: The shape of every parameter, by name.
+        base: The values of all other parameters.
+        shapes: The shape of each adapter parameter, by name.
         seed: The run's seed.
-        multiplied: The weights that layers multiply by, where they are not those of `base`.
+        multiplied: The weights that layers multiply by, if they are not those of `base`.
     """
     multiplied = multiplied or base
 
@@ -426,9 +456,10 @@ def with_adapters(
         if ".lora_B." in name or ROTATION in name:
             return torch.zeros(shapes[name])[slices]
         if ".lora_magnitude_vector." in name:
-            layer = name.split(".lora_magnitude_vector.")[0]
-            columns = slice(0, shapes[f"{layer}.lora_A{ADAPTER}"][1])
-            rows = multiplied(f"{layer}.base_layer.weight", (slices[0], columns))
+            layer, _, _ = name.partition(".lora_magnitude_vector.")
+            _, width = shapes[f"{layer}.lora_A{ADAPTER}"]
+            rows_slice = slices[0]  # each row of the weight has one magnitude
+            rows = multiplied(f"{layer}.base_layer.weight", (rows_slice, slice(0, width)))
             norm: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
             return norm
         raise AssertionError(f"{name}: an adapter parameter without a start value")
@@ -437,7 +468,7 @@ def with_adapters(
 
 
 def remake_indices(model: nn.Module) -> None:
-    """Computes the indices of peft's rotations again, which peft has moved to the meta device."""
+    """Makes the index tensors of peft's rotations again, which peft has moved to meta."""
     for module in model.modules():
         if type(module).__name__ == "OFTRotationModule":
             size: Any = module.block_size
@@ -450,11 +481,11 @@ def make_rotations(vectors: Tensor, block_size: int) -> Tensor:
     """Makes OFT's rotations as peft does: I + 2Q + 2Q^2 + 2Q^3 + Q^4.
 
     This approximates the Cayley transform (I + Q) / (I - Q) (Qiu et al. 2025, arXiv:2506.19847). Q
-    is skew-symmetric, with `vectors` above its diagonal.
+    is skew-symmetric, and its elements above the diagonal are `vectors`.
 
     Args:
-        vectors: [blocks, size (size - 1) / 2].
-        block_size: The size.
+        vectors: [blocks, size (size - 1) / 2], row by row.
+        block_size: The size of a block.
 
     Returns:
         [blocks, size, size].
@@ -469,17 +500,20 @@ def make_rotations(vectors: Tensor, block_size: int) -> Tensor:
 
 
 def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
-    """Adds the values of the adapter in `folder` to those of `start`.
+    """Returns the values of the adapter in `folder`, and those of `start` for everything else.
+
+    The adapter may lack parameters that the model trains whole, such as new tokens. peft may have
+    saved a copy of an adapted layer's own weight with the adapter; it must equal the base's, which
+    is checked when the value is read.
 
     Args:
-        model: Unsharded, with its adapters. The files may lack what it trains whole, such as new
-            tokens.
-        folder: An adapter by peft.
-        start: The values of what the adapter does not hold.
+        model: Unsharded, with its adapters.
+        folder: A peft adapter.
+        start: The values of the parameters that the adapter does not hold.
 
     Raises:
-        UserError: The adapter's tensors are not those of the model's adapters, by name and shape;
-            or its copy of an adapted head, which peft saves beside it, is not the base's.
+        UserError: The adapter's tensors do not match the model's adapters by name and shape; or,
+            when called, the values find that a copied weight is not the base's.
     """
     where = f"adapter_name_or_path: {folder}"
     stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
@@ -488,25 +522,26 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
         for parameter, names in names_of_parameters(model).items()
         if parameter.requires_grad
     }
+    # A tied parameter is known by its first name; the files may have it under any.
     first_names = {peft_name(name): names[0] for names in trained.values() for name in names}
-    bases = {name: peft_name(own) for name, own in list_base_layers(model).items()}
     tensors = {first_names[name]: tensor for name, tensor in stored.items() if name in first_names}
     adapters = {names[0] for names in trained.values() if is_adapter(names[0])}
+    base_layers = {name: peft_name(inner) for name, inner in list_base_layers(model).items()}
     missing = sorted(adapters - tensors.keys())
-    extra = sorted(stored.keys() - first_names.keys() - set(bases.values()))
+    extra = sorted(stored.keys() - first_names.keys() - set(base_layers.values()))
     if missing or extra:
-        raise _misfit(where, model, missing, extra)
+        raise _make_mismatch_error(where, model, missing, extra)
     shapes = {names[0]: tuple(parameter.shape) for parameter, names in trained.items()}
     _check_shapes(where, model, tensors, shapes)
-    copies = {name: stored[own] for name, own in bases.items() if own in stored}
+    base_copies = {name: stored[inner] for name, inner in base_layers.items() if inner in stored}
 
     def values(name: str, slices: Slices) -> Tensor:
         if name in tensors:
             return read_slice(tensors[name], slices)
         value = start(name, slices)
-        if name in copies:
-            copy_of_base = read_slice(copies[name], slices)
-            if not torch.equal(copy_of_base, value.to(copy_of_base.dtype)):
+        if name in base_copies:
+            copied = read_slice(base_copies[name], slices)
+            if not torch.equal(copied, value.to(copied.dtype)):
                 raise UserError(
                     f"{where}: was trained on another {base_name(name)} than the base's, and holds "
                     "it; name the base model that it was trained on"
@@ -516,7 +551,10 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     return values
 
 
-def _misfit(where: str, model: nn.Module, missing: list[str], extra: list[str]) -> UserError:
+def _make_mismatch_error(
+    where: str, model: nn.Module, missing: list[str], extra: list[str]
+) -> UserError:
+    """Makes the error for an adapter with `missing` and `extra` tensors; it names the first."""
     if missing:
         first = f"it has no {peft_name(missing[0])}"
     else:
@@ -531,7 +569,10 @@ def _misfit(where: str, model: nn.Module, missing: list[str], extra: list[str]) 
 def _check_shapes(
     where: str, model: nn.Module, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]
 ) -> None:
-    """Raises `UserError` where a tensor of an adapter has another shape than its parameter."""
+    """Raises `UserError` if one of an adapter's `tensors` has another shape than its parameter.
+
+    shapes: The parameters' shapes by name; the adapter need not have all of them.
+    """
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             raise UserError(
@@ -542,13 +583,16 @@ def _check_shapes(
 
 
 def list_base_layers(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter of an adapted layer's base -> its name in that layer."""
-    layers = {}
+    """Maps the first name of each parameter in an adapted layer's base to its name in the layer.
+
+    The two differ for a tied parameter, such as the embedding that an adapted head shares.
+    """
+    names_in_layers = {}
     for names in names_of_parameters(model).values():
         for name in names:
             if ".base_layer." in name:
-                layers[names[0]] = name
-    return layers
+                names_in_layers[names[0]] = name
+    return names_in_layers
 
 
 def seed_of(seed: int, name: str) -> int:
@@ -558,10 +602,15 @@ def seed_of(seed: int, name: str) -> int:
 
 @cache
 def _head_class() -> type[nn.Module]:
-    """peft's layer around an output head, as a `LossHead`."""
+    """Makes the class of an adapted output head: peft's `Linear` as a `LossHead`.
+
+    It is made at the first call and not at import, because importing peft takes a second.
+    """
     from peft.tuners.lora.layer import Linear as PeftLinear
 
     class AdaptedHead(LossHead, PeftLinear):  # type: ignore[misc]
+        """Declares the attributes of peft's layer that it reads."""
+
         base_layer: Any
         lora_A: Any  # noqa: N815
         lora_B: Any  # noqa: N815
@@ -576,29 +625,30 @@ def _head_class() -> type[nn.Module]:
             weight = self.without_gradient(weight)
             if self.disable_adapters:
                 return HeadProduct(hidden, weight, bias, shard=shard)
-            joined = torch.cat((hidden, self._multiply_by_a(hidden)), -1)
-            b = self._scaled_b(hidden.device)
-            own_b = b.to_local() if isinstance(b, DTensor) else b
-            return HeadProduct(joined, weight, bias, own_b, shard)
+            hidden_and_inner = torch.cat((hidden, self._multiply_by_a(hidden)), -1)
+            scaled_b = self._scale_b(hidden.device)
+            local_b = scaled_b.to_local() if isinstance(scaled_b, DTensor) else scaled_b
+            return HeadProduct(hidden_and_inner, weight, bias, local_b, shard)
 
         def compute_logits(self, hidden: Tensor) -> Tensor:
             base = self.base_layer
             logits = base(replicate(hidden, base.weight))
             if not self.disable_adapters:
                 inner = replicate(self._multiply_by_a(hidden), base.weight)
-                logits = logits + F.linear(inner, self._scaled_b(hidden.device).to(inner.dtype))
+                logits = logits + F.linear(inner, self._scale_b(hidden.device).to(inner.dtype))
             return gather_whole(logits)
 
         def _multiply_by_a(self, hidden: Tensor) -> Tensor:
-            """Multiplies hidden states [..., hidden] by A: [..., rank], in their dtype."""
+            """Computes hidden states [..., hidden] times A: [..., rank], in the dtype of hidden."""
             a = self.lora_A[ADAPTER_NAME]
             inner = a(self.lora_dropout[ADAPTER_NAME](hidden.to(a.weight.dtype)))
             return inner.to(hidden.dtype)  # type: ignore[no-any-return]
 
-        def _scaled_b(self, device: torch.device) -> Tensor:
-            """B [vocabulary, rank] times the adapter's scale."""
+        def _scale_b(self, device: torch.device) -> Tensor:
+            """Computes B times the adapter's scale: [vocabulary, rank]."""
             b = self.lora_B[ADAPTER_NAME]
-            if isinstance(b, Fsdp1):  # its weight is whole only in its own forward
+            if isinstance(b, Fsdp1):
+                # FSDP1 gathers the weight only for the module's own forward, so that computes it.
                 rank = self.r[ADAPTER_NAME]
                 weight = b(torch.eye(rank, device=device)).t()
             else:

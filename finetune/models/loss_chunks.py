@@ -1,9 +1,10 @@
-"""The loss and its gradients, computed in chunks of tokens.
+"""The loss of an output head and its gradients, computed in chunks of tokens.
 
-For torch.compile a chunk's scores are read twice or three times, and only their gradient is
-written; the eager version writes and reads them in fp32 at every operation. The compiled one has
-the same equations, without updates in place, and with the label found by comparison: adding to a
-position would keep a compiler from fusing what is around it.
+A chunk's scores [tokens, vocabulary] are computed by `compute_chunk`, or by `compute_fused_chunk`
+under torch.compile. The first writes and reads fp32 scores at every operation. The second reads the
+scores two or three times and writes only their gradient. It has the same equations, but updates
+nothing in place and finds the label by comparison: adding to one position would keep the compiler
+from fusing the operations around it.
 """
 
 import functools
@@ -23,8 +24,10 @@ from finetune.distributed.tensor_parallel import VocabularyShard
 def choose_chunk_tokens(
     weight: Tensor, shard: VocabularyShard | None, device_type: str, *, trains_head: bool
 ) -> int:
-    """Tokens in a chunk of the loss, by the head's rows here; by the most of a rank, as all meet in
-    each chunk.
+    """Chooses the tokens in a chunk of the loss, by the number of the head's rows on this rank.
+
+    If the head is sharded, all ranks choose alike, by the largest number of rows on any rank: they
+    communicate in every chunk.
     """
     if shard is None:
         rows = weight.shape[0]
@@ -34,8 +37,10 @@ def choose_chunk_tokens(
 
 
 class LogitTransform(NamedTuple):
-    """The function of a head's output before the softmax: softcap * tanh(scale * logits / softcap)
-    / temperature.
+    """What turns a head's scores into logits, before the softmax.
+
+    logits = softcap * tanh(scale * scores / softcap) / temperature; without a softcap, scale *
+    scores / temperature.
     """
 
     scale: float = 1.0
@@ -43,10 +48,12 @@ class LogitTransform(NamedTuple):
     temperature: float = 1.0
 
     def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits that the softmax takes, from the head's output [..., vocabulary], and what
-        `backward` needs.
+        """Computes the logits of `scores` [..., vocabulary], in fp32 or wider.
 
-        In fp32 or wider, where they are not the scores themselves.
+        If nothing is changed, the logits are `scores` itself in its own dtype.
+
+        Returns:
+            (logits, the tanh that `backward` needs, or None without a softcap).
         """
         if self.scale != 1.0:
             scores = scores.to(widen(scores.dtype)) * self.scale
@@ -59,7 +66,11 @@ class LogitTransform(NamedTuple):
         return scores, capped
 
     def backward(self, grad: Tensor, capped: Tensor | None) -> Tensor:
-        """The gradient to the scores, in place of that to the logits. `capped`: from `forward`."""
+        """Turns the gradient to the logits into the gradient to the scores, in place.
+
+        Args:
+            capped: The second value that `forward` returned.
+        """
         if self.temperature != 1.0:
             grad /= self.temperature
         if capped is not None:
@@ -72,98 +83,105 @@ class LogitTransform(NamedTuple):
 UNCHANGED = LogitTransform()
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""To hidden [tokens, hidden] in its type, weight, bias and an adapter's B in fp32; None where not
-needed.
+"""The gradients to (hidden, weight, bias, an adapter's B); None for one that is not needed.
+
+That to hidden has the dtype of hidden, the others are in fp32 or wider.
 """
 
 
 class HeadProduct(NamedTuple):
-    """What an output head multiplies, as this rank has it.
+    """The tensors that an output head multiplies, as this rank has them.
 
-    The scores are hidden @ weight.T + bias. With an adapter (LoRA), hidden has in its last columns
-    what A makes of the states, and B, times its scale, multiplies those: no weight is added up, nor
-    is the frozen one copied.
+    The scores are states @ weight.T + bias. A LoRA adapter adds inner @ adapter_b.T to them, where
+    inner = states @ A.T. So no product B A is ever added to a copy of the weight.
     """
 
-    hidden: Tensor  # [tokens, hidden], or [tokens, hidden + rank]
+    hidden: Tensor  # [tokens, hidden]: the states; with an adapter [tokens, hidden + rank]
     weight: Tensor  # [vocabulary, hidden]
     bias: Tensor | None = None  # [vocabulary]
-    adapter_b: Tensor | None = None  # [vocabulary, rank]
-    # to which weight, bias and B belong, whose group calls together; None: all of it
+    adapter_b: Tensor | None = None  # [vocabulary, rank], B times the adapter's scale
+    # The rows of the vocabulary that weight, bias and B are. All ranks of its group compute the
+    # loss together. None: this rank has all rows.
     shard: VocabularyShard | None = None
 
     def to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Its tensors in one type."""
+        """(hidden, weight, bias, adapter_b) in `dtype`."""
         bias = None if self.bias is None else self.bias.to(dtype)
         adapter_b = None if self.adapter_b is None else self.adapter_b.to(dtype)
         return self.hidden.to(dtype), self.weight.to(dtype), bias, adapter_b
 
     def needs_grad(self) -> tuple[bool, ...]:
-        """Which of the `Gradients` are needed now."""
+        """Which of the `Gradients` are needed now; none where torch records no gradients."""
         return find_needed_gradients(*self[:4])
 
 
 def multiply_by_head(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_b: Tensor | None
 ) -> Tensor:
-    """The scores [tokens, vocabulary] of tensors as `HeadProduct` has them, all of one type."""
+    """Computes the scores [tokens, vocabulary] of a `HeadProduct`, whose tensors are of one dtype.
+
+    `hidden` has the columns of the adapter's inner product behind those of the states.
+    """
     if adapter_b is None:
         return F.linear(hidden, weight, bias)
     width = weight.shape[1]
-    scores = F.linear(hidden[:, :width], weight, bias)
-    out = None if torch.is_grad_enabled() else scores
-    return torch.addmm(scores, hidden[:, width:], adapter_b.t(), out=out)
+    states = hidden[:, :width]
+    inner = hidden[:, width:]
+    scores = F.linear(states, weight, bias)
+    out = None if torch.is_grad_enabled() else scores  # autograd refuses `out`
+    return torch.addmm(scores, inner, adapter_b.t(), out=out)
 
 
 ChunkFunction = Callable[
     [Tensor, Tensor, Tensor | None, LogitTransform, float, torch.dtype | None],
     tuple[Tensor, Tensor | None],
 ]
-"""`compute_chunk`, or a function that computes the same."""
+"""`compute_chunk` without its last argument, or a function that computes the same."""
+
+# EAFT's weight is the entropy of this many largest logits, divided by about its maximum, ln 20.
+EAFT_LOGITS = 20
+EAFT_DIVISOR = 3.0
 
 
 class TokenWeights(NamedTuple):
-    """The factors of each token's loss, without a gradient of their own."""
+    """How a token's loss is weighted by the model's own confidence. No gradient goes through it.
+
+    "dft": by the label's probability (Wu et al. 2025, arXiv:2508.05629). "eaft": by the entropy of
+    the largest logits.
+    """
 
     kind: Literal["dft", "eaft"]
-    alpha: float = 1.0
+    alpha: float = 1.0  # exponent of the entropy, for "eaft"
 
-    def of_logits(self, logits: Tensor) -> Tensor | None:
-        """[tokens]: the entropy of the 20 largest logits [tokens, vocabulary] over 3, to the power
-        of alpha (EAFT); None where logits do not matter (DFT).
-        """
+    def find_entropy_factors(self, logits: Tensor) -> Tensor | None:
+        """EAFT: computes the factors [tokens] from `logits` [tokens, vocabulary]. DFT: None."""
         if self.kind == "dft":
             return None
-        largest = torch.log_softmax(
-            logits.topk(min(20, logits.shape[1])).values, -1, dtype=widen(logits.dtype)
-        )
-        return (-(largest.exp() * largest).sum(1) / 3.0) ** self.alpha
+        largest_logits = logits.topk(min(EAFT_LOGITS, logits.shape[1])).values
+        log_probs = torch.log_softmax(largest_logits, -1, dtype=widen(logits.dtype))
+        entropy = -(log_probs.exp() * log_probs).sum(1)
+        return (entropy / EAFT_DIVISOR) ** self.alpha
 
-    def choose(self, of_logits: Tensor | None, log_probabilities: Tensor) -> Tensor:
-        """[tokens]: what `of_logits` returned, or the probability of each label (DFT: Wu et al.
-        2025, arXiv:2508.05629).
-        """
-        if of_logits is not None:
-            return of_logits
-        return log_probabilities.exp()
+    def choose_factors(self, entropy_factors: Tensor | None, label_log_probs: Tensor) -> Tensor:
+        """The factors [tokens]: `entropy_factors` if they are given, else label probabilities."""
+        if entropy_factors is not None:
+            return entropy_factors
+        return label_log_probs.exp()
 
 
 class ChunkOptions(NamedTuple):
-    """How a loss of a head's scores is computed chunk by chunk.
-
-    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the
-    vocabulary.
-    """
+    """How a loss of a head's scores is computed chunk by chunk."""
 
     logits: LogitTransform = UNCHANGED
-    tokens: int | None = None  # of a chunk, at most; None: those of `choose_chunk_tokens`
-    trains_head: bool = True  # or is frozen: in every pass alike, with gradients or without
+    tokens: int | None = None  # in a chunk, at most; None: by `choose_chunk_tokens`
+    # Whether the run trains the head. It is the same in a pass without gradients, so that chunks
+    # have the same size there.
+    trains_head: bool = True
+    # The weight of the mean over the vocabulary, as torch's (Szegedy et al. 2016, section 7).
     label_smoothing: float = 0.0
-    # to which weight and bias belong, whose group calls together; None: all of it
-    shard: VocabularyShard | None = None
-    # what loss and gradients weigh each token by; None: all alike
-    weigh: TokenWeights | None = None
-    # computes a chunk of a whole vocabulary, compiled; None: `compute_chunk`
+    shard: VocabularyShard | None = None  # see `HeadProduct`
+    weigh: TokenWeights | None = None  # weights the loss and gradients of each token; None: by 1
+    # Computes a chunk of an unsharded head, compiled; None: `compute_chunk` does.
     function: ChunkFunction | None = None
 
 
@@ -173,9 +191,9 @@ PLAIN = ChunkOptions()
 class Computed(NamedTuple):
     """The results of `compute_in_chunks`."""
 
-    loss: Tensor  # fp32 scalar: minus the sum of the log-probabilities
-    log_probabilities: Tensor  # fp32[tokens]; 0 where the label is IGNORE_INDEX
-    gradients: Gradients  # of the loss
+    loss: Tensor  # fp32 scalar: minus the sum of the labels' log-probabilities, times any `weigh`
+    log_probabilities: Tensor  # fp32[tokens], of the labels; 0 where the label is IGNORE_INDEX
+    gradients: Gradients  # of the loss; with `token_weights`, of the loss weighted by these
 
 
 def compute_in_chunks(
@@ -188,8 +206,9 @@ def compute_in_chunks(
     token_weights: Tensor | None = None,
     adapter_b: Tensor | None = None,
 ) -> Computed:
-    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight, bias
-    and B, where needed.
+    """Computes the log-probabilities of `labels`, the loss, and the gradients that are needed.
+
+    All ranks of a shard's group call it together.
 
     Args:
         hidden, weight, bias, adapter_b: As `HeadProduct` has them. All but the bias are in the
@@ -197,8 +216,8 @@ def compute_in_chunks(
         labels: int64[tokens], or IGNORE_INDEX.
         chunks: How the loss is computed.
         needs_grad: Which of the `Gradients` are computed.
-        token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None:
-            all alike.
+        token_weights: fp32[tokens]: each token's gradient, but not its loss, is multiplied by its
+            weight. None: by 1.
     """
     wide = widen(weight.dtype)
     shard = chunks.shard
@@ -206,18 +225,22 @@ def compute_in_chunks(
     chunk_tokens = chunks.tokens or choose_chunk_tokens(
         weight, shard, hidden.device.type, trains_head=chunks.trains_head
     )
-    # The bias's gradient is a sum of the scores' gradients, which is exact of unrounded ones alone.
+    # The bias's gradient sums the scores' gradients over tokens, so these must not be rounded.
+    _, _, bias_needs_grad, _ = needs_grad
     grad_dtype = None
     if any(needs_grad):
-        grad_dtype = wide if needs_grad[2] else hidden.dtype
+        grad_dtype = wide if bias_needs_grad else hidden.dtype
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
 
     def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+        """Adds a chunk to the results, and returns the gradient to its scores."""
         nonlocal loss
-        of_logits = None
+        entropy_factors = None
         if chunks.weigh is not None:  # before the scores are overwritten
-            of_logits = chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
+            transformed, capped = chunks.logits.forward(scores)
+            entropy_factors = chunks.weigh.find_entropy_factors(transformed)
+            del transformed, capped  # each may be as large as the chunk's scores
         arguments = (
             scores,
             labels[chunk],
@@ -226,24 +249,27 @@ def compute_in_chunks(
             chunks.label_smoothing,
             grad_dtype,
         )
-        # A compiler makes another graph for one token, which the last chunk may have.
+        # The compiler would make another graph for a chunk of one token, as the last one may be.
         if function is None or shard is not None or len(scores) == 1:
-            of_labels, grad_scores = compute_chunk(*arguments, shard)
+            label_log_probs, grad_scores = compute_chunk(*arguments, shard)
         else:
-            of_labels, grad_scores = function(*arguments)
-        log_probabilities[chunk] = of_labels
+            label_log_probs, grad_scores = function(*arguments)
+        log_probabilities[chunk] = label_log_probs
+        weighted_log_probs = label_log_probs
         if chunks.weigh is not None:
-            factors = chunks.weigh.choose(of_logits, of_labels)
-            of_labels = of_labels * factors
+            factors = chunks.weigh.choose_factors(entropy_factors, label_log_probs)
+            weighted_log_probs = label_log_probs * factors
             if grad_scores is not None:
                 grad_scores *= factors.unsqueeze(1)
-        loss -= of_labels.sum()
+        loss -= weighted_log_probs.sum()
         return grad_scores
 
     tensors = hidden, weight, bias, adapter_b
     gradients = backward_in_chunks(*tensors, add_chunk, chunk_tokens, needs_grad)
-    if shard is not None and gradients[0] is not None:
-        dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
+    grad_hidden, *_ = gradients
+    if shard is not None and grad_hidden is not None:
+        # Each rank has only what its own rows of the head add to this gradient.
+        dist.all_reduce(grad_hidden, group=shard.group)
     return Computed(loss, log_probabilities, gradients)
 
 
@@ -256,28 +282,34 @@ def backward_in_chunks(
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
 ) -> Gradients:
-    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its
-    place among the tokens, and multiplies the gradients to the scores that it returns back through
-    the head; where the bias is trained, in fp32 or wider.
+    """Runs the head's forward and backward chunk by chunk, and returns the gradients.
+
+    Args:
+        hidden, weight, bias, adapter_b: As `HeadProduct` has them.
+        compute_chunk: Takes a chunk's scores [tokens of the chunk, vocabulary] and its slice of the
+            tokens, and returns the gradient to these scores, or None. The gradient is in fp32 or
+            wider if the bias needs one.
+        chunk_tokens: The most tokens in a chunk.
+        needs_grad: Which of the `Gradients` are computed.
     """
-    to_hidden, to_weight, to_bias, to_b = needs_grad
+    hidden_needs_grad, weight_needs_grad, bias_needs_grad, b_needs_grad = needs_grad
     wide = widen(weight.dtype)
-    width = weight.shape[1]
-    grad_hidden = torch.empty_like(hidden) if to_hidden else None
+    width = weight.shape[1]  # the columns of `hidden` behind it are multiplied by the adapter's B
+    grad_hidden = torch.empty_like(hidden) if hidden_needs_grad else None
     grad_weight = None
-    if to_weight:
+    if weight_needs_grad:
         grad_weight = torch.zeros_like(weight, dtype=wide)
     grad_bias = None
-    if to_bias and bias is not None:
+    if bias_needs_grad and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=wide)
     grad_b = None
-    if to_b and adapter_b is not None:
+    if b_needs_grad and adapter_b is not None:
         grad_b = torch.zeros_like(adapter_b, dtype=wide)
-    own_bias = None if bias is None else bias.to(weight.dtype)
+    cast_bias = None if bias is None else bias.to(weight.dtype)
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        scores = multiply_by_head(hidden[chunk], weight, own_bias, adapter_b)
+        scores = multiply_by_head(hidden[chunk], weight, cast_bias, adapter_b)
         grad_scores = compute_chunk(scores, chunk)
         if grad_scores is not None:
             if grad_bias is not None:
@@ -291,14 +323,15 @@ def backward_in_chunks(
                 _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk, :width])
             if grad_b is not None:
                 _accumulate_product(grad_b, grad_scores.t(), hidden[chunk, width:])
-        del scores, grad_scores  # else they live until the next chunk's are there
+        del scores, grad_scores  # else they would live until those of the next chunk exist
     return grad_hidden, grad_weight, grad_bias, grad_b
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the
-    backward keeps no logits and multiplies nothing again (as Liger does: Hsu et al. 2024,
-    arXiv:2410.10989).
+    """A loss of the head's scores whose gradients are computed in the forward.
+
+    So no logits are kept for the backward, which only scales the gradients (as Liger does: Hsu et
+    al. 2024, arXiv:2410.10989).
     """
 
     @staticmethod
@@ -309,46 +342,49 @@ class HeadLoss(torch.autograd.Function):
         bias: Tensor | None,
         adapter_b: Tensor | None,
         positions: Tensor | None,
-        needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """Computes the loss and its gradients, which the backward only scales.
+        """Computes the loss, and its gradients for the backward.
 
-        `compute`: from hidden at `positions` (None: all), weight and B, all in the type in which
-        products run, to the loss (0-dim), or to sums of which the first is the loss, and the loss's
-        gradients.
+        Args:
+            hidden, weight, bias, adapter_b: As `HeadProduct` has them.
+            positions: int64[trained positions], the tokens that have a loss; None: all tokens.
+            compute: Takes (hidden at `positions`, weight, B) in the dtype in which products run.
+                Returns (the loss, its gradients); in place of the loss it may return several sums,
+                the loss first.
         """
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            trained = hidden if positions is None else hidden[positions]
-            own_b = None if adapter_b is None else adapter_b.to(dtype)
-            sums, (grad_hidden, *others) = compute(trained.to(dtype), weight.to(dtype), own_b)
+            trained_hidden = hidden if positions is None else hidden[positions]
+            cast_b = None if adapter_b is None else adapter_b.to(dtype)
+            sums, (grad_hidden, *other_gradients) = compute(
+                trained_hidden.to(dtype), weight.to(dtype), cast_b
+            )
         if positions is not None and grad_hidden is not None:
             grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
-        given = hidden, weight, bias, adapter_b
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in given]
-        ctx.gradients = [grad_hidden, *others]
+        inputs = hidden, weight, bias, adapter_b
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.gradients = [grad_hidden, *other_gradients]
         return sums
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs
-        upstream = upstream if upstream.dim() == 0 else upstream[0]
+        if upstream.dim() != 0:  # of several sums only the first, the loss, has gradients
+            upstream = upstream[0]
         gradients = ctx.gradients
-        ctx.gradients = None  # the graph may live on until the next forward; these need not
-        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way
-        # everywhere.
+        ctx.gradients = None  # frees them now: the graph may live until the next forward
+        # `upstream` holds the factor 1 / trained tokens. Rounded to bf16 it would be wrong by up to
+        # 0.4%, and all gradients with it, so the product runs in fp32.
         scaled = (
-            None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
-            for g, t in zip(gradients, ctx.dtypes, strict=True)
+            None if gradient is None else gradient.to(upstream.dtype).mul_(upstream).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None)
+        return (*scaled, None, None)
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or `dtype` where that is wider: what a softmax and the sums of a loss are computed
-    in.
-    """
+    """fp32, or `dtype` if it is wider: the dtype of a softmax and of a loss's sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -361,12 +397,12 @@ def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
 
 
 def scatter_rows(rows: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
-    """A tensor of `shape` with `rows` at `positions` and zeros elsewhere."""
+    """Makes a tensor of `shape` with `rows` at `positions` (dimension 0), and zeros elsewhere."""
     return torch.zeros(shape, dtype=rows.dtype, device=rows.device).index_copy_(0, positions, rows)
 
 
 def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
-    """At most `chunk_tokens`, such that the last chunk is not much smaller than the others.
+    """Lowers `chunk_tokens` so that the last chunk is not much smaller than the others.
 
     >>> _balance_chunks(tokens=1000, chunk_tokens=900)
     500
@@ -384,65 +420,76 @@ def compute_chunk(
     grad_dtype: torch.dtype | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to
-    `scores`.
+    """Computes the labels' log-probabilities in one chunk, and the gradient of minus their sum.
+
+    May overwrite `scores`. All ranks of a shard's group call it together.
 
     Args:
-        token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
-        grad_dtype: of the gradient, which is computed in fp32 or wider; None: none is.
+        scores: [tokens, rows of the head on this rank].
+        labels: int64[tokens], or IGNORE_INDEX.
+        token_weights: fp32[tokens]: each token's gradient is multiplied by its weight. None: by 1.
+        grad_dtype: The dtype of the gradient, which is computed in fp32 or wider. None: no gradient
+            is computed.
+
+    Returns:
+        (log-probabilities [tokens], fp32 or wider, 0 without a label; the gradient to `scores`).
     """
     transformed, capped = logits.forward(scores)
     if shard is None:
         log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
-        of_labels = label_log_probabilities(log_probabilities, labels, label_smoothing)
+        label_log_probs = label_log_probabilities(log_probabilities, labels, label_smoothing)
     else:
         wide = transformed.to(widen(scores.dtype))
-        log_probabilities, of_labels = shard.log_softmax(wide, labels, label_smoothing)
+        log_probabilities, label_log_probs = shard.log_softmax(wide, labels, label_smoothing)
     trained = labels != IGNORE_INDEX
-    of_labels = torch.where(trained, of_labels, 0.0)
+    label_log_probs = torch.where(trained, label_log_probs, 0.0)
     if grad_dtype is None:
-        return of_labels, None
+        return label_log_probs, None
     if shard is None:
-        gradient_of = cross_entropy_gradient
+        compute_gradient = cross_entropy_gradient
     else:
-        gradient_of = shard.gradient
-    grad = logits.backward(gradient_of(log_probabilities, labels, label_smoothing), capped)
+        compute_gradient = shard.gradient
+    grad = logits.backward(compute_gradient(log_probabilities, labels, label_smoothing), capped)
     grad.masked_fill_(~trained.unsqueeze(1), 0.0)
     if token_weights is not None:
         grad *= token_weights.unsqueeze(1)
-    return of_labels, grad.to(grad_dtype)
+    return label_log_probs, grad.to(grad_dtype)
 
 
 def label_log_probabilities(
     log_probabilities: Tensor, labels: Tensor, label_smoothing: float
 ) -> Tensor:
-    """The log-probability of each label, [tokens], smoothed by `label_smoothing`.
+    """Picks the log-probability of each label, [tokens], smoothed by `label_smoothing`.
 
-    Undefined without a label.
+    A token without a label (IGNORE_INDEX) gets an arbitrary value.
+
+    Args:
+        log_probabilities: [tokens, vocabulary].
     """
-    # Any id will do where the position is not trained.
-    of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    # IGNORE_INDEX, which is negative, becomes id 0.
+    label_log_probs = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     if label_smoothing:
-        return of_labels.lerp(log_probabilities.mean(1), label_smoothing)
-    return of_labels
+        return label_log_probs.lerp(log_probabilities.mean(1), label_smoothing)
+    return label_log_probs
 
 
 def cross_entropy_gradient(
     log_probabilities: Tensor, labels: Tensor, label_smoothing: float
 ) -> Tensor:
-    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in
-    place.
+    """Computes the gradient of minus `label_log_probabilities` to the logits [tokens, vocabulary].
+
+    Overwrites `log_probabilities`. A token without a label gets an arbitrary gradient.
     """
     grad = log_probabilities.exp_()
-    chosen = labels.clamp(min=0).unsqueeze(1)
-    grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
+    ids = labels.clamp(min=0).unsqueeze(1)
+    grad.scatter_add_(1, ids, torch.full_like(ids, label_smoothing - 1, dtype=grad.dtype))
     if label_smoothing:
         grad -= label_smoothing / grad.shape[1]
     return grad
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total (fp32) += left @ right, the sum kept in fp32 also where the factors are not."""
+    """Adds left @ right to `total`, which is fp32 or wider, also if the factors are narrower."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif not total.is_cuda:
@@ -455,8 +502,9 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _can_add_to_fp32() -> bool:
-    """Whether this torch's CUDA kernel adds a product of bf16 matrices to an fp32 one; older ones
-    refuse.
+    """Whether torch's CUDA addmm adds a product of bf16 matrices to an fp32 matrix.
+
+    Older versions of torch refuse.
     """
     one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
     try:
@@ -474,24 +522,24 @@ def compute_fused_chunk(
     label_smoothing: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the same as `compute_chunk`, by a fused kernel."""
+    """Computes the same as `compute_chunk` in a form that torch.compile fuses into one kernel."""
     transformed, capped = logits.forward(scores)
     transformed = transformed.to(widen(scores.dtype))
-    total = torch.logsumexp(transformed, -1)
+    normalizer = torch.logsumexp(transformed, -1)
     trained = (labels != IGNORE_INDEX).unsqueeze(1)
     ids = labels.clamp(min=0).unsqueeze(1)
-    of_labels = transformed.gather(1, ids).squeeze(1) - total
+    label_log_probs = transformed.gather(1, ids).squeeze(1) - normalizer
     if label_smoothing:
-        of_labels = of_labels.lerp(transformed.mean(1) - total, label_smoothing)
-    of_labels = torch.where(trained.squeeze(1), of_labels, 0.0)
+        label_log_probs = label_log_probs.lerp(transformed.mean(1) - normalizer, label_smoothing)
+    label_log_probs = torch.where(trained.squeeze(1), label_log_probs, 0.0)
     if grad_dtype is None:
-        return of_labels, None
+        return label_log_probs, None
     is_label = torch.arange(scores.shape[1], device=scores.device) == ids
-    probabilities = (transformed - total.unsqueeze(1)).exp()
+    probabilities = (transformed - normalizer.unsqueeze(1)).exp()
     grad = probabilities - (1 - label_smoothing) * is_label.to(probabilities.dtype)
     if label_smoothing:
         grad = grad - label_smoothing / scores.shape[1]
     grad = torch.where(trained, logits.backward(grad, capped), 0.0)
     if token_weights is not None:
         grad = grad * token_weights.unsqueeze(1)
-    return of_labels, grad.to(grad_dtype)
+    return label_log_probs, grad.to(grad_dtype)

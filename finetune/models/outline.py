@@ -1,7 +1,7 @@
-"""Lists a model's parameters from its config alone: builds transformers' class on the meta device
-and describes each part.
+"""Lists a model's parameters from its config alone.
 
-The plan uses it for models that its own tables do not describe.
+It builds transformers' class on the meta device and describes each part. The plan uses it for
+models that its own tables do not describe.
 """
 
 from collections import Counter
@@ -31,22 +31,23 @@ from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
 from finetune.models.quantized_layers import weights_of
 
-Shapes = Mapping[str, Shape]  # by transformers' name of the parameter, a tied one's first
+# Transformers' name of a parameter (the first name of a tied one) -> its shape.
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The parameters of one decoder layer, or of all modules outside the layers.
+    """The parameters of one decoder layer, or of the text modules outside the layers.
 
     A tied parameter belongs to the first part that uses it.
     """
 
     shapes: Shapes
-    linears: Names  # weights [out, in] of linear layers, without the head's
-    adaptable: Shapes  # weights that all-linear adapts; a tied one under each of its names
+    linears: Names  # weights [out, in] of linear layers, but not of the head
+    adaptable: Shapes  # weights that all-linear adapts; a tied weight has an entry for each layer
     experts: Names  # weights of routed experts
     routed: Names  # weights and biases of routed experts
-    is_transposed: bool  # the weights of experts are [experts, in, out]
+    is_transposed: bool  # whether the weights of experts are [experts, in, out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +55,26 @@ class Outline:
     """A model's parameters, part by part. Returned by `outline_model`."""
 
     layers: tuple[Part, ...]
-    layer_names: str  # the layers' classes, and how many of each kind there are
+    layer_names: str  # the classes and kinds of layers with their numbers, as a text
     embedding: tuple[str, Shape]
     tail: Part  # text parameters outside layers and embedding: the final norm, the head
-    head: str | None  # the name of the head's weight; None where it is tied to the embedding
+    head: str | None  # the name of the head's weight; None if it is tied to the embedding
     head_name: str  # the name of the head's weight, tied or not
-    beside: tuple[Shapes, ...]  # towers, projectors
+    beside: tuple[Shapes, ...]  # of towers and projectors, then of other parameters not on text
     prefix: str  # the name of the language model within the model
     text_names: Names  # as `text_names` returns them
-    heads: int
-    key_value_heads: int
-    head_size: float
-    attending_layers: int
+    heads: int  # of attention, in the layer with the most
+    key_value_heads: int  # in the layer with the most
+    head_size: float  # in the layer with the largest
+    attending_layers: int  # number of layers with attention
     idle: int  # elements that do no work on a text token: experts not chosen, towers
     facts: ModelFacts
 
 
 def outline_model(config: Mapping[str, Any], where: str) -> Outline:
-    """Describes the model of a config.json, named `where` in errors.
+    """Describes the model of a config.json, which errors call `where`.
 
-    Raises `UserError` where transformers has no class for it, or cannot build it.
+    Raises `UserError` if transformers has no class for it, or cannot build it.
     """
     model = build_class(config, where)
     trunk = trunk_of(model)
@@ -83,14 +84,16 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     head = head_of(model).weight
     layer_configs = list_layer_configs(trunk.config)
     heads = max(map(count_heads, layer_configs)) or 1
-    taken: set[Any] = {embedding}
-    beside = _describe_beside(model, names, taken)
-    described = tuple(_describe(model, layer, names, taken) for layer in layers)
+    # Each part describes only what no part before it has claimed, so the tail is what is left.
+    claimed: set[Any] = {embedding}
+    beside = _describe_beside(model, names, claimed)
+    layer_parts = tuple(_describe(model, layer, names, claimed) for layer in layers)
+    tail = _describe(model, model, names, claimed)
     return Outline(
-        layers=described,
+        layers=layer_parts,
         layer_names=_name_layers(layers, getattr(trunk.config, "layer_types", None)),
         embedding=(names[embedding], tuple(embedding.shape)),
-        tail=_describe(model, model, names, taken),
+        tail=tail,
         head=None if head is embedding else names[head],
         head_name=_name_head(model),
         beside=beside,
@@ -106,100 +109,112 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
 
 
 def _count_key_value_heads(config: Any) -> int:
-    """Of a layer; 0 where the config does not say."""
+    """The key-value heads in a layer's config; 0 if it does not say."""
     return getattr(config, "num_key_value_heads", None) or 0
 
 
 def build_class(config: Mapping[str, Any], where: str) -> Any:
-    """Builds the transformers model of a config.json on the meta device."""
+    """Builds the transformers model of a config.json on the meta device.
+
+    Raises `UserError`, which calls the config `where`, if transformers cannot build it.
+    """
     from transformers import AutoConfig
 
     try:
-        read = AutoConfig.for_model(**config)
+        model_config = AutoConfig.for_model(**config)
     except Exception as error:  # each family checks its config in its own way
         raise UserError(
             f"{where}: {on_one_line(error)}; name the config.json of a transformers model"
         ) from None
-    forget_quantization(read)
+    forget_quantization(model_config)
     try:
-        with torch.device("meta"):  # a tensor made on the CPU first could be of any size
-            return build_on_meta(read, torch.float32)
-    except UserError:  # a few classes compute numbers while they are built
-        return build_on_meta(read, torch.float32)
+        # Without it a class may make a tensor on the CPU first, which could be of any size.
+        with torch.device("meta"):
+            return build_on_meta(model_config, torch.float32)
+    except UserError:  # a few classes read values while they are built, which meta does not have
+        return build_on_meta(model_config, torch.float32)
 
 
 def list_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers: the outermost modules that transformers does not split, else the entries
-    of the longest module list.
+    """Finds the decoder layers of `model`.
+
+    They are the outermost of the modules that transformers does not split over devices. If the
+    class names no such modules, they are the entries of the trunk's longest module list.
     """
     layers = decoder_layers(model)
-    inside = {inner for layer in layers for inner in layer.modules() if inner is not layer}
-    if outermost := [layer for layer in layers if layer not in inside]:
+    nested = {inner for layer in layers for inner in layer.modules() if inner is not layer}
+    if outermost := [layer for layer in layers if layer not in nested]:
         return outermost
     lists = (module for module in trunk_of(model).modules() if isinstance(module, nn.ModuleList))
     return list(max(lists, key=len, default=()))
 
 
 def _name_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The name of every parameter; of a tied one its first."""
-    named = [*model.named_parameters(remove_duplicate=False)]
-    return {parameter: name for name, parameter in reversed(named)}
+    """Maps every parameter to its name; a tied one to its first name."""
+    pairs = [*model.named_parameters(remove_duplicate=False)]
+    # Reversed, so that the first name of a tied parameter is the last to be set.
+    return {parameter: name for name, parameter in reversed(pairs)}
 
 
 def _name_head(model: Any) -> str:
-    """The name of the output head's weight, which may be tied to the embedding."""
+    """Finds the name of the head's weight in the head itself, also if it is tied."""
     head = head_of(model)
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
 def _describe_beside(
-    model: Any, names: Mapping[nn.Parameter, str], taken: set[Any]
+    model: Any, names: Mapping[nn.Parameter, str], claimed: set[Any]
 ) -> tuple[Shapes, ...]:
-    """The shapes of each tower and projector, then of loose parameters beside the text model.
+    """Lists the shapes of each tower and projector, then of other parameters that are not of text.
 
-    llava_next has a loose parameter: the line break between two rows of an image. `_take` explains
-    `taken`.
+    llava_next has such a parameter: the line break between two rows of an image.
+
+    Args:
+        claimed: The parameters and modules of the parts before, to which these are added.
     """
     beside = []
     for part in other_parts(model):
-        beside.append(_take(part.parameters(), names, taken))
-        taken.update(part.modules())
-    on_text = text_names(model)
-    loose = [each for each in model.parameters() if not names[each].startswith(on_text)]
-    beside.append(_take(loose, names, taken))
+        beside.append(_claim(part.parameters(), names, claimed))
+        claimed.update(part.modules())
+    text_prefixes = text_names(model)
+    loose = [
+        parameter
+        for parameter in model.parameters()
+        if not names[parameter].startswith(text_prefixes)
+    ]
+    beside.append(_claim(loose, names, claimed))
     return tuple(shapes for shapes in beside if shapes)
 
 
-def _take(
-    parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str], taken: set[Any]
+def _claim(
+    parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str], claimed: set[Any]
 ) -> dict[str, Shape]:
-    """The shapes by name of those `parameters` that no part before has taken.
-
-    taken: The parameters of the parts before, to which these are added.
-    """
-    own = [parameter for parameter in parameters if parameter not in taken]
-    taken.update(own)
-    return {names[parameter]: tuple(parameter.shape) for parameter in own}
+    """Adds those of `parameters` to `claimed` that are not in it yet, and returns their shapes."""
+    unclaimed = [parameter for parameter in parameters if parameter not in claimed]
+    claimed.update(unclaimed)
+    return {names[parameter]: tuple(parameter.shape) for parameter in unclaimed}
 
 
 def _describe(
-    model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], taken: set[Any]
+    model: Any, part: nn.Module, names: Mapping[nn.Parameter, str], claimed: set[Any]
 ) -> Part:
-    """Describes `part` of `model`.
+    """Describes what is left of `part` of `model` after the parts before it.
 
-    taken: The parameters and linear layers of the parts before, to which these are added.
+    Args:
+        claimed: The parameters and modules of the parts before, to which those of `part` are added.
     """
-    shapes = _take(part.parameters(), names, taken)
+    shapes = _claim(part.parameters(), names, claimed)
     head = head_modules(model)
     linears = [
         module for module in part.modules() if isinstance(module, nn.Linear) and module not in head
     ]
-    adaptable = _list_adaptable(model, [linear for linear in linears if linear not in taken])
-    taken.update(linears)
+    adaptable = _list_adaptable(model, [linear for linear in linears if linear not in claimed])
+    claimed.update(linears)
     experts = [module for module in part.modules() if is_experts(module)]
 
     def name_own(parameters: Iterable[Any]) -> Names:
-        return tuple(names[each] for each in parameters if names[each] in shapes)
+        """The names of those `parameters` that belong to this part."""
+        return tuple(names[parameter] for parameter in parameters if names[parameter] in shapes)
 
     return Part(
         shapes=shapes,
@@ -212,13 +227,14 @@ def _describe(
 
 
 def _list_adaptable(model: Any, linears: Iterable[nn.Linear]) -> Shapes:
-    """The weights of those `linears` to which all-linear adds an adapter."""
-    left_out = find_family(trunk_of(model).config.model_type).unadaptable
+    """Lists the weights of those `linears` to which all-linear adds an adapter, with shapes."""
+    unadaptable = find_family(trunk_of(model).config.model_type).unadaptable
     module_names = {module: name for name, module in model.named_modules()}
     adaptable = {}
     for linear in linears:
         name = module_names[linear]
-        if name.rpartition(".")[2] not in left_out:
+        _, _, last_part = name.rpartition(".")
+        if last_part not in unadaptable:
             adaptable[f"{name}.weight"] = tuple(linear.weight.shape)
     return adaptable
 
@@ -233,7 +249,9 @@ def _count_idle(model: Any) -> int:
 
 
 def _name_layers(layers: Iterable[Any], kinds: Any) -> str:
-    """Names the layers' classes with their numbers, and the `kinds` where all are of one class.
+    """Describes the layers: how many there are of each class, and of each kind in a single class.
+
+    kinds: The config's kind of each layer; None if it has none.
 
     >>> class Layer: pass
     >>> _name_layers(
@@ -242,7 +260,8 @@ def _name_layers(layers: Iterable[Any], kinds: Any) -> str:
     '3 x Layer (2 linear_attention, 1 full_attention)'
     """
     classes = Counter(type(layer).__name__ for layer in layers)
-    named = ", ".join(f"{number} x {name}" for name, number in classes.items())
+    class_text = ", ".join(f"{count} x {name}" for name, count in classes.items())
     if len(classes) != 1 or not kinds or len(set(kinds)) == 1:
-        return named
-    return f"{named} ({', '.join(f'{number} {kind}' for kind, number in Counter(kinds).items())})"
+        return class_text
+    kind_text = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
+    return f"{class_text} ({kind_text})"

@@ -1,9 +1,8 @@
-"""Weights that other tools publish packed in few bits, as tensors of plain numbers.
+"""Reads weights that other tools publish packed in few bits, as tensors of plain numbers in fp32.
 
-Those of GPTQ, AWQ, AQLM, compressed-tensors and ModelOpt, in float32.
-
-`Q`, `z`, `s`: codes, the code that stands for zero, and the scale of a group of inputs. The number
-is (Q - z) s. docs/quantization.md says which kinds are read.
+The tools are GPTQ, AWQ, AQLM, compressed-tensors and ModelOpt; docs/quantization.md says which
+kinds of files are read. Most store integer codes in int32 words, and for each group of inputs a
+scale and a zero, which is the code of the number 0. The number is (code - zero) * scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,18 +21,17 @@ from finetune.files.json_files import read_json_object
 from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
 
 WORD = 32  # bits
-# where AWQ's packing puts the eight numbers of a word
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, then the same below zero
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # number i of the eight in AWQ's word is at place [i]
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7 of E2M1; 8 to 15: with a minus
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The stored tensors of one weight, by the ends of names, and the width of its codes."""
+    """The stored tensors of one packed weight. Its methods take the `end` of a tensor's name."""
 
-    tensors: Mapping[str, StoredTensor]
-    bits: int
-    settings: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]  # the end of the name, such as "qweight" -> the tensor
+    bits: int  # of a code
+    settings: Mapping[str, Any]  # the config's quantization_config
 
     def shape(self, end: str) -> Shape:
         return self.tensors[end].shape
@@ -43,78 +41,91 @@ class Parts:
 
     def read_rows(self, end: str, rows: slice) -> Tensor:
         """Reads those rows of a tensor [rows, ...]."""
-        others = (slice(0, size) for size in self.shape(end)[1:])
-        return read_slice(self.tensors[end], (rows, *others))
+        _, *sizes = self.shape(end)
+        other_slices = (slice(0, size) for size in sizes)
+        return read_slice(self.tensors[end], (rows, *other_slices))
 
     def read_columns(self, end: str, columns: slice) -> Tensor:
         """Reads those columns of a tensor [rows, columns]."""
-        return read_slice(self.tensors[end], (slice(0, self.shape(end)[0]), columns))
+        all_rows = slice(0, self.shape(end)[0])
+        return read_slice(self.tensors[end], (all_rows, columns))
 
 
 FindShape = Callable[[Parts], tuple[int, int]]
+"""Finds (outputs, inputs), the shape of the plain weight."""
 ReadRows = Callable[[Parts, slice], Tensor]
+"""Reads some rows of the plain weight, or of its scales: fp32[rows, columns]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A kind of files.
+    """A way in which a tool packs weights.
 
     Attributes:
-        needs: The ends of the names of a weight's tensors, the codes first.
-        beside: Those of what may come with them.
-        find_shape: The weight's rows and columns.
-        read_rows: Its numbers, fp32[rows, columns], of some rows.
-        dtypes: Of the codes.
+        required: The ends of the names of a weight's tensors, that of the codes first.
+        optional: The ends of the names of tensors that may come with them.
+        find_shape: Finds the shape of the plain weight.
+        read_rows: Reads some rows of the plain weight.
+        dtypes: The dtypes that the codes may have.
     """
 
-    needs: Names
-    beside: Names
+    required: Names
+    optional: Names
     find_shape: FindShape
     read_rows: ReadRows
     dtypes: tuple[torch.dtype, ...]
 
 
 def unpack_packed(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of `folder` with plain ones in place of packed weights and what is beside them,
-    where its config.json names a kind that is read.
+    """Replaces the packed weights among the tensors of `folder` by plain ones.
 
-    Reads no value.
+    A plain weight takes the place of all tensors of a packed weight. It is unpacked when it is
+    read; nothing is read here. All tensors stay as they are if config.json names no kind of
+    PACKINGS.
 
-    Raises `UserError` where the tensors of a weight do not fit each other.
+    A plain weight raises `UserError` when it is read, if its packed tensors do not fit each other.
+
+    Args:
+        stored: Name -> tensor of the files.
     """
     settings = read_json_object(folder / CONFIG_FILE).get("quantization_config")
     packing = PACKINGS.get(read_published_form(settings) or "")
     tensors = dict(stored)
     if packing is None or not isinstance(settings, Mapping):
         return tensors
-    codes = packing.needs[0]
+    codes_end, *_ = packing.required
     for name, tensor in stored.items():
-        layer = name.removesuffix(codes)
-        needed = [layer + end for end in packing.needs]
-        if not name.endswith(f".{codes}") or tensor.dtype not in packing.dtypes:
+        layer = name.removesuffix(codes_end)
+        if not name.endswith(f".{codes_end}") or tensor.dtype not in packing.dtypes:
             continue
-        if not all(each in stored for each in needed):
+        if not all(layer + end in stored for end in packing.required):
             continue
-        ends = [end for end in (*packing.needs, *packing.beside) if layer + end in stored]
+        ends = [end for end in (*packing.required, *packing.optional) if layer + end in stored]
         parts = Parts({end: stored[layer + end] for end in ends}, find_bits(settings), settings)
         for end in ends:
             del tensors[layer + end]
-        weight = _plain(f"{layer}weight", parts, packing, str(folder))
+        weight = _make_plain(f"{layer}weight", parts, packing, str(folder))
         tensors[weight.name] = weight
     return tensors
 
 
-def _plain(name: str, parts: Parts, packing: Packing, where: str) -> StoredTensor:
+def _make_plain(name: str, parts: Parts, packing: Packing, where: str) -> StoredTensor:
+    """Makes a plain weight, fp32[outputs, inputs], that is unpacked from `parts` when it is read.
+
+    where: The folder, for messages.
+    """
     shape = packing.find_shape(parts)
-    source = parts.tensors[packing.needs[0]]
+    _, inputs = shape
+    codes_end, *_ = packing.required
+    codes = parts.tensors[codes_end]
 
     def read_values(slices: Slices) -> Tensor:
         rows, columns = slices
         try:
             values = packing.read_rows(parts, rows)
-        except (RuntimeError, IndexError):  # torch's, of shapes that do not fit each other
+        except (RuntimeError, IndexError):  # torch raises them if shapes do not fit each other
             values = torch.empty(0, 0)
-        if values.shape != (rows.stop - rows.start, shape[1]):
+        if values.shape != (rows.stop - rows.start, inputs):
             sizes = {end: list(tensor.shape) for end, tensor in parts.tensors.items()}
             raise UserError(
                 f"{where}: {name}: its packed tensors do not fit each other ({sizes}); copy the "
@@ -122,208 +133,258 @@ def _plain(name: str, parts: Parts, packing: Packing, where: str) -> StoredTenso
             )
         return values[:, columns]
 
-    zeros = (0, 0)
-    part = ComputedPart(source.parts[0].path, 0, zeros, shape, read_values, zeros, (0, 1))
+    corner = (0, 0)
+    part = ComputedPart(
+        codes.parts[0].path,
+        position=0,
+        offsets=corner,
+        shape=shape,
+        read=read_values,
+        begin=corner,
+        axes=(0, 1),
+    )
     return StoredTensor(name, shape, torch.float32, (part,))
 
 
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """int32[..., words] -> int32[..., words * 32 / bits], the lowest bits first."""
+def _unpack_words(words: Tensor, bits: int) -> Tensor:
+    """Unpacks int32[..., words] to codes int32[..., words * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-def _outputs_of_words(parts: Parts, rows: slice) -> tuple[slice, slice]:
-    """The words that hold these outputs, and where the outputs are among theirs."""
+def _find_words(parts: Parts, rows: slice) -> tuple[slice, slice]:
+    """Finds the words that hold the codes of the outputs `rows`.
+
+    Returns:
+        (slice of the words, slice of the outputs among the codes of these words).
+    """
     per_word = WORD // parts.bits
-    first = rows.start // per_word
-    words = slice(first, ceil_div(rows.stop, per_word))
-    return words, slice(rows.start - first * per_word, rows.stop - first * per_word)
+    first_word = rows.start // per_word
+    words = slice(first_word, ceil_div(rows.stop, per_word))
+    first_code = first_word * per_word
+    return words, slice(rows.start - first_code, rows.stop - first_code)
 
 
-def _by_group(values: Tensor, inputs: int) -> Tensor:
-    """[..., groups] -> [..., inputs], each group's value for its inputs."""
+def _spread_groups(values: Tensor, inputs: int) -> Tensor:
+    """Repeats each group's value for all its inputs: [..., groups] -> [..., inputs]."""
     return values.repeat_interleave(inputs // values.shape[-1], -1)
 
 
-def _scale_groups(parts: Parts, index: str, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-    """The values of codes [outputs, inputs], whose group `index` says where the files have it."""
+def _dequantize(parts: Parts, index: str, codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """Computes (codes - zeros) * scales, fp32[outputs, inputs].
+
+    Args:
+        index: The end of the name of a tensor [inputs] that has each input's group. If the files
+            lack it, the inputs lie group after group.
+        codes: [outputs, inputs].
+        zeros, scales: [outputs, groups].
+    """
     if index in parts.tensors:
-        groups = parts.read(index).long()
-        return (codes - zeros[:, groups]) * scales[:, groups]
+        group_of_input = parts.read(index).long()
+        return (codes - zeros[:, group_of_input]) * scales[:, group_of_input]
     inputs = codes.shape[1]
-    return (codes - _by_group(zeros, inputs)) * _by_group(scales, inputs)
+    return (codes - _spread_groups(zeros, inputs)) * _spread_groups(scales, inputs)
 
 
-# GPTQ: qweight int32[inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
-# [groups, outputs], g_idx [inputs], the group of each input.
+# GPTQ: qweight int32[inputs * bits / 32, outputs], qzeros int32[groups, outputs * bits / 32],
+# scales [groups, outputs], g_idx [inputs]: the group of each input.
 
 
-def _shape_of_gptq(parts: Parts) -> tuple[int, int]:
+def _find_gptq_shape(parts: Parts) -> tuple[int, int]:
     words, outputs = parts.shape("qweight")
     return outputs, words * WORD // parts.bits
 
 
 def _read_gptq(parts: Parts, rows: slice) -> Tensor:
-    words, own = _outputs_of_words(parts, rows)
-    codes = _unpack(parts.read_columns("qweight", rows).t().contiguous(), parts.bits)
-    zeros = _unpack(parts.read_columns("qzeros", words), parts.bits)[:, own].t()
-    if parts.settings.get("checkpoint_format") != "gptq_v2":
+    words, rows_in_words = _find_words(parts, rows)
+    codes = _unpack_words(parts.read_columns("qweight", rows).t().contiguous(), parts.bits)
+    zeros = _unpack_words(parts.read_columns("qzeros", words), parts.bits)[:, rows_in_words].t()
+    if parts.settings.get("checkpoint_format") != "gptq_v2":  # the first format stores zero - 1
         zeros = (zeros + 1) & ((1 << parts.bits) - 1)
     scales = parts.read_columns("scales", rows).t().float()
-    return _scale_groups(parts, "g_idx", codes, zeros, scales)
+    return _dequantize(parts, "g_idx", codes, zeros, scales)
 
 
 # AWQ: qweight int32[inputs, outputs * bits / 32], zeros and scales as GPTQ's.
 
 
-def _shape_of_awq(parts: Parts) -> tuple[int, int]:
+def _find_awq_shape(parts: Parts) -> tuple[int, int]:
     inputs, words = parts.shape("qweight")
     return words * WORD // parts.bits, inputs
 
 
 def _read_awq(parts: Parts, rows: slice) -> Tensor:
-    words, own = _outputs_of_words(parts, rows)
+    words, rows_in_words = _find_words(parts, rows)
 
     def unpack(end: str) -> Tensor:
-        numbers = _unpack(parts.read_columns(end, words), parts.bits)
-        in_words = numbers.view(numbers.shape[0], -1, len(AWQ_PLACES))
-        return in_words[..., list(AWQ_PLACES)].flatten(-2)[:, own].t()
+        """The codes of a tensor for these outputs: [outputs, its first dimension]."""
+        numbers = _unpack_words(parts.read_columns(end, words), parts.bits)
+        by_word = numbers.view(numbers.shape[0], -1, len(AWQ_PLACES))
+        return by_word[..., list(AWQ_PLACES)].flatten(-2)[:, rows_in_words].t()
 
     codes = unpack("qweight")
     scales = parts.read_columns("scales", rows).t().float()
     inputs = codes.shape[1]
-    return (codes - _by_group(unpack("qzeros"), inputs)) * _by_group(scales, inputs)
+    return (codes - _spread_groups(unpack("qzeros"), inputs)) * _spread_groups(scales, inputs)
 
 
-# AQLM: codes int[output groups, input groups, codebooks], codebooks [codebooks, size, outputs,
-# inputs] of a group, scales [output groups, 1, 1, 1]. A group is the sum of its codes' entries.
+# AQLM: a weight is a grid of small matrices [height, width]. codes int[rows of the grid, columns of
+# the grid, codebooks], codebooks [codebooks, entries, height, width], scales [rows of the grid, 1,
+# 1, 1]. A matrix is the sum of one entry of each codebook, times the scale.
 
 
-def _shape_of_aqlm(parts: Parts) -> tuple[int, int]:
-    groups = parts.shape("codes")
-    sizes = parts.shape("codebooks")
-    return groups[0] * sizes[2], groups[1] * sizes[3]
+def _find_aqlm_shape(parts: Parts) -> tuple[int, int]:
+    grid_rows, grid_columns = parts.shape("codes")[:2]
+    height, width = parts.shape("codebooks")[2:4]
+    return grid_rows * height, grid_columns * width
 
 
 def _read_aqlm(parts: Parts, rows: slice) -> Tensor:
     books, size, height, width = parts.shape("codebooks")
-    groups = slice(rows.start // height, ceil_div(rows.stop, height))
-    codes = parts.read_rows("codes", groups).long() % size
+    grid_rows = slice(rows.start // height, ceil_div(rows.stop, height))
+    # Codes from half of the size on are negative in a signed dtype.
+    codes = parts.read_rows("codes", grid_rows).long() % size
     entries = parts.read("codebooks").float().reshape(books * size, height * width)
-    flat = (codes + torch.arange(books) * size).flatten(0, 1)
-    values = F.embedding_bag(flat, entries, mode="sum")
-    values = values.view(codes.shape[0], codes.shape[1], height, width)
-    values = values * parts.read_rows("scales", groups).float()
-    whole = values.transpose(1, 2).reshape(codes.shape[0] * height, -1)
-    first = rows.start - groups.start * height
-    return whole[first : first + rows.stop - rows.start]
+    entry_ids = (codes + torch.arange(books) * size).flatten(0, 1)
+    sums = F.embedding_bag(entry_ids, entries, mode="sum")
+    row_count, column_count, _ = codes.shape
+    matrices = sums.view(row_count, column_count, height, width)
+    matrices = matrices * parts.read_rows("scales", grid_rows).float()
+    values = matrices.transpose(1, 2).reshape(row_count * height, -1)
+    first = rows.start - grid_rows.start * height
+    return values[first : first + rows.stop - rows.start]
 
 
-# compressed-tensors and ModelOpt: scales [outputs, groups], [outputs, 1], blocks, or one for all.
+# compressed-tensors and ModelOpt: scales [outputs, groups], [outputs, 1], [blocks of outputs,
+# blocks of inputs], or one for the whole weight.
 
 
 def _read_grid(parts: Parts, end: str, rows: slice) -> Tensor:
-    """The values of `end`, fp32[rows, columns / group], for these rows."""
+    """Reads the scales or zeros `end` for some rows of the weight: fp32[rows, groups]."""
     values = parts.read(end).float()
-    if values.numel() == 1:
+    if values.numel() == 1:  # one for the whole weight
         return values.reshape(1, 1).expand(rows.stop - rows.start, 1)
     grid = values.reshape(values.shape[0], -1)
-    codes = next(end for end in ("weight_packed", "weight") if end in parts.tensors)
-    height = max(1, parts.shape(codes)[0] // grid.shape[0])
-    return grid.repeat_interleave(height, 0)[rows]
+    codes_end = next(end for end in ("weight_packed", "weight") if end in parts.tensors)
+    outputs, *_ = parts.shape(codes_end)
+    block_height = max(1, outputs // grid.shape[0])
+    return grid.repeat_interleave(block_height, 0)[rows]
 
 
-def _shape_of_words(parts: Parts) -> tuple[int, int]:
+def _find_pack_quantized_shape(parts: Parts) -> tuple[int, int]:
     outputs, words = parts.shape("weight_packed")
     return outputs, words * WORD // parts.bits
 
 
-def _read_words(parts: Parts, rows: slice) -> Tensor:
-    codes = _unpack(parts.read_rows("weight_packed", rows), parts.bits)
+def _read_pack_quantized(parts: Parts, rows: slice) -> Tensor:
+    codes = _unpack_words(parts.read_rows("weight_packed", rows), parts.bits)
     scales = _read_grid(parts, "weight_scale", rows)
-    zero = torch.full_like(scales, 1 << (parts.bits - 1), dtype=torch.int32)
     if "weight_zero_point" in parts.tensors:  # packed over the outputs
         packed = parts.read("weight_zero_point").t().contiguous()
-        zero = _unpack(packed, parts.bits).t()[rows]
-    return _scale_groups(parts, "weight_g_idx", codes, zero, scales)
+        zeros = _unpack_words(packed, parts.bits).t()[rows]
+    else:  # the middle of the codes
+        zeros = torch.full_like(scales, 1 << (parts.bits - 1), dtype=torch.int32)
+    return _dequantize(parts, "weight_g_idx", codes, zeros, scales)
 
 
-def _shape_of_plain(parts: Parts) -> tuple[int, int]:
+def _find_plain_shape(parts: Parts) -> tuple[int, int]:
     outputs, inputs = parts.shape("weight")
     return outputs, inputs
 
 
 def _read_plain(parts: Parts, rows: slice) -> Tensor:
-    """Codes that are numbers: FP8, or integers of 8 bits."""
+    """Reads codes that are numbers themselves: FP8, or 8-bit integers."""
     codes = parts.read_rows("weight", rows).float()
     if "weight_zero_point" in parts.tensors:
-        codes = codes - _by_group(_read_grid(parts, "weight_zero_point", rows), codes.shape[1])
-    return codes * _by_group(_read_grid(parts, "weight_scale", rows), codes.shape[1])
+        codes = codes - _spread_groups(_read_grid(parts, "weight_zero_point", rows), codes.shape[1])
+    return codes * _spread_groups(_read_grid(parts, "weight_scale", rows), codes.shape[1])
 
 
-def _fp4(codes_end: str, read_scales: ReadRows) -> tuple[FindShape, ReadRows]:
-    """Returns (find_shape, read_rows) of two numbers a byte, the first in its lower half."""
+def _make_fp4_readers(codes_end: str, read_scales: ReadRows) -> tuple[FindShape, ReadRows]:
+    """Makes (find_shape, read_rows) for FP4: a byte holds two numbers, the first in its lower half.
+
+    read_scales: Reads the scales of some rows, fp32[rows, groups].
+    """
 
     def find_shape(parts: Parts) -> tuple[int, int]:
-        outputs, half = parts.shape(codes_end)
-        return outputs, 2 * half
+        outputs, row_bytes = parts.shape(codes_end)
+        return outputs, 2 * row_bytes
 
     def read_rows(parts: Parts, rows: slice) -> Tensor:
-        halves = parts.read_rows(codes_end, rows)
-        codes = torch.stack([halves & 15, halves >> 4], -1).flatten(-2).long()
+        pairs = parts.read_rows(codes_end, rows)
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).long()
         values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])[codes]
-        return values * _by_group(read_scales(parts, rows), codes.shape[1])
+        return values * _spread_groups(read_scales(parts, rows), codes.shape[1])
 
     return find_shape, read_rows
 
 
-def _scales_of_nvfp4(parts: Parts, rows: slice) -> Tensor:
-    of_all = parts.read("weight_global_scale").float().reshape(())
-    return parts.read_rows("weight_scale", rows).float() / of_all
+def _read_nvfp4_scales(parts: Parts, rows: slice) -> Tensor:
+    """The groups' scales of compressed-tensors' NVFP4, which divides by the global scale."""
+    global_scale = parts.read("weight_global_scale").float().reshape(())
+    return parts.read_rows("weight_scale", rows).float() / global_scale
 
 
-def _scales_of_modelopt(parts: Parts, rows: slice) -> Tensor:
-    of_all = parts.read("weight_scale_2").float().reshape(())
-    return parts.read_rows("weight_scale", rows).float() * of_all
+def _read_modelopt_scales(parts: Parts, rows: slice) -> Tensor:
+    """The groups' scales of ModelOpt's NVFP4, which multiplies by the global scale."""
+    global_scale = parts.read("weight_scale_2").float().reshape(())
+    return parts.read_rows("weight_scale", rows).float() * global_scale
 
 
-def _scales_of_mxfp4(parts: Parts, rows: slice) -> Tensor:
+def _read_mxfp4_scales(parts: Parts, rows: slice) -> Tensor:
+    """The groups' scales, which are stored as exponents of 2 plus 127."""
     return torch.exp2(parts.read_rows("weight_scale", rows).float() - 127)
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-INPUTS = ("input_scale", "input_zero_point", "input_global_scale", "weight_shape", "weight_g_idx")
+# Ends of names of what may come with a weight; of these only weight_g_idx is ever read.
+COMPANIONS = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "weight_shape",
+    "weight_g_idx",
+)
 ZERO = "weight_zero_point"
 GROUPED = ("qweight", "qzeros", "scales")
 SCALED = ("weight", "weight_scale")
 PACKED = ("weight_packed", "weight_scale")
+# By the kind that `read_published_form` finds.
 PACKINGS: Mapping[str, Packing] = {
-    "gptq": Packing(GROUPED, ("g_idx",), _shape_of_gptq, _read_gptq, (torch.int32,)),
-    "awq": Packing(GROUPED, (), _shape_of_awq, _read_awq, (torch.int32,)),
+    "gptq": Packing(GROUPED, ("g_idx",), _find_gptq_shape, _read_gptq, (torch.int32,)),
+    "awq": Packing(GROUPED, (), _find_awq_shape, _read_awq, (torch.int32,)),
     "aqlm": Packing(
         ("codes", "codebooks", "scales"),
         (),
-        _shape_of_aqlm,
+        _find_aqlm_shape,
         _read_aqlm,
         (torch.int8, torch.int16, torch.uint8),
     ),
     "pack-quantized": Packing(
-        PACKED, (ZERO, *INPUTS), _shape_of_words, _read_words, (torch.int32,)
+        PACKED,
+        (ZERO, *COMPANIONS),
+        _find_pack_quantized_shape,
+        _read_pack_quantized,
+        (torch.int32,),
     ),
-    "float-quantized": Packing(SCALED, (ZERO, *INPUTS), _shape_of_plain, _read_plain, FP8),
-    "int-quantized": Packing(SCALED, (ZERO, *INPUTS), _shape_of_plain, _read_plain, (torch.int8,)),
+    "float-quantized": Packing(SCALED, (ZERO, *COMPANIONS), _find_plain_shape, _read_plain, FP8),
+    "int-quantized": Packing(
+        SCALED, (ZERO, *COMPANIONS), _find_plain_shape, _read_plain, (torch.int8,)
+    ),
     "nvfp4-pack-quantized": Packing(
         (*PACKED, "weight_global_scale"),
-        INPUTS,
-        *_fp4("weight_packed", _scales_of_nvfp4),
+        COMPANIONS,
+        *_make_fp4_readers("weight_packed", _read_nvfp4_scales),
         (torch.uint8,),
     ),
     "mxfp4-pack-quantized": Packing(
-        PACKED, INPUTS, *_fp4("weight_packed", _scales_of_mxfp4), (torch.uint8,)
+        PACKED, COMPANIONS, *_make_fp4_readers("weight_packed", _read_mxfp4_scales), (torch.uint8,)
     ),
     "NVFP4": Packing(
-        (*SCALED, "weight_scale_2"), INPUTS, *_fp4("weight", _scales_of_modelopt), (torch.uint8,)
+        (*SCALED, "weight_scale_2"),
+        COMPANIONS,
+        *_make_fp4_readers("weight", _read_modelopt_scales),
+        (torch.uint8,),
     ),
-    "FP8": Packing(SCALED, INPUTS, _shape_of_plain, _read_plain, FP8),
+    "FP8": Packing(SCALED, COMPANIONS, _find_plain_shape, _read_plain, FP8),
 }

@@ -24,8 +24,8 @@ from finetune.constants import Shape, ceil_div
 from finetune.distributed.model_parts import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
-from finetune.models.carried import carries
-from finetune.models.embedding import find_grown, grown_reader
+from finetune.models.carried import make_carried_filter
+from finetune.models.embedding import find_grown, make_grown_reader
 from finetune.models.head_scores import draw_head, find_new_head, is_left_out
 from finetune.models.lora import seed_of
 
@@ -406,7 +406,7 @@ def stored_values(
     if vocabulary:
         for name, tensor in grown.items():
             fitting[name] = replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
-            readers[name] = grown_reader(tensor, vocabulary)
+            readers[name] = make_grown_reader(tensor, vocabulary)
     refuse_mismatch(model, fitting, where, quantized, new)
 
     def values(name: str, slices: Slices) -> Tensor:
@@ -495,7 +495,7 @@ def find_mismatches(
         A sentence about missing ones, one about those without a place in the model, and one for
         each of another shape.
     """
-    may_carry = carries(model)
+    may_carry = make_carried_filter(model)
     extra = {
         name
         for name in stored.keys() - needed.keys()

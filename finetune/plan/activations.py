@@ -1,9 +1,10 @@
-"""Bytes per token that the forward saves for the backward: every tensor that autograd saves, by
-operation.
+"""Bytes per token that a forward saves for its backward: the tensors that autograd saves, operation
+by operation.
 
-Counted from the forward of transformers' models and tested against torch's saved tensors and
-allocations (tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way
-for GPT.
+The formulas follow the forward of transformers' models, and are tested against torch's saved
+tensors and allocations (tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count
+the same way for GPT. For a model whose layers no table describes, the sizes are read from a trace
+of transformers' own code instead (`Architecture.trace`).
 """
 
 import math
@@ -24,29 +25,34 @@ from finetune.constants import (
 from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import is_adapted
 
-INT32 = 4
-KINDS = 2  # of layers that need masks: with a sliding window, and without
+INT32 = 4  # bytes
+MASK_KINDS = 2  # a mask for layers with a sliding window, and one for layers without
 
-GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # activations of models/gating.py
+GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that models/gating.py computes
 
 
 def attends_by_document(computation: "Computation") -> bool:
-    """Whether attention runs over one document after the other, and their outputs are concatenated:
-    a GPU's kernel takes all documents at once, but has no dropout.
+    """Whether attention runs on one document after another and concatenates the outputs.
+
+    A GPU's kernel takes all documents at once, but has no dropout.
     """
     return computation.cpu or computation.drops_attention
 
 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether attention of capped scores or with sinks is written out."""
+    """Whether attention computes its scores as a tensor, without a kernel.
+
+    That is so for capped scores and for sinks, if attention runs by document.
+    """
     return attends_by_document(computation) and (
         architecture.family.caps_scores or architecture.family.sinks
     )
 
 
 def needs_masks(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether masks of blocks are made. Training with dropout makes them too, for evaluation, which
-    has no dropout.
+    """Whether block masks of flex_attention are made.
+
+    Training with attention dropout does not use them, but its evaluation does.
     """
     return not computation.cpu and (
         architecture.family.caps_scores
@@ -56,74 +62,81 @@ def needs_masks(architecture: Architecture, computation: "Computation") -> bool:
 
 
 def attends_in_blocks(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether flex_attention computes attention. It saves what flash attention does."""
+    """Whether flex_attention computes attention. It saves the same tensors as flash attention."""
     return needs_masks(architecture, computation) and not computation.drops_attention
 
 
 def mask_bytes(architecture: Architecture, computation: "Computation", tokens: int) -> int:
-    """Bytes of the attention masks when a rank holds `tokens` tokens.
+    """Bytes of the attention masks if a rank holds `tokens` tokens; 0 if no masks are needed.
 
-    A mask holds how many blocks each block of queries sees, and which; the same for blocks of keys;
-    both for blocks seen whole and for blocks seen in part; and the first token that each token
-    sees.
+    A mask lists, for each block of queries, how many blocks of keys it sees and which ones; and the
+    same for each block of keys. Both lists are made for blocks that are seen whole, and again for
+    blocks that are seen in part. A mask also has the first token that each token sees.
     """
     if not needs_masks(architecture, computation):
         return 0
-    tokens *= computation.sequence_ranks
+    tokens *= computation.sequence_ranks  # attention sees the whole row
     blocks = max(2, ceil_div(tokens, BLOCK_TOKENS))
-    return KINDS * INT32 * (4 * blocks * (blocks + 1) + tokens)
+    lists = 4 * blocks * (blocks + 1)
+    return MASK_KINDS * INT32 * (lists + tokens)
 
 
 TOKEN_ID = 8  # bytes of an int64
-# Bytes of a token at one of its experts: which token, which of its choices, and how often each is
-# saved
+# Bytes of the indexes of a token at one of its experts. They say which token and which of its
+# choices it is; as they are saved by several operations, there are 5 of them.
 PLACES = 5 * TOKEN_ID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """The settings of a forward pass that affect its memory."""
+    """The settings of a forward that affect its memory."""
 
     itemsize: int  # bytes of the compute dtype
-    # Parameters and the residual stream are fp32, cast at each matmul (DDP, single); else they have
-    # the compute dtype.
+    # With autocast (DDP, single), parameters and the residual stream are fp32 and cast at each
+    # matmul. Without it they have the compute dtype.
     autocast: bool = False
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
-    # what a recomputed layer keeps beside its input; see models/decoder_layers.py
+    # what a recomputed layer keeps besides its input; see models/decoder_layers.py
     keeps: str = "nothing"
-    # host memory holds what recomputed layers keep, but for one layer, or two in the backward
+    # What recomputed layers keep is in host memory, except that of one layer, or in the backward of
+    # two.
     offloads: bool = False
-    lora: Lora | None = None
-    document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
-    cpu: bool = False  # attention runs document by document, and its outputs are concatenated
+    lora: Lora | None = None  # None: no adapters
+    document_length: int = 0  # tokens; matters if the scores [tokens, tokens] are materialized
+    cpu: bool = False  # the CPU computes; attention then runs document by document
     compiled: bool = False  # torch_compile
     # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
     grouped_attention: bool = True
-    sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
+    sequence_ranks: int = 1  # ranks that share the tokens of a row, and in attention the heads
     drops_attention: bool = False  # attention_dropout is not 0
-    masks_images: bool = False  # the tokens of an image see each other, by a mask of each document
+    # the tokens of an image see each other, by a mask [tokens, tokens] of each document
+    masks_images: bool = False
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
-    expert_ranks: int = 1  # that divide a layer's experts, and exchange their inputs
+    expert_ranks: int = 1  # ranks that share a layer's experts, and exchange their inputs
 
     @property
     def drops_inputs(self) -> bool:
-        """Whether only the output of the adapter's dropout is saved, not the frozen layer's
-        input.
+        """Whether adapters have dropout.
+
+        A layer then saves its adapter's input after dropout, and not its own input.
         """
         return self.lora is not None and self.lora.lora_dropout > 0
 
     @property
     def fuses_adapters(self) -> bool:
-        """Whether an adapted layer keeps its input as it came, shared, and no cast copy
-        (models/fused_lora.py).
+        """Whether layer and adapter are one operation (models/fused_lora.py).
+
+        Layers that read the same input then save that one tensor in its own dtype, and no cast
+        copies.
         """
         lora = self.lora
         return lora is not None and not (lora.lora_dropout or lora.use_dora or lora.oft_block_size)
 
     @property
     def remakes(self) -> bool:
-        """Whether the backward makes again what a pointwise kernel makes of kept tensors: the
-        compiler's choice, on a GPU (models/decoder_layers.py).
+        """Whether the backward recomputes the outputs of pointwise operations from saved tensors.
+
+        torch's compiler chooses to do so on a GPU (models/decoder_layers.py).
         """
         return self.compiled and not self.cpu and not self.autocast
 
@@ -133,7 +146,7 @@ class Computation:
 
     @property
     def residual_itemsize(self) -> int:
-        """Bytes of a number of the residual stream."""
+        """Bytes of one element of the residual stream."""
         return FP32 if self.autocast else self.itemsize
 
 
@@ -143,9 +156,9 @@ def layer_bytes(
     """Counts the activations that one decoder layer saves for its backward.
 
     Args:
-        architecture: The model. Of a traced one, the layer that saves the most is counted.
+        architecture: The model. If it has a trace, the layer that saves the most is counted.
         computation: The settings of the forward.
-        is_dense: Counts a layer without experts, of a mixture that has both kinds.
+        is_dense: Counts a layer without experts, in a model that has layers of both kinds.
 
     Returns:
         Part of the layer -> bytes per token on one rank.
@@ -167,11 +180,13 @@ def layer_bytes(
 
 
 def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str, int]:
-    """Counts the bytes per token that the model without its head saves between forward and
-    backward, by part.
+    """Counts the activations that the model without its head saves between forward and backward.
+
+    Returns:
+        Part of the model -> bytes per token on one rank.
     """
     every = computation.checkpoint_every
-    # the layers that are not recomputed
+    # the layers that are not recomputed, and so save all their activations
     saving = [index for index in range(architecture.layers) if every is None or index % every]
     checkpoints = _checkpoints(architecture, computation, architecture.layers - len(saving))
     if (trace := architecture.trace(computation)) is not None:
@@ -179,19 +194,20 @@ def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str
             by_layer = trace.layer_bytes("saved", computation.document_length)
             layers = sum(by_layer[index] for index in saving)
         else:
-            layers = 0  # which the plan says (`RunSpec.uncounted`)
+            layers = 0  # not known, which the plan says (`RunSpec.uncounted`)
         return {
             "layers": layers,
             "checkpoints": checkpoints,
             "ids and rotary": round(trace.rest.per_token(computation.document_length)),
-            "final norm": 0,
+            "final norm": 0,  # part of the rest
         }
     if architecture.mixture is None:
-        dense = 0
+        dense = 0  # all layers are alike, and counted without `is_dense`
     else:
         dense = len([index for index in saving if not architecture.has_experts(index)])
     layers = (len(saving) - dense) * sum(layer_bytes(architecture, computation).values())
     layers += dense * sum(layer_bytes(architecture, computation, is_dense=True).values())
+    # cosine and sine
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     return {
         "layers": layers,
@@ -202,26 +218,31 @@ def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str
 
 
 def final_norm_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token that the norm before the head saves, and its output."""
+    """Bytes per token of the tensors that the norm before the head saves, and of its output."""
     norm = _norm(architecture.hidden, architecture, computation)
     return norm + architecture.hidden * computation.residual_itemsize
 
 
 def _checkpoints(architecture: Architecture, computation: Computation, layers: int) -> int:
-    """Bytes per token on the device that `layers` checkpointed layers keep: under offload, those of
-    one layer.
+    """Bytes per token on the device that `layers` checkpointed layers keep.
+
+    Under offload the device holds those of one layer at a time.
     """
     tensors = checkpointed_tensors(architecture, computation)
     if not computation.offloads:
         return layers * sum(tensors)
-    # Under LoRA the graph keeps the first layer's input: transformers makes it a leaf that gets a
-    # gradient.
-    return sum(tensors) + (tensors[0] if computation.lora is not None else 0)
+    if computation.lora is None:
+        return sum(tensors)
+    # Under LoRA the graph keeps the first layer's input on the device, too: transformers makes it a
+    # leaf that gets a gradient.
+    layer_input, *_ = tensors
+    return sum(tensors) + layer_input
 
 
 def checkpointed_tensors(architecture: Architecture, computation: Computation) -> list[int]:
-    """Lists the bytes per token of each tensor that a checkpointed layer keeps: first its input,
-    then those that `Computation.keeps` selects.
+    """Lists the bytes per token of each tensor that a checkpointed layer keeps.
+
+    The layer's input comes first, then the tensors that `Computation.keeps` selects.
     """
     return [
         architecture.hidden * computation.residual_itemsize,
@@ -232,12 +253,14 @@ def checkpointed_tensors(architecture: Architecture, computation: Computation) -
 def _selected_tensors(architecture: Architecture, computation: Computation) -> list[int]:
     """Lists the bytes per token of each tensor that selective checkpointing keeps in a layer.
 
-    With attention and projections, these are the outputs of attention and of the linear layers that
-    read and write no more than the widest of hidden state and query: so not of the MLP's.
+    `Computation.keeps` selects nothing, the output of attention, or that and the outputs of
+    projections. Projections are the linear layers that are no wider than the wider of hidden state
+    and query, so the MLP's are not among them.
     """
     if computation.keeps == "nothing":
         return []
-    # attention is written out, or is in what torch.compile makes of flex_attention
+    # Checkpointing selects by operator. Attention has none if its scores are materialized, or if
+    # torch.compile makes it of flex_attention.
     has_no_operator = (
         materializes_scores(architecture, computation)
         or attends_in_blocks(architecture, computation)
@@ -246,29 +269,30 @@ def _selected_tensors(architecture: Architecture, computation: Computation) -> l
     if has_no_operator:
         attention = []
     else:
-        attention = [  # its output, and its log-sum-exp
-            _kernel_itemsize(computation) * architecture.query_width,
-            FP32 * architecture.heads,
-        ]
+        output = _kernel_itemsize(computation) * architecture.query_width
+        log_sum_exp = FP32 * architecture.heads
+        attention = [output, log_sum_exp]
     if computation.keeps == "attention":
         return attention
-    width = max(architecture.hidden, architecture.query_width)
-    features = []
+    widest = max(architecture.hidden, architecture.query_width)
+    widths = []  # of the selected outputs
     for linear in architecture.linears():
         width_out, width_in = linear.shape
-        if max(width_out, width_in) <= width:
-            features.append(width_out)
+        if max(width_out, width_in) <= widest:
+            widths.append(width_out)
         if computation.lora is not None and is_adapted(linear, computation.lora):
-            if width_in <= width:  # the product of A
-                features.append(_largest_rank(linear.name, architecture, computation.lora))
-            if width_out <= width:  # the product of B
-                features.append(width_out)
-    return attention + [computation.itemsize * each for each in features]
+            if width_in <= widest:  # the output of A
+                widths.append(_largest_rank(linear.name, architecture, computation.lora))
+            if width_out <= widest:  # the output of B
+                widths.append(width_out)
+    return attention + [computation.itemsize * width for width in widths]
 
 
 def prefetched_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of what the layer below keeps, copied back during a layer's backward; 0
-    without offload.
+    """Bytes per token that are copied back to the device during a layer's backward: the tensors
+    that the layer below keeps.
+
+    0 without offload.
     """
     if computation.offloads and architecture.layers > 1:
         return sum(checkpointed_tensors(architecture, computation))
@@ -276,60 +300,67 @@ def prefetched_bytes(architecture: Architecture, computation: Computation) -> in
 
 
 def offloaded_bytes(architecture: Architecture, computation: Computation, tokens: int) -> int:
-    """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a
-    power of two.
+    """Bytes of pinned host memory for the tensors that checkpointed layers keep; 0 without offload.
+
+    torch rounds each pinned tensor up to a power of two.
     """
     if not computation.offloads or computation.checkpoint_every is None:
         return 0
     layers = ceil_div(architecture.layers, computation.checkpoint_every)
     return layers * sum(
-        1 << (tokens * each - 1).bit_length()
-        for each in checkpointed_tensors(architecture, computation)
+        1 << (tokens * bytes_per_token - 1).bit_length()
+        for bytes_per_token in checkpointed_tensors(architecture, computation)
     )
 
 
 def recomputed_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    if computation.checkpoint_every is not None:
-        return sum(layer_bytes(architecture, computation).values()) - sum(
-            _selected_tensors(architecture, computation)
-        )
-    return 0
+    """Bytes per token that one layer saves while it is recomputed; 0 without checkpointing."""
+    if computation.checkpoint_every is None:
+        return 0
+    saved = sum(layer_bytes(architecture, computation).values())
+    # the selected tensors were kept from the first forward
+    return saved - sum(_selected_tensors(architecture, computation))
 
 
 def working_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token that a layer's backward needs beyond what was saved.
+    """Bytes per token that a layer's backward needs besides the saved tensors.
 
-    They are the gradients of gate and up, their product where it is made again, the gradient of the
-    residual stream before and after the norm, and what ranks of an expert group exchange.
+    They are the gradients of gate and up, the product of both if the backward recomputes it, the
+    gradients of the residual stream before and after the norm, and messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length)
-    remade = architecture.mlp_width * computation.itemsize if computation.remakes else 0
+    remade_product = architecture.mlp_width * computation.itemsize if computation.remakes else 0
     return (
         gate_gradient_bytes(architecture, computation)
-        + remade
+        + remade_product
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
 
 
 def gate_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of the gradients of gate's and up's outputs; of one of them where the other
-    takes the memory of the product's.
+    """Bytes per token of the gradients of gate's and up's outputs in the MLP.
+
+    models/gating.py writes one of the two over the gradient of their product, so that only the
+    other takes new memory. Experts that gate by a formula of their family's own need both.
     """
     mixture = architecture.mixture
-    both = architecture.mlp_width
-    if _gates_again(architecture, computation):
-        both = mixture.chosen * mixture.intermediate if mixture and mixture.keys.gates_itself else 0
-    return (architecture.mlp_width + both) * computation.itemsize
+    if not _recomputes_gate(architecture, computation):
+        second_width = architecture.mlp_width
+    elif mixture is not None and mixture.keys.gates_itself:
+        second_width = mixture.chosen * mixture.intermediate
+    else:
+        second_width = 0
+    return (architecture.mlp_width + second_width) * computation.itemsize
 
 
 def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and
-    what comes, both once for each expert of a token.
+    """Bytes per token of the hidden states that a rank sends to the ranks with the chosen experts,
+    and of those that it receives.
 
-    Where the router prefers the experts of one rank, more come to it, up to all.
+    Both are counted once for each expert of a token. A rank whose experts the router prefers
+    receives more than that. 0 without expert parallelism.
     """
     if architecture.mixture is None or computation.expert_ranks == 1:
         return 0
@@ -337,8 +368,10 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 
 
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of a forward that saves nothing: the MLP at its widest, the residual stream,
-    and what ranks of an expert group exchange.
+    """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
+
+    They are three tensors of the MLP's width, three of the residual stream's, and messages between
+    expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
@@ -357,27 +390,36 @@ def _norm(
     itemsize: int | None = None,
     heads: int = 1,
 ) -> int:
-    """Bytes per token that an RMSNorm of `width` features saves. It works in fp32.
+    """Bytes per token that an RMSNorm over `width` features saves. The norm computes in fp32.
 
-    It saves the reciprocal root (`heads` of them where it normalizes each head by itself) and its
-    input, both in fp32. Where the weight is trained, not under LoRA, it saves the normalized input
-    too: in fp32 if the weight is multiplied in fp32, as in Gemma.
+    It saves its input and the reciprocal root, both in fp32. If its weight is trained, which it is
+    not under LoRA, it saves the normalized input too: in fp32 if the family multiplies the weight
+    in fp32, as Gemma does.
 
-    `itemsize`: bytes of a number of its input; None: those of the residual stream.
+    Args:
+        width: Features of a token.
+        architecture: The model.
+        computation: The settings of the forward.
+        itemsize: Bytes of one element of the input; None: the input is the residual stream.
+        heads: Reciprocal roots of a token: several if each head is normalized by itself.
     """
-    if computation.remakes:  # all but the roots, of the input as it came
-        return (itemsize or computation.residual_itemsize) * width + FP32 * heads
-    if architecture.family.norm_keeps_fp32:
-        normalized = FP32
+    input_itemsize = itemsize or computation.residual_itemsize
+    roots = FP32 * heads
+    if computation.remakes:  # only the roots and the input, which is not cast, are saved
+        return input_itemsize * width + roots
+    if computation.lora is not None:
+        normalized = 0
+    elif architecture.family.norm_keeps_fp32:
+        normalized = FP32 * width
     else:
-        normalized = itemsize or computation.residual_itemsize
-    return FP32 * width + FP32 * heads + (normalized * width if computation.lora is None else 0)
+        normalized = input_itemsize * width
+    return FP32 * width + roots + normalized
 
 
 def _norms(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
-    """Bytes per token that the norms of a layer save, and the inputs of its attention and MLP."""
+    """Bytes per token that a layer's norms save, and of the saved inputs of attention and MLP."""
     total = len(architecture.family.norms) * _norm(architecture.hidden, architecture, computation)
-    total += _inputs(architecture, mixture, computation)
+    total += _block_inputs(architecture, mixture, computation)
     if (
         mixture is not None
         and mixture.keys.routes_in_fp32
@@ -388,62 +430,72 @@ def _norms(architecture: Architecture, mixture: Mixture | None, computation: Com
     return total
 
 
-def _inputs(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
-    """Bytes per token of the saved inputs of attention and MLP: the norms' outputs or, where norms
-    come after, the residual stream.
+def _block_inputs(
+    architecture: Architecture, mixture: Mixture | None, computation: Computation
+) -> int:
+    """Bytes per token of the saved inputs of attention and MLP.
+
+    Each input is a norm's output; in families whose norms come after attention and MLP
+    (`norm_after`), it is the residual stream.
     """
-    computed = architecture.hidden * computation.itemsize  # one input in the compute dtype
-    if computation.remakes:  # a norm's output is made again, the residual stream is not
-        return 2 * computed if architecture.family.norm_after else 0
+    compute_input = architecture.hidden * computation.itemsize  # one input in the compute dtype
+    if computation.remakes:  # the backward recomputes a norm's output, but not the residual stream
+        return 2 * compute_input if architecture.family.norm_after else 0
     if computation.drops_inputs:
         return 0
     if computation.fuses_adapters:
         return 2 * architecture.hidden * computation.residual_itemsize
     if computation.autocast and not architecture.family.fused:
-        # each layer that reads an fp32 input saves a cast copy of its own
+        # Each linear layer that reads the fp32 input saves a cast copy of its own. Attention's are
+        # q, k and v; in latent attention, the first layer to the queries and that to the latent.
         attention_readers = 3 if architecture.latent is None else 2
-        return (attention_readers + _count_readers(mixture)) * computed
-    return 2 * computed
+        return (attention_readers + _count_readers(mixture)) * compute_input
+    return 2 * compute_input
 
 
 def _count_readers(mixture: Mixture | None) -> int:
-    """Linear layers that read the MLP's input: gate and up; in a mixture the router, and a shared
-    expert's gate, up and, in some families, the layer that weighs its output.
+    """Counts the linear layers that read the MLP's input.
+
+    In a dense layer they are gate and up. In a mixture they are the router and, with a shared
+    expert, that expert's gate and up and, in some families, the layer that weighs its output.
     """
     if mixture is None:
         return 2
     if not mixture.shared:
         return 1
-    return 3 if mixture.keys.shared is None else 4  # `shared_linears` names the fourth
+    weighs_shared_output = mixture.keys.shared is not None  # see `Mixture.shared_linears`
+    return 4 if weighs_shared_output else 3
 
 
 def _attention(architecture: Architecture, computation: Computation) -> int:
-    """Bytes a token that attention saves between its projections."""
+    """Bytes per token that attention saves between its projections."""
     total = _attention_kernel(architecture, computation)
-    # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output
-    # projection.
+    # The output projection saves its input. That is a tensor of its own if it is concatenated from
+    # the outputs of documents, or from the heads of other ranks; else it is the kernel's output.
     if (
         attends_by_document(computation) or computation.sequence_ranks > 1
     ) and not computation.drops_inputs:
-        total += computation.itemsize * (
-            architecture.query_width
-            if architecture.latent is None
-            else architecture.heads * architecture.latent.value
-        )
+        if architecture.latent is None:
+            output_width = architecture.query_width
+        else:
+            output_width = architecture.heads * architecture.latent.value
+        total += computation.itemsize * output_width
     if architecture.latent is not None:
         total += _latents(architecture, architecture.latent, computation)
     if architecture.query_key_norm:
         total += _query_key_norms(architecture, computation)
     if architecture.family.fused and _kernel_itemsize(computation) == computation.itemsize:
-        # Value is a view of the whole fused output, which no cast frees: query and key before their
-        # rotation remain.
+        # The saved value is a view of the fused projection's output. Without a cast it keeps all of
+        # that output in memory: query and key before their rotation, too.
         total += computation.itemsize * (architecture.query_width + architecture.key_value_width)
     return total
 
 
 def _attention_kernel(architecture: Architecture, computation: Computation) -> int:
-    """Bytes a token that the kernel saves: query, keys, values, output and log-sum-exp; without a
-    kernel the scores.
+    """Bytes per token that the attention kernel saves.
+
+    They are query, keys, values, output and log-sum-exp; without a kernel, the scores instead of
+    the last two.
     """
     itemsize = _kernel_itemsize(computation)
     output_width = architecture.query_width
@@ -452,29 +504,30 @@ def _attention_kernel(architecture: Architecture, computation: Computation) -> i
     total = itemsize * (
         architecture.query_width + _keys_and_values_width(architecture, computation)
     )
-    # torch's kernel for a CPU wants one head size.
+    # torch's CPU kernel needs one head size for queries and values.
     if materializes_scores(architecture, computation) or output_width != architecture.query_width:
-        total += (
-            architecture.heads * computation.document_length * _score_bytes(architecture, itemsize)
-        )
+        scores = architecture.heads * computation.document_length
+        total += scores * _score_bytes(architecture, itemsize)
     else:
         total += itemsize * output_width + FP32 * architecture.heads
-    # the sinks' part of the softmax's sum, and the output that is left without them
+    # the sinks' share of the softmax's sum, and the output before the sinks take that share
     if architecture.family.sinks and attends_in_blocks(architecture, computation):
         total += FP32 * architecture.heads + computation.itemsize * architecture.query_width
-    if computation.masks_images:  # which the kernel adds to the scores
+    if computation.masks_images:  # the mask [tokens, tokens] that is added to the scores
         total += itemsize * computation.document_length
     return total
 
 
 def _kernel_itemsize(computation: Computation) -> int:
-    """Bytes of a number in attention: on a CPU the kernel works in fp32."""
+    """Bytes of one element in attention: on a CPU the kernel computes in fp32."""
     return max(computation.itemsize, FP32) if computation.cpu else computation.itemsize
 
 
 def _keys_and_values_width(architecture: Architecture, computation: Computation) -> int:
-    """Features of keys and values together that the kernel reads on one rank, for each token that
-    the rank has of a row.
+    """The width of keys and values together that the kernel reads on one rank.
+
+    It is counted for each token that the rank has of a row: under sequence parallelism a rank reads
+    more tokens, of fewer heads.
     """
     is_grouped = (
         computation.grouped_attention or attends_in_blocks(architecture, computation)
@@ -483,7 +536,7 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     key_value_heads = architecture.key_value_heads
     repeats = 1
     if architecture.latent is not None:
-        # a key for each head, and narrower values, which the GPU's kernel takes padded
+        # a key for each head, and narrower values, which are padded for a GPU's kernel
         if computation.cpu:
             values = architecture.heads * architecture.latent.value
         else:
@@ -491,16 +544,17 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
         width = architecture.query_width + values
     elif is_grouped:
         width = 2 * architecture.key_value_width
-        # ranks that trade tokens for heads repeat key-value heads until each rank has as many
+        # Ranks that trade tokens for heads repeat the key-value heads until each rank has as many.
         repeats = math.lcm(key_value_heads, ranks) // key_value_heads
-    else:  # a key and a value for each head of the query
+    else:  # a key and a value for each query head
         width = 2 * architecture.query_width
     if divides_heads(architecture.heads, ranks):
         return width * repeats
-    return width * ranks  # not traded: each rank gathers those of the whole row
+    return width * ranks  # no trade: each rank gathers the keys and values of the whole row
 
 
 def _query_key_norms(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token that the norms of queries and keys save."""
     by_head = architecture.family.query_key_norm == "head"
     query = _norm(
         architecture.query_width,
@@ -509,18 +563,21 @@ def _query_key_norms(architecture: Architecture, computation: Computation) -> in
         itemsize=computation.itemsize,
         heads=architecture.heads if by_head else 1,
     )
-    return query + _norm(
+    key = _norm(
         architecture.key_value_width,
         architecture,
         computation,
         itemsize=computation.itemsize,
         heads=architecture.key_value_heads if by_head else 1,
     )
+    return query + key
 
 
 def _score_bytes(architecture: Architecture, itemsize: int) -> int:
-    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its cast
-    to the `itemsize` of attention.
+    """Bytes that are saved for one materialized score.
+
+    They are its tanh, if scores are capped, its fp32 softmax, and the softmax in attention's dtype
+    of `itemsize` bytes, if that is smaller.
     """
     tanh = itemsize if architecture.family.caps_scores else 0
     cast = itemsize if itemsize < FP32 else 0
@@ -528,65 +585,70 @@ def _score_bytes(architecture: Architecture, itemsize: int) -> int:
 
 
 def _latents(architecture: Architecture, latent: LatentAttention, computation: Computation) -> int:
-    """Bytes per token that the norms of the latents save, and their outputs, which linear layers
-    read.
+    """Bytes per token that the norms of the latents save, and of the norms' outputs, which the
+    linear layers that read them save.
     """
     widths = [width for width in (latent.query_rank, latent.key_value_rank) if width is not None]
     outputs = 0 if computation.drops_inputs else computation.itemsize * sum(widths)
-    total = outputs + sum(
+    norms = sum(
         _norm(width, architecture, computation, itemsize=computation.itemsize) for width in widths
     )
+    total = outputs + norms
     if computation.cpu and computation.itemsize == FP32:
-        # value is a view of its common product with the keys, whose plain part remains
+        # The saved value is a view of the projection's output, which also has the plain part of the
+        # keys.
         total += FP32 * architecture.heads * latent.plain
     return total
 
 
 def _mlp(architecture: Architecture, mixture: Mixture | None, computation: Computation) -> int:
-    """down(act(gate) * up): gate, up and their product, and act(gate) where the backward does not
-    make it again.
+    """Bytes per token that the MLP, down(act(gate) * up), or the experts of a mixture save.
+
+    An MLP saves gate, up, their product, and act(gate) unless the backward recomputes that.
     """
-    saved = 3 if _gates_again(architecture, computation) else 4
-    if computation.remakes:  # the product as well
-        saved = 2
-    elif computation.drops_inputs:
-        saved -= 1
+    saved_tensors = 3 if _recomputes_gate(architecture, computation) else 4
+    if computation.remakes:  # gate and up; the backward recomputes the product as well
+        saved_tensors = 2
+    elif computation.drops_inputs:  # not the product, which is down's input
+        saved_tensors -= 1
     if mixture is None:
-        return saved * architecture.intermediate * computation.itemsize
-    return saved * mixture.shared * computation.itemsize + _experts(
-        architecture, mixture, computation
-    )
+        return saved_tensors * architecture.intermediate * computation.itemsize
+    shared = saved_tensors * mixture.shared * computation.itemsize
+    return shared + _experts(architecture, mixture, computation)
 
 
-def _gates_again(architecture: Architecture, computation: Computation) -> bool:
-    """Whether a backward makes act(gate) again, in memory that is there (models/gating.py)."""
+def _recomputes_gate(architecture: Architecture, computation: Computation) -> bool:
+    """Whether the backward recomputes act(gate), in memory that is allocated already
+    (models/gating.py).
+    """
     return not computation.compiled and architecture.activation in GATED_BY
 
 
 def _experts(architecture: Architecture, mixture: Mixture, computation: Computation) -> int:
     """Bytes per token that the routed experts and their router save.
 
-    Each expert of the token saves its gathered input, what its gating saves, the product, its
-    output, which the router weighs, and where it belongs. A frozen expert does not save what it
-    multiplies. The router saves logits, and probabilities in fp32.
+    Each expert of the token saves its gathered input, the tensors of its gating, the product, its
+    output, which the router's weight multiplies, and the token's indexes. A frozen expert does not
+    save the inputs of its matmuls. The router saves logits, and probabilities in fp32.
     """
-    inputs, products = _read_by_trained_experts(computation)
+    inputs, products = _count_expert_inputs(computation)
     gate_tensors = mixture.keys.gate_tensors
-    if _gates_again(architecture, computation) and not mixture.keys.gates_itself:
+    if _recomputes_gate(architecture, computation) and not mixture.keys.gates_itself:
         gate_tensors -= 1
-    states = (inputs + 1) * architecture.hidden + (products + gate_tensors) * mixture.intermediate
-    states += sum(
-        expert_adapter_rank(tensor.name, computation)[1]
-        for tensor in architecture.experts(architecture.widest_layer)
-    )
-    return mixture.chosen * (computation.itemsize * states + PLACES) + mixture.experts * (
-        computation.itemsize + FP32
-    )
+    hidden_tensors = inputs + 1  # 1: the output
+    elements = hidden_tensors * architecture.hidden
+    elements += (products + gate_tensors) * mixture.intermediate
+    for weights in architecture.experts(architecture.widest_layer):
+        _, padded_rank = expert_adapter_rank(weights.name, computation)
+        elements += padded_rank  # the output of A
+    of_chosen = mixture.chosen * (computation.itemsize * elements + PLACES)
+    of_router = mixture.experts * (computation.itemsize + FP32)
+    return of_chosen + of_router
 
 
 def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
-    """The rank of the adapter on an expert's parameter, and the padded rank of its products; both 0
-    without an adapter.
+    """The LoRA rank of the adapter on the experts' parameter `name`, and the rank padded for
+    grouped matmuls; (0, 0) without an adapter.
     """
     if computation.lora is None or not is_parameter_named(
         name, computation.lora.lora_target_parameters
@@ -596,9 +658,10 @@ def expert_adapter_rank(name: str, computation: Computation) -> tuple[int, int]:
     return rank, round_up(rank, EXPERT_RANK_MULTIPLE)
 
 
-def _read_by_trained_experts(computation: Computation) -> tuple[int, int]:
-    """How many tensors an expert saves as the input of gate and up, and as that of down: 1 each
-    where a weight or an adapter gets a gradient, else 0.
+def _count_expert_inputs(computation: Computation) -> tuple[int, int]:
+    """Counts the inputs that an expert saves: (of gate and up, of down), each 1 or 0.
+
+    An input is saved if its weight or an adapter on that weight gets a gradient.
     """
     if computation.lora is None:
         return 1, 1
@@ -609,36 +672,37 @@ def _read_by_trained_experts(computation: Computation) -> tuple[int, int]:
 
 
 def _adapters(architecture: Architecture, layer: int, computation: Computation) -> int:
-    """Bytes per token that the adapters of a layer save: the products of A; with dropout also the
-    dropped inputs and their masks; of rotations their inputs alone.
+    """Bytes per token that the adapters of decoder layer `layer` save; 0 without adapters.
+
+    LoRA saves the outputs of A and, with dropout, the inputs after dropout and the dropout's masks.
+    OFT saves only the inputs that it rotates.
     """
-    if computation.lora is None:
+    lora = computation.lora
+    if lora is None:
         return 0
-    adapted = [
-        linear for linear in architecture.linears(layer) if is_adapted(linear, computation.lora)
-    ]
-    if computation.lora.oft_block_size is not None:  # what is rotated, in the type of the rotations
-        itemsize = FP32 if computation.autocast else computation.itemsize
+    adapted = [linear for linear in architecture.linears(layer) if is_adapted(linear, lora)]
+    if lora.oft_block_size is not None:
+        itemsize = FP32 if computation.autocast else computation.itemsize  # of the rotations
         return sum(linear.shape[1] * itemsize for linear in adapted)
-    dropped = 0
+    dropout = 0  # bytes per input feature
     if computation.drops_inputs:
         mask = computation.itemsize if computation.cpu else 1
-        dropped = computation.itemsize + mask
-    return sum(
-        _largest_rank(linear.name, architecture, computation.lora) * computation.itemsize
-        + linear.shape[1] * dropped
-        for linear in adapted
-    )
+        dropout = computation.itemsize + mask
+    total = 0
+    for linear in adapted:
+        width_in = linear.shape[1]
+        rank = _largest_rank(linear.name, architecture, lora)
+        total += rank * computation.itemsize + width_in * dropout
+    return total
 
 
 def _largest_rank(linear: str, architecture: Architecture, lora: Lora) -> int:
-    """The largest rank that `rank_pattern` gives a linear layer in any decoder layer; `linear` is
-    its name in one of them.
+    """The largest LoRA rank that `rank_pattern` gives a linear layer in any decoder layer.
+
+    `linear`: the name of its weight in one of the decoder layers.
     """
-    trunk, _, place = linear.removesuffix(".weight").partition(".layers.")
-    in_layer = place.partition(".")[2]
-    names = (
-        f"{trunk}.layers.{layer}.{in_layer}"
-        for layer in range(architecture.layers if lora.rank_pattern else 1)
-    )
+    trunk, _, index_and_rest = linear.removesuffix(".weight").partition(".layers.")
+    _, _, name_in_layer = index_and_rest.partition(".")
+    layers = architecture.layers if lora.rank_pattern else 1  # without patterns all are alike
+    names = (f"{trunk}.layers.{layer}.{name_in_layer}" for layer in range(layers))
     return max(find_value(name, lora.rank_pattern, lora.lora_r) for name in names)

@@ -1,4 +1,8 @@
-"""Whether a run fits the device, and if not, the cheapest changes that make it fit."""
+"""Whether a run fits a machine, and if not, the cheapest changes that make it fit.
+
+A `Change` is text for the user and a function that changes a `RunSpec`, so that the plan of the
+changed run shows what the change is worth.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,32 +16,31 @@ from finetune.config.optimization import list_smaller
 from finetune.plan.peaks import find_peak
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 
-CONFIG_KEY = "accelerate_config="
-A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
-MIN_ROW_TOKENS = 512  # rows are not halved below this
-GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # ranks that divide what one rank had
-ROW_DIVIDING_RANKS = 8  # in accelerate_configs/fsdp_sequence_parallel.yaml
+CONFIG_KEY = "accelerate_config="  # how the text of a change of the Accelerate file begins
+A_FOLDER = "A_FOLDER_ON_NVME"  # a placeholder that the user fills in
+MIN_ROW_TOKENS = 512  # max_length is not halved to fewer tokens than this
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # sizes of sequence- or tensor-parallel groups to try
+SHIPPED_CP_SIZE = 8  # cp_size in accelerate_configs/fsdp_sequence_parallel.yaml
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change: `text` is appended to the command, or set in the Accelerate file."""
+    """One change of a run."""
 
+    # what the user appends to the command, or sets in the Accelerate file if `is_in_file`
     text: str
-    cost: str
+    cost: str  # the change's disadvantage, in words
     apply: Callable[[RunSpec], RunSpec]
     is_in_file: bool = False
 
     @property
     def is_in_recipe(self) -> bool:
-        """Whether the change is of keys of the recipe alone, with values that suit every
-        machine.
-        """
+        """Whether the change only sets keys of the recipe, to values that suit every machine."""
         return not self.is_in_file and A_FOLDER not in self.text
 
     @property
     def accelerate_config(self) -> str | None:
-        """The shipped Accelerate file that it takes instead of the run's own."""
+        """The shipped Accelerate file that replaces the run's own; None: the run's own stays."""
         words = self.text.split()
         return next(
             (word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None
@@ -46,21 +49,21 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that a machine has; None where that is not known, and nothing is compared."""
+    """Bytes that a machine has. A part that is None is not known, and is not compared."""
 
-    device: int | None  # of each GPU, or of the machine where the CPU computes
-    host: int | None = None  # a node's memory
+    device: int | None  # of each GPU; if the CPU computes, of the machine's memory
+    host: int | None = None  # of a node's memory
     disk: int | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether all three parts are known."""
         return None not in (self.device, self.host, self.disk)
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of each part of a `Room` that a run needs."""
+    """Bytes that a run needs of each part of a `Room`."""
 
     device: int
     host: int
@@ -68,42 +71,51 @@ class Need:
     is_on_cpu: bool = False  # the CPU computes
 
     def fits_memory(self, room: Room) -> bool:
-        """Whether the memory that is known is enough."""
+        """Whether device and host memory are large enough, as far as they are known."""
         return self.device <= (room.device or self.device) and self.host <= (room.host or self.host)
 
     def fits(self, room: Room) -> bool:
-        """Whether all that is known is enough."""
+        """Whether memory and disk are large enough, as far as they are known."""
         return self.fits_memory(room) and self.disk <= (room.disk or self.disk)
 
 
 def count_need(spec: RunSpec) -> Need:
-    """Returns the bytes that the run needs of a GPU, of a node's memory, and of the disk."""
+    """Counts the bytes that the run needs of a GPU, of a node's memory, and of the disk."""
     peak = find_peak(spec).total
-    disk = plan_disk(spec)
-    return Need(peak, plan_host(spec, peak).total, disk.total, is_on_cpu=spec.device == "cpu")
+    return Need(
+        device=peak,
+        host=plan_host(spec, peak).total,
+        disk=plan_disk(spec).total,
+        is_on_cpu=spec.device == "cpu",
+    )
 
 
-NeedAfter = Callable[[Sequence[Change]], Need]
+NeedAfter = Callable[[Sequence[Change]], Need]  # the need of a run after changes of it
 
 
-def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
-    """Whether the run `asked` for could start as `changed`: no rule refuses it that did not refuse
-    `asked`.
-    """
-    known = {problem.rule for problem in asked.find_problems()}
-    return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
+def is_supported(changed: RunSpec, original: RunSpec) -> bool:
+    """Whether no rule refuses `changed`, besides rules that refuse the `original` run already."""
+    known_rules = {problem.rule for problem in original.find_problems()}
+    return all(
+        problem.is_note or problem.rule in known_rules for problem in changed.find_problems()
+    )
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """Lists the changes that the rules allow, the cheapest first: those that cost little time,
-    those that cost much, those that train fewer parameters.
+    """Yields the changes of a run that the rules allow, from the cheapest to the dearest.
+
+    First come changes that cost little time, then those that cost much, and last those that train
+    fewer parameters.
     """
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
 
 def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, list[Change]]:
-    """`spec` with one change after another, and the changes that cannot be combined with those
-    before them.
+    """Applies one change after another.
+
+    Returns:
+        The changed run, and the changes that were left out because a rule refuses them with those
+        before them.
     """
     left_out = []
     for change in changes:
@@ -116,12 +128,12 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
 
 
 def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
-    """Describes each change as it is made: appended to the command, or in an Accelerate file.
+    """Describes what the user does for each change: append it to the command, or edit a file.
 
     Args:
-        changes: What to describe.
-        source: The run's Accelerate file, for changes in a file where none of `changes` names
-            another.
+        changes: The changes, which are made together.
+        source: The run's Accelerate file. A change in a file is made in that one, unless one of
+            `changes` takes another.
         has_config: The command names its Accelerate file by --config, which overrides the recipe's
             key.
     """
@@ -129,39 +141,45 @@ def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool
         (change.accelerate_config for change in reversed(changes) if change.accelerate_config),
         source,
     )
-    key = "--config " if has_config else CONFIG_KEY
-    return [
-        f"in {file}: {change.text}" if change.is_in_file else change.text.replace(CONFIG_KEY, key)
-        for change in changes
-    ]
+    config_key = "--config " if has_config else CONFIG_KEY
+    lines = []
+    for change in changes:
+        if change.is_in_file:
+            lines.append(f"in {file}: {change.text}")
+        else:
+            lines.append(change.text.replace(CONFIG_KEY, config_key))
+    return lines
 
 
 def _list_candidates(spec: RunSpec) -> Iterator[Change]:
+    """Yields all changes that could save memory, from the cheapest to the dearest.
+
+    The rules may refuse some of them.
+    """
     recipe = spec.recipe
 
-    def optimizers(with_package: bool) -> Iterator[Change]:
-        for name, cost in list_smaller(
-            recipe.optimization.optim, with_package=with_package
-        ).items():
+    def list_optimizers(*, with_package: bool) -> Iterator[Change]:
+        smaller = list_smaller(recipe.optimization.optim, with_package=with_package)
+        for name, cost in smaller.items():
             yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
     if spec.rows > 1:
         rows = spec.global_batch_size
         if recipe.batch.global_batch_size:
-            keep = ""
+            keep_rows = ""
         else:
-            keep = f" global_batch_size={rows}"
+            keep_rows = f" global_batch_size={rows}"
         batch = {
             "per_device_train_batch_size": 1,
             "global_batch_size": rows,
             "gradient_accumulation_steps": None,
         }
         yield Change(
-            f"per_device_train_batch_size=1{keep}",
+            f"per_device_train_batch_size=1{keep_rows}",
             "more micro-batches, the same step",
             _set_keys("batch", **batch),
         )
-    yield from optimizers(False)
+    yield from list_optimizers(with_package=False)
     yield from _list_layouts(spec)
     if spec.device == "cuda" and not recipe.model.activation_offload:
         yield Change(
@@ -169,7 +187,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             "what checkpointed layers keep is copied to the host and back, beside the computation",
             _set_keys("model", activation_offload=True),
         )
-    yield from optimizers(True)
+    yield from list_optimizers(with_package=True)
     if not recipe.optimization.optim_in_backward:
         yield Change(
             "optim_in_backward=true max_grad_norm=null",
@@ -178,7 +196,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         )
     if recipe.lora.use_peft:
         yield from _list_quantizations(spec)
-    yield from _list_divisions(spec)
+    yield from _list_larger_groups(spec)
     if recipe.optimization.optim_offload == "none" and not spec.sharding.cpu_offload:
         yield Change(
             f"optim_offload=nvme offload_dir={A_FOLDER}",
@@ -187,7 +205,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         )
     if not spec.sharding.cpu_offload:
         cost = "several times the time"
-        if spec.sharding.ranks_per_batch > 1:  # by a file that no shipped one replaces
+        if spec.sharding.ranks_per_batch > 1:  # no shipped file has the groups of the run's own
             offload = _set_sharding(cpu_offload=True)
             yield Change("fsdp_offload_params: true", cost, offload, is_in_file=True)
         else:
@@ -206,7 +224,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
 
 
 def _list_layouts(spec: RunSpec) -> Iterator[Change]:
-    """Lists the changes by which a layout gathers less, or keeps less."""
+    """Yields the changes of the layout that gather fewer weights or keep fewer activations."""
     sharding = spec.sharding
     architecture = spec.architecture
     if not sharding.activation_checkpointing:
@@ -235,40 +253,51 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
             )
 
 
-def _list_divisions(spec: RunSpec) -> Iterator[Change]:
-    """Lists larger groups of ranks that divide a row's tokens, or a layer's matrices.
+def _list_larger_groups(spec: RunSpec) -> Iterator[Change]:
+    """Yields changes that make the run's sequence- or tensor-parallel groups larger.
 
-    First comes the largest group within a node for each, then wider groups for tokens alone. An
-    Accelerate file has sizes of a mesh for FSDP2 only.
+    First comes, for each of the two, the largest group within a node. Then come sequence-parallel
+    groups over several nodes.
     """
     sharding = spec.sharding
     if sharding.strategy == "HYBRID_SHARD":
         return
-    wide: list[Change] = []
-    for key, size in sharding.group_sizes.items():
-        others = sharding.ranks_per_batch // size  # of a group already, by the other key
-        larger = [each for each in GROUP_SIZES if each > size and spec.ranks % (each * others) == 0]
+    over_nodes: list[Change] = []
+    for key, size_now in sharding.group_sizes.items():
+        # the ranks of a group that the other key, and a pipeline, make already
+        other_ranks = sharding.ranks_per_batch // size_now
+        larger = [
+            size
+            for size in GROUP_SIZES
+            if size > size_now and spec.ranks % (size * other_ranks) == 0
+        ]
+        # Accelerate reads the sizes of a mesh for FSDP2 only; else only a shipped file will do.
         usable = [
-            each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)
+            size for size in larger if sharding.layout == "fsdp2" or _is_shipped(key, size, spec)
         ]
-        changes = {each: _divide(spec, key, each) for each in usable}
+        changes = {size: _enlarge_group(spec, key, size) for size in usable}
         supported = [
-            each for each, change in changes.items() if is_supported(change.apply(spec), spec)
+            size for size, change in changes.items() if is_supported(change.apply(spec), spec)
         ]
-        of_node = [each for each in supported if spec.ranks_per_node % (each * others) == 0]
-        yield from (changes[each] for each in of_node[-1:])
-        wide += (changes[each] for each in supported if each not in of_node and key == "cp_size")
-    yield from wide
+        within_node = [
+            size for size in supported if spec.ranks_per_node % (size * other_ranks) == 0
+        ]
+        if within_node:
+            yield changes[max(within_node)]
+        if key == "cp_size":
+            over_nodes += (changes[size] for size in supported if size not in within_node)
+    yield from over_nodes
 
 
 def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
-    """Whether accelerate_configs/fsdp_sequence_parallel.yaml divides so."""
-    return key == "cp_size" and size == spec.ranks == ROW_DIVIDING_RANKS
+    """Whether accelerate_configs/fsdp_sequence_parallel.yaml has this size of this key."""
+    return key == "cp_size" and size == spec.ranks == SHIPPED_CP_SIZE
 
 
-def _divide(spec: RunSpec, key: str, size: int) -> Change:
-    """Groups of `size` ranks by this key of an Accelerate file; the other key and the rows of a
-    step stay.
+def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
+    """Makes the change that sets `key` (cp_size or tp_size) of an Accelerate file to `size`.
+
+    The other key and the rows of a step stay as they are.
     """
     rows = spec.global_batch_size
     sharding = spec.sharding
@@ -277,38 +306,40 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     else:
         keep = f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
-    field, what = DIVISIONS[key]
-    group = sharding.group_sizes | {key: size}
-    groups = spec.ranks // prod(group.values())
-    sizes: dict[str, Any] = {field: size, "shard_size": groups}
-    is_wide = spec.ranks_per_node % prod(group.values()) != 0
-    cost = (
-        f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
-    )
+    field, what_is_divided = DIVISIONS[key]
+    group_sizes = sharding.group_sizes | {key: size}
+    ranks_of_group = prod(group_sizes.values())
+    groups = spec.ranks // ranks_of_group
+    sharding_keys: dict[str, Any] = {field: size, "shard_size": groups}
+    cost = f"{size} ranks divide {what_is_divided}; more communication"
+    if spec.ranks_per_node % ranks_of_group != 0:
+        cost += ", between nodes too"
     if _is_shipped(key, size, spec):
         text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
-        return Change(text, cost, _apply_both(keep_rows, partial(_shard_fully, **sizes)))
-    mesh = {name: size for name, size in group.items() if size > 1} | {"dp_shard_size": groups}
+        return Change(text, cost, _apply_both(keep_rows, partial(_shard_fully, **sharding_keys)))
+    mesh = {name: size for name, size in group_sizes.items() if size > 1}
+    mesh["dp_shard_size"] = groups
     entries = ", ".join(f"parallelism_config_{name}: {size}" for name, size in mesh.items())
     text = f"parallelism_config: {{{entries}}}"
     if keep:
         cost += f"; {keep} keeps the step"
-    return Change(text, cost, _apply_both(keep_rows, _set_sharding(**sizes)), is_in_file=True)
+    apply = _apply_both(keep_rows, _set_sharding(**sharding_keys))
+    return Change(text, cost, apply, is_in_file=True)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
-    """Lists the quantizations of the base in fewer bits than it has now: 8, then 4.
+    """Yields the changes that quantize the base to fewer bits than it has now: 8, then 4.
 
-    They require adapters, which the change adds where there are none.
+    They require adapters, so each change also adds adapters to a run without them.
     """
     if spec.sharding.layout == "fsdp1":
         return
     adapters = "" if spec.recipe.lora.use_peft else "use_peft=true "
+    bits_now = spec.recipe.quantization.bits or 16
     for bits in (8, 4):
-        if (spec.recipe.quantization.bits or 16) <= bits:
+        if bits_now <= bits:
             continue
-        keys = {f"load_in_{each}bit": each == bits for each in (8, 4)}
-        quantize = _set_keys("quantization", **keys)
+        quantize = _set_keys("quantization", load_in_8bit=bits == 8, load_in_4bit=bits == 4)
         adapt = _set_keys("lora", use_peft=True)
         cost = (
             f"a frozen base in {bits} bits: more time, a slightly worse start; needs bitsandbytes"
@@ -321,16 +352,17 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
 def _apply_both(
     first: Callable[[RunSpec], RunSpec], second: Callable[[RunSpec], RunSpec]
 ) -> Callable[[RunSpec], RunSpec]:
-    """One change that makes two."""
+    """Makes a function that applies `first` to a run, and then `second`."""
     return lambda spec: second(first(spec))
 
 
 def _set_sharding(**keys: Any) -> Callable[[RunSpec], RunSpec]:
+    """Makes a function that sets these fields of a run's layout."""
     return lambda spec: replace(spec, sharding=replace(spec.sharding, **keys))
 
 
 def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
-    """A change of these keys in one section of the recipe."""
+    """Makes a function that sets these keys in one section of a run's recipe."""
 
     def apply(spec: RunSpec) -> RunSpec:
         changed: dict[str, Any] = {section: replace(getattr(spec.recipe, section), **keys)}
@@ -339,12 +371,12 @@ def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
     return apply
 
 
-# that of every file in accelerate_configs/
+# the precision that every file in accelerate_configs/ sets
 SHIPPED_PRECISION: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None}
 
 
 def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
-    """The layout of the shipped fsdp_full_shard.yaml, with these `keys`."""
+    """Sets a run's layout to that of the shipped fsdp_full_shard.yaml, changed by `keys`."""
     shipped: dict[str, Any] = {
         **SHIPPED_PRECISION,
         "layout": "fsdp2",
@@ -358,70 +390,78 @@ def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
     return _set_sharding(**shipped | keys)(spec)
 
 
-RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change is enough
+# numbers of ranks that are tried if no change makes the run fit on its own ranks
+RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """Whether a run fits a machine, and what makes it fit."""
 
-    fits: bool  # in all that is known of the room
-    need: Need  # of the run as it is
-    changes: tuple[Change, ...] | None = ()  # that make it fit; None: no changes do
-    after: Need | None = None  # with `changes`; with all that go together where no changes do
-    ranks: int | None = None  # on which the latter would fit; None: on none that was tried
-    tried: tuple[Change, ...] = ()  # where no changes make it fit
+    fits: bool  # fits each part of the room that is known
+    need: Need  # of the run without changes
+    changes: tuple[Change, ...] | None = ()  # what makes the run fit; None: no changes do
+    # of the run after `changes`; if those are None, after as many of `tried` as go together
+    after: Need | None = None
+    # If `changes` is None: on how many ranks `after` would fit; None: on none that was tried.
+    ranks: int | None = None
+    tried: tuple[Change, ...] = ()  # all changes, if no changes make the run fit
 
 
 def advise(spec: RunSpec, room: Room, *, in_recipe: bool = False) -> Advice:
     """Finds the cheapest changes that make a run fit the memory of a machine.
 
-    They are the first change that is enough alone, or with those before it. No change is made for
-    the disk's sake.
+    The dearest of these changes is as cheap as possible. No change is suggested to save disk.
 
     Args:
         spec: The run.
         room: What the machine has.
-        in_recipe: Suggests changes of keys of the recipe alone.
+        in_recipe: Suggests only changes of keys of the recipe.
     """
-    needed = count_need(spec)
-    if needed.fits_memory(room):
-        return Advice(needed.fits(room), needed)
+    need = count_need(spec)
+    if need.fits_memory(room):
+        return Advice(need.fits(room), need)
     changes = [change for change in list_changes(spec) if change.is_in_recipe or not in_recipe]
     orders = _list_orders(spec, changes)
-    need_after = _calculate_once(spec)
+    need_after = _cache_need_after(spec)
     best = None
-    dearest = len(changes)  # the place of the dearest one of the best
+    dearest = len(changes)  # the index, in `changes`, of the dearest change in `best`
     for order in orders:
-        enough = _find_enough(
-            need_after, [change for change in order if changes.index(change) < dearest], room
-        )
+        cheaper = [change for change in order if changes.index(change) < dearest]
+        enough = _find_enough(need_after, cheaper, room)
         if enough is not None:
             best = enough
             dearest = max(map(changes.index, enough))
     if best is not None:
-        return Advice(False, needed, best, need_after(best))
-    changed = min(
-        (apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total
-    )
-    wider = (
+        return Advice(False, need, best, need_after(best))
+    # No changes are enough: take the order after which the run is smallest, and try more ranks.
+    changed_runs = [changed for changed, _ in (apply_changes(spec, order) for order in orders)]
+    smallest = min(changed_runs, key=lambda changed: find_peak(changed).total)
+    more_ranks = (
         ranks
         for ranks in RANKS_TO_TRY
-        if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0
+        if ranks > spec.ranks and ranks % smallest.sharding.smallest_world == 0
     )
-    more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
-    ranks = next((each.ranks for each in more_ranks if count_need(each).fits_memory(room)), None)
-    return Advice(False, needed, None, count_need(changed), ranks=ranks, tried=tuple(changes))
+    enough_ranks = next(
+        (
+            ranks
+            for ranks in more_ranks
+            if count_need(replace(smallest, ranks=ranks)).fits_memory(room)
+        ),
+        None,
+    )
+    return Advice(False, need, None, count_need(smallest), ranks=enough_ranks, tried=tuple(changes))
 
 
-def _calculate_once(spec: RunSpec) -> NeedAfter:
-    """A function that gives the need of `spec` after changes, calculated once for each run that
-    they make of it.
+def _cache_need_after(spec: RunSpec) -> NeedAfter:
+    """Makes a function that returns the need of `spec` after changes.
+
+    It calculates the need of each changed run only once.
     """
     known: dict[str, Need] = {}
 
     def need_after(changes: Sequence[Change]) -> Need:
-        changed = apply_changes(spec, changes)[0]
+        changed, _ = apply_changes(spec, changes)
         key = repr((changed.recipe, changed.sharding))
         if key not in known:
             known[key] = count_need(changed)
@@ -431,37 +471,44 @@ def _calculate_once(spec: RunSpec) -> NeedAfter:
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
-    """The orders in which to try the `changes`, some of which keep others out.
+    """Lists the orders in which to try the changes: a change can exclude a later one.
 
-    The first order is that of the list. In each other one a change that earlier ones keep out
-    comes first, or two such changes that go together.
+    The first order is `changes`. Each other order begins with a change that earlier ones exclude,
+    or with two such changes that do not exclude each other.
     """
-    left_out = apply_changes(spec, changes)[1]
-    pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
+    _, excluded = apply_changes(spec, changes)
+    pairs = []
+    for pair in combinations(excluded, 2):
+        _, excluded_by_each_other = apply_changes(spec, pair)
+        if not excluded_by_each_other:
+            pairs.append(pair)
     orders = []
-    for first in ((), *((change,) for change in left_out), *pairs):
-        after = [change for change in changes if change not in first]
-        orders.append([*first, *after])
+    for beginning in ((), *((change,) for change in excluded), *pairs):
+        rest = [change for change in changes if change not in beginning]
+        orders.append([*beginning, *rest])
     return orders
 
 
 def _find_enough(
     need_after: NeedAfter, changes: Sequence[Change], room: Room
 ) -> tuple[Change, ...] | None:
-    """The first change that is enough, alone or with those before it; of these, the dearest
-    unnecessary ones are left out. None where all together are not enough.
+    """Finds the first change that makes the run fit, alone or together with those before it.
+
+    Returns that change alone, or with those of the changes before it that are necessary: from the
+    dearest to the cheapest, each one is left out if the run fits without it. Returns None if all
+    changes together are not enough.
     """
-    taken: list[Change] = []
+    together: list[Change] = []
     for change in changes:
         if need_after([change]).fits_memory(room):
             return (change,)
-        taken.append(change)
-        if need_after(taken).fits_memory(room):
+        together.append(change)
+        if need_after(together).fits_memory(room):
             break
     else:
         return None
-    for change in reversed(list(taken)):
-        fewer = [other for other in taken if other is not change]
+    for change in reversed(list(together)):
+        fewer = [other for other in together if other is not change]
         if need_after(fewer).fits_memory(room):
-            taken = fewer
-    return tuple(taken)
+            together = fewer
+    return tuple(together)

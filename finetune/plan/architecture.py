@@ -1,4 +1,8 @@
-"""A model's tensors, counted from its config.json: their names and shapes, by decoder layer."""
+"""The names and shapes of a model's parameters by decoder layer, read from its config.json.
+
+`config/families.py` has a table of families whose layers `Architecture` describes by formulas. For
+any other family, `built.py` builds transformers' own class.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,45 +34,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One parameter: transformers' name and its shape."""
+    """One parameter: the name that transformers gives it, and its shape."""
 
     name: str
     shape: Shape
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 def gated_linears(mlp: str, intermediate: int, hidden: int) -> dict[str, tuple[int, int]]:
-    """The linear layers [out, in] of the MLP named `mlp`."""
-    into = (intermediate, hidden)
+    """Lists the linear layers of a gated MLP: name -> [out, in]. `mlp` is the MLP's name."""
+    gate_or_up = (intermediate, hidden)
     return {
-        f"{mlp}.gate_proj": into,
-        f"{mlp}.up_proj": into,
+        f"{mlp}.gate_proj": gate_or_up,
+        f"{mlp}.up_proj": gate_or_up,
         f"{mlp}.down_proj": (hidden, intermediate),
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The sizes of a layer's routed experts."""
+    """The sizes of the routed experts in a decoder layer, and the layers that have them."""
 
-    experts: int
-    chosen: int  # of a token
-    intermediate: int  # of one expert
-    shared: int  # of the expert that every token passes; 0: none
-    layers: frozenset[int]  # the decoder layers that have them; the others are dense
+    experts: int  # routed experts of a layer
+    chosen: int  # experts that the router chooses for a token
+    intermediate: int  # intermediate size of one expert
+    shared: int  # intermediate size of the expert that every token passes; 0 without one
+    layers: frozenset[int]  # the decoder layers with experts; all others are dense
     keys: MixtureKeys
 
     def expert_weights(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
-        """The weights of all routed experts of the layer whose MLP is named `mlp`."""
+        """Lists the weights of all routed experts of one layer: [experts, out, in].
+
+        They are [experts, in, out] in families with biases. `mlp` is the name of the layer's MLP.
+        """
         shapes = {
             "gate_up_proj": (2 * self.intermediate, hidden),
             "down_proj": (hidden, self.intermediate),
         }
-        if self.keys.has_biases:  # such families keep [in, out]
+        if self.keys.has_biases:
             shapes = {name: (width_in, width_out) for name, (width_out, width_in) in shapes.items()}
         return tuple(
             TensorShape(f"{mlp}.experts.{name}", (self.experts, *shape))
@@ -76,7 +83,7 @@ class Mixture:
         )
 
     def expert_biases(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
-        """The biases of all routed experts."""
+        """Lists the biases of all routed experts of one layer; empty in families without them."""
         if not self.keys.has_biases:
             return ()
         widths = {"gate_up_proj_bias": 2 * self.intermediate, "down_proj_bias": hidden}
@@ -86,16 +93,19 @@ class Mixture:
         )
 
     def router(self, mlp: str, hidden: int) -> tuple[TensorShape, ...]:
-        """The layer that chooses the experts of a token."""
+        """Lists the parameters of the router, the linear layer that chooses a token's experts."""
         weight = TensorShape(f"{mlp}.{self.keys.router}.weight", (self.experts, hidden))
         bias = TensorShape(f"{mlp}.{self.keys.router}.bias", (self.experts,))
         return (weight, bias) if self.keys.has_biases else (weight,)
 
     def shared_linears(self, mlp: str, hidden: int) -> dict[str, tuple[int, int]]:
-        """The linear layers of the expert that every token passes."""
+        """Lists the linear layers of the shared expert: name -> [out, in].
+
+        Every token passes that expert. Empty if the family has none.
+        """
         if not self.shared:
             return {}
-        if self.keys.shared is None:  # several, without a gate
+        if self.keys.shared is None:  # several shared experts in one MLP, without a gate
             return gated_linears(f"{mlp}.shared_experts", self.shared, hidden)
         gate = {f"{mlp}.shared_expert_gate": (1, hidden)}
         return gated_linears(f"{mlp}.shared_expert", self.shared, hidden) | gate
@@ -103,28 +113,36 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1):
-    queries, keys and values come out of narrow latents; a part of each query and key is rotated,
-    the other is not.
+    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
+
+    Queries, keys and values are projected from narrow latents. RoPE rotates only a part of each
+    query and key.
     """
 
-    query_rank: int | None  # None: queries come from the hidden state
-    key_value_rank: int
-    rotated: int  # of a head's query and key; all heads share that of the key
-    plain: int  # the rest of a head's query and key
-    value: int  # of a head
+    query_rank: int | None  # size of the queries' latent; None: queries come from the hidden state
+    key_value_rank: int  # size of the latent of keys and values
+    rotated: int  # size of the rotated part of a head's query and key; heads share that key part
+    plain: int  # size of the rest of a head's query and key
+    value: int  # size of a head's value
 
     @property
     def query_key_size(self) -> int:
-        """Size of a head's query, which is also the size of its key."""
+        """The size of a head's query, which is also the size of a head's key."""
         return self.plain + self.rotated
 
     def linears(self, attention: str, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
-        """The linear layers [out, in] of the attention named `attention`."""
-        queries = heads * self.query_key_size
-        shapes = {"q_proj": (queries, hidden)}
-        if self.query_rank is not None:
-            shapes = {"q_a_proj": (self.query_rank, hidden), "q_b_proj": (queries, self.query_rank)}
+        """Lists the linear layers of the attention: name -> [out, in].
+
+        `attention` is the name of the attention module.
+        """
+        query_width = heads * self.query_key_size
+        if self.query_rank is None:
+            shapes = {"q_proj": (query_width, hidden)}
+        else:
+            shapes = {
+                "q_a_proj": (self.query_rank, hidden),
+                "q_b_proj": (query_width, self.query_rank),
+            }
         shapes |= {
             "kv_a_proj_with_mqa": (self.key_value_rank + self.rotated, hidden),
             "kv_b_proj": (heads * (self.plain + self.value), self.key_value_rank),
@@ -133,7 +151,7 @@ class LatentAttention:
         return {f"{attention}.{name}": shape for name, shape in shapes.items()}
 
     def norms(self, attention: str) -> tuple[TensorShape, ...]:
-        """The norms of the latents."""
+        """Lists the weights of the latents' norms. `attention` is the attention module's name."""
         ranks = {"q_a_layernorm": self.query_rank, "kv_a_layernorm": self.key_value_rank}
         return tuple(
             TensorShape(f"{attention}.{name}.weight", (rank,))
@@ -143,18 +161,19 @@ class LatentAttention:
 
 
 def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
-    """The routed experts of a config with these `sizes`; None where the family is dense, or no
-    layer has any.
+    """Reads the sizes of the routed experts; None if the family is dense or no layer has experts.
+
+    `sizes`: the config.json with the family's defaults.
     """
     if family.mixture is None:
         return None
     keys = family.mixture
     layers = frozenset(range(sizes["num_hidden_layers"]))
     if keys.some_are_dense:
-        dense = sizes.get("mlp_only_layers") or ()
+        dense_layers = sizes.get("mlp_only_layers") or ()
         every = sizes.get("decoder_sparse_step") or 1
         layers = frozenset(
-            index for index in layers if index not in dense and (index + 1) % every == 0
+            index for index in layers if index not in dense_layers and (index + 1) % every == 0
         )
     if keys.first_are_dense:
         layers = frozenset(index for index in layers if index >= sizes["first_k_dense_replace"])
@@ -176,13 +195,15 @@ def read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
 def read_latent_attention(
     family: Family, config: Mapping[str, Any], sizes: Mapping[str, Any]
 ) -> LatentAttention | None:
-    """The latent attention of a `config` with these `sizes`, defaults included; None where the
-    family's is not.
+    """Reads the sizes of latent attention; None if the family does not have it.
+
+    `sizes`: the `config` with the family's defaults.
     """
     if not family.latent_attention:
         return None
     return LatentAttention(
-        query_rank=config.get("q_lora_rank", sizes["q_lora_rank"]),  # null: no latent
+        # In `sizes` the family's default replaces a null, but here null means: no latent.
+        query_rank=config.get("q_lora_rank", sizes["q_lora_rank"]),
         key_value_rank=sizes["kv_lora_rank"],
         rotated=sizes["qk_rope_head_dim"],
         plain=sizes["qk_nope_head_dim"],
@@ -190,7 +211,7 @@ def read_latent_attention(
     )
 
 
-REQUIRED_SIZES = (
+REQUIRED_SIZES = (  # keys that config.json or the family's defaults must give
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -201,34 +222,36 @@ REQUIRED_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The sizes of a Llama-style model. Returned by `read_architecture`."""
+    """The sizes of a Llama-style model, and by them its parameters. Made by `read_architecture`."""
 
     model_type: str
     hidden: int
     intermediate: int
-    layers: int
+    layers: int  # number of decoder layers
     heads: int
     key_value_heads: int
     head_size: int
     vocabulary: int
-    tied: bool
+    tied: bool  # the output head is the embedding
     query_key_value_bias: bool
-    output_bias: bool
+    output_bias: bool  # of the attention's output projection
     mlp_bias: bool
     family: Family
     facts: ModelFacts
-    mixture: Mixture | None = None
+    mixture: Mixture | None = None  # None: the model is dense
     latent: LatentAttention | None = None
-    query_key_norm: bool = False  # of the kind that the family has
+    query_key_norm: bool = False  # queries and keys are normalized, as `family.query_key_norm` says
     attention_dropout: float = 0.0
     activation: str = "silu"
-    beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
-    prefix: str = "model"  # the name of the language model
-    # for multi-token prediction: they are no parameters, but the export has the base's
+    # the parameters of each part of a vision-language model besides the language model
+    beside: tuple[tuple[TensorShape, ...], ...] = ()
+    prefix: str = "model"  # the name of the language model within the model
+    # Layers for multi-token prediction. They are not trained and not in `tensors`; an export copies
+    # them from the base's files.
     predicting_layers: int = 0
-    # of a document, where the output head computes these in place of a vocabulary's
+    # how many scores of a document the output head computes; 0: it computes a vocabulary's logits
     scores: int = 0
-    has_critic: bool = False  # a vector beside the output head, which no export holds
+    has_critic: bool = False  # a critic's vector next to the output head, which no export holds
 
     @property
     def is_uniform(self) -> bool:
@@ -237,39 +260,41 @@ class Architecture:
 
     @property
     def head_name(self) -> str:
-        """The name of the output head's weight; a tied one has it beside the embedding's."""
+        """The name of the output head's weight, also of a tied one."""
         return f"{SCORES}.weight" if self.scores else "lm_head.weight"
 
     @property
     def head_rows(self) -> int:
-        """The numbers that the output head computes for a token."""
+        """How many numbers the output head computes for a token: logits or scores."""
         return self.scores or self.vocabulary
 
     @property
     def layer_names(self) -> str:
-        """The number of decoder layers, and their class."""
+        """The number of decoder layers and their class, as the plan prints them."""
         return f"{self.layers} x {find_layer_class(self.model_type)}"
 
     @property
     def attending_layers(self) -> int:
-        """The decoder layers in which tokens are compared with each other."""
+        """The number of decoder layers in which tokens attend to each other."""
         return self.layers
 
     def trace(self, computation: "Computation") -> "Trace | None":
-        """The tensors of the decoder layers, traced in their own code; None where the formulas of
-        activations.py know them.
+        """Traces the tensors that the decoder layers save, by running transformers' own code.
+
+        None if the formulas of activations.py describe the layers.
         """
         return None
 
     @property
     def text_names(self) -> Names:
-        """The beginnings of the names of what works on text."""
+        """How the names of the parameters begin that work on text; "" begins every name."""
         return (f"{self.prefix}.", "lm_head.") if self.beside else ("",)
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together; but for latent attention also that of the attention's
-        output.
+        """The width of all query heads together.
+
+        The attention's output has the same width, except in latent attention.
         """
         return self.heads * (
             self.latent.query_key_size if self.latent is not None else self.head_size
@@ -277,31 +302,31 @@ class Architecture:
 
     @property
     def mean_head_size(self) -> float:
-        """The mean size of a head's key and value."""
+        """The mean of the sizes of a head's key and of a head's value."""
         if self.latent is not None:
             return (self.latent.query_key_size + self.latent.value) / 2
         return self.head_size
 
     @property
     def rotated_size(self) -> int:
-        """Numbers of a head's query that are rotated, at most."""
+        """How many numbers of a head's query RoPE rotates, at most."""
         if self.latent is not None:
             return self.latent.rotated
         return self.head_size
 
     @property
     def key_value_width(self) -> int:
-        """Width of all key heads together, and of all value heads together."""
+        """The width of all key heads together, which is also that of all value heads."""
         return self.key_value_heads * self.head_size
 
     @property
     def embedding(self) -> TensorShape:
-        """The input embedding."""
+        """The weight of the input embedding."""
         return TensorShape(f"{self.prefix}.embed_tokens.weight", (self.vocabulary, self.hidden))
 
     @property
     def tail(self) -> tuple[TensorShape, ...]:
-        """The final norm, the output head where it is a tensor of its own, and the critic."""
+        """The final norm, the output head unless it is tied, and the critic if there is one."""
         norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
         if self.tied:
             return (norm, *self.critic)
@@ -310,7 +335,7 @@ class Architecture:
 
     @property
     def critic(self) -> tuple[TensorShape, ...]:
-        """The critic's vector, where there is one."""
+        """The critic's vector; empty without a critic."""
         if not self.has_critic:
             return ()
         return (TensorShape(f"lm_head.{VALUE_WEIGHT}", (self.hidden,)),)
@@ -320,7 +345,7 @@ class Architecture:
         attention = f"{self.prefix}.layers.{layer}.self_attn"
         mlp = f"{self.prefix}.layers.{layer}.mlp"
         if self.latent is not None:
-            attended = self.latent.linears(attention, self.hidden, self.heads)
+            shapes = self.latent.linears(attention, self.hidden, self.heads)
         else:
             widths = {
                 "q_proj": self.query_width,
@@ -329,23 +354,21 @@ class Architecture:
             }
             if self.family.fused:
                 widths = {"qkv_proj": sum(widths.values())}
-            attended = {
-                f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()
-            }
-            attended |= {f"{attention}.o_proj": (self.hidden, self.query_width)}
+            shapes = {f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()}
+            shapes |= {f"{attention}.o_proj": (self.hidden, self.query_width)}
         if self.mixture is not None and self.has_experts(layer):
-            passed = self.mixture.shared_linears(mlp, self.hidden)
+            shapes |= self.mixture.shared_linears(mlp, self.hidden)
         elif self.family.fused:
-            passed = {f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden)}
-            passed |= {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
+            shapes |= {
+                f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden),
+                f"{mlp}.down_proj": (self.hidden, self.intermediate),
+            }
         else:
-            passed = gated_linears(mlp, self.intermediate, self.hidden)
-        return tuple(
-            TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items()
-        )
+            shapes |= gated_linears(mlp, self.intermediate, self.hidden)
+        return tuple(TensorShape(f"{name}.weight", shape) for name, shape in shapes.items())
 
     def adaptable(self) -> Mapping[str, tuple[TensorShape, ...]]:
-        """The weights that all-linear adapts, by their FSDP unit."""
+        """The weights that all-linear adapts, by the FSDP unit that they are in."""
         return {f"layer {index}": self.linears(index) for index in range(self.layers)}
 
     def has_experts(self, layer: int) -> bool:
@@ -354,38 +377,40 @@ class Architecture:
 
     @property
     def widest_layer(self) -> int:
-        """A decoder layer with as many parameters as any."""
+        """The index of a decoder layer with the most parameters."""
         if self.mixture is not None:
             return min(self.mixture.layers, default=0)
         return 0
 
     @property
     def dense_layer(self) -> int:
-        """The first decoder layer without experts, of a mixture that has one; else the first."""
+        """The index of the first decoder layer without experts; 0 if all layers have experts."""
         return next((index for index in range(self.layers) if not self.has_experts(index)), 0)
 
     def experts(self, layer: int) -> tuple[TensorShape, ...]:
-        """The weights of all routed experts of decoder layer `layer`."""
+        """The weights of all routed experts of decoder layer `layer`; empty in a dense layer."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
         return self.mixture.expert_weights(f"{self.prefix}.layers.{layer}.mlp", self.hidden)
 
     def quantizable(self, layer: int) -> tuple[TensorShape, ...]:
-        """The weights of decoder layer `layer` that a quantized base keeps in few bits: those of
-        linear layers and experts. Experts that the files hold quantized are dequantized instead.
+        """The weights of decoder layer `layer` that a quantized base keeps in 4 or 8 bits.
+
+        They are the weights of linear layers and of experts. Experts that the model's files hold
+        quantized are dequantized when they are loaded, and not in the list.
         """
         experts = self.experts(layer) if self.facts.quantization is None else ()
         return (*self.linears(layer), *experts)
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
-        """Returns (out, in) of one expert's part of `weights`."""
+        """The widths (out, in) of one expert's matrix; `weights` are all experts' matrices."""
         first, second = weights.shape[1:]
-        if self.mixture is not None and self.mixture.keys.has_biases:
+        if self.mixture is not None and self.mixture.keys.has_biases:  # [experts, in, out]
             return (second, first)
         return (first, second)
 
     def routed(self, layer: int) -> tuple[TensorShape, ...]:
-        """All that belongs to the routed experts of decoder layer `layer`, biases too."""
+        """All parameters of the routed experts of decoder layer `layer`: weights and biases."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
         return (
@@ -396,12 +421,15 @@ class Architecture:
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
         layer = f"{self.prefix}.layers.{index}"
-        attention = []
+        attention: list[TensorShape] = []
         if self.family.sinks:
-            attention = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))]
+            attention.append(TensorShape(f"{layer}.self_attn.sinks", (self.heads,)))
         mlp: list[TensorShape] = []
         for linear in self.linears(index):
-            (mlp if ".mlp." in linear.name else attention).extend(self._with_bias(linear))
+            if ".mlp." in linear.name:
+                mlp += self._with_bias(linear)
+            else:
+                attention += self._with_bias(linear)
         if self.mixture is not None and self.has_experts(index):
             mlp += [*self.mixture.router(f"{layer}.mlp", self.hidden), *self.routed(index)]
         norms = [
@@ -410,7 +438,7 @@ class Architecture:
         return (*attention, *self._query_key_norms(f"{layer}.self_attn"), *mlp, *norms)
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Every parameter once; a tied head is the embedding."""
+        """Yields every parameter once: a tied head is the embedding."""
         yield self.embedding
         for index in range(self.layers):
             yield from self.layer(index)
@@ -419,7 +447,9 @@ class Architecture:
             yield from part
 
     def _with_bias(self, linear: TensorShape) -> Iterator[TensorShape]:
+        """Yields a linear layer's weight, then its bias if the layer has one."""
         yield linear
+        # In latent attention the projections to heads never have a bias.
         if linear.name.endswith(("q_b_proj.weight", "kv_b_proj.weight")) or (
             self.latent is not None and linear.name.endswith(".q_proj.weight")
         ):
@@ -433,6 +463,10 @@ class Architecture:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
     def _query_key_norms(self, attention: str) -> Iterator[TensorShape]:
+        """Yields the weights of the norms in the attention module named `attention`.
+
+        They are the norms of latents and of queries and keys, as far as the model has them.
+        """
         if self.latent is not None:
             yield from self.latent.norms(attention)
         if not self.query_key_norm:
@@ -445,15 +479,16 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the whole model; a tied head counts once."""
+        """The number of parameters of the whole model, in elements; a tied head counts once."""
         return sum(tensor.numel for tensor in self.tensors())
 
     @property
     def carried_parameters(self) -> int:
-        """Numbers that an export carries over from the base.
+        """How many elements an export carries over from the base's files: those of the layers for
+        multi-token prediction.
 
-        A layer for multi-token prediction has a decoder layer, norms, a projection of two hidden
-        states, and the copies of embedding and head of DeepSeek and GLM.
+        Each has a decoder layer, three norms, a projection [hidden, 2 * hidden], and, as in
+        DeepSeek and GLM, copies of embedding and head.
         """
         layer = sum(tensor.numel for tensor in self.layer(self.widest_layer))
         projection = 2 * self.hidden**2
@@ -463,8 +498,10 @@ class Architecture:
 
     @property
     def idle_parameters(self) -> int:
-        """Numbers that do not work on a given token: the routed experts that it does not choose,
-        and what text does not reach.
+        """How many elements do no work on a text token.
+
+        They are those of the routed experts that are not chosen for it, and the parts besides the
+        language model.
         """
         beside = sum(tensor.numel for part in self.beside for tensor in part)
         if self.mixture is None:
@@ -474,17 +511,19 @@ class Architecture:
 
     @property
     def mlp_width(self) -> int:
-        """The intermediate size of one layer; of a mixture the sum over the experts of a token."""
+        """The intermediate size of one layer; in a mixture, summed over a token's experts."""
         if self.mixture is None:
             return self.intermediate
         return self.mixture.chosen * self.mixture.intermediate + self.mixture.shared
 
 
 def find_config(model: Model) -> tuple[dict[str, Any], str]:
-    """The model's config.json, and where it was found, for errors: inline, a local folder, or one
-    file of the hub.
+    """Reads the language model's config.json, which is in the recipe, a local folder, or the hub.
 
-    Raises `UserError` where there is none.
+    Raises `UserError` if there is none.
+
+    Returns:
+        The config as `split_config` returns it, and how errors name its place.
     """
     if model.model_config is not None:
         return split_config(model.model_config, model.drop_vision), "model_config"
@@ -492,13 +531,14 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     return split_config(load_json(path), model.drop_vision), str(path)
 
 
-WHOLE = "vision_language_config"  # the key under which `split_config` keeps all of a config.json
+WHOLE = "vision_language_config"  # the key under which `split_config` keeps the complete config
 
 
 def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
-    """The config of the language model alone, from a config.json.
+    """Returns the config of the language model, out of a complete config.json.
 
-    For a vision-language model the key WHOLE holds the complete config, or None with `drop_vision`.
+    For a vision-language model, the key WHOLE of the result holds the complete config; with
+    `drop_vision` it holds None.
 
     >>> config = {
     ...     "model_type": "qwen2_5_vl",
@@ -509,20 +549,22 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
     'qwen2_5_vl_text'
     """
     text = config.get("text_config")
-    own = {**text} if isinstance(text, dict) else {**config}
+    language = {**text} if isinstance(text, dict) else {**config}
     if not names_vision_language(config):
-        return own
-    # Qwen2.5-VL is published without a text_config
+        return language
+    # Qwen2.5-VL is published without a text_config.
     if not isinstance(text, dict) or "model_type" not in text:
-        own["model_type"] = f"{config.get('model_type')}_text"
+        language["model_type"] = f"{config.get('model_type')}_text"
     if "tie_word_embeddings" in config:
-        own["tie_word_embeddings"] = config["tie_word_embeddings"]
-    return own | {WHOLE: None if drop_vision else config}
+        language["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return language | {WHOLE: None if drop_vision else config}
 
 
 def set_scores(config: Mapping[str, Any], scores: Names) -> dict[str, Any]:
-    """The `config` of a model whose head computes `scores`; transformers builds its class by it
-    where the family is in no table.
+    """Changes a config to that of a model whose head computes `scores` instead of logits.
+
+    `read_scores` reads them back; for a family that is in no table, transformers builds the scoring
+    class from this config. Without `scores` the config stays as it is.
     """
     if not scores:
         return {**config}
@@ -535,16 +577,17 @@ def set_scores(config: Mapping[str, Any], scores: Names) -> dict[str, Any]:
 
 
 def read_scores(config: Mapping[str, Any]) -> int:
-    """The scores that the head of `set_scores` computes; 0: it has a vocabulary's."""
+    """Reads the number of scores that `set_scores` wrote; 0 if the head computes logits."""
     if config.get("architectures") == [SCORING_CLASS]:
         return int(config["num_labels"])
     return 0
 
 
 def read_reward_model(name: str) -> Architecture:
-    """The architecture of a reward model.
+    """Reads the architecture of the reward model `name`, a folder or a model of the hub.
 
-    Raises `UserError` where it scores no text, or gives more than one score.
+    Raises `UserError` if its config cannot be read, it scores no text, or it gives more than one
+    score.
     """
     try:
         config, where = find_config(Model(model_name_or_path=name))
@@ -556,7 +599,7 @@ def read_reward_model(name: str) -> Architecture:
             f"rewards: {name}: is a {', '.join(classes) or config.get('model_type')}, which scores "
             f"no text; name a model of one score (...{SCORING_CLASS}), as method: reward exports it"
         )
-    # 2 is transformers' own default
+    # a list of names, or a range of as many numbers; 2 is transformers' own default
     labels = len(config.get("id2label") or range(config.get("num_labels", 2)))
     if labels != 1:
         raise UserError(
@@ -566,8 +609,9 @@ def read_reward_model(name: str) -> Architecture:
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
-    """The facts of a known family's model whose config.json is at hand: without torch or the
-    network.
+    """Reads a model's facts if that needs neither torch nor the network; else returns None.
+
+    The config.json has to be in the recipe or a local folder, and the family in the table.
     """
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
         return None
@@ -576,12 +620,16 @@ def find_local_facts(model: Model) -> ModelFacts | None:
         if _is_in_table(config):
             return _read_known_facts(_read_sizes(config, where), where)
         return None
-    except UserError:  # transformers may know the family, or says better what is wrong
+    # None, because transformers may still be able to read the model, or has the better error
+    except UserError:
         return None
 
 
 def _is_in_table(config: Mapping[str, Any]) -> bool:
-    """Whether the table gives the layers of the language model, which all have the same sizes."""
+    """Whether the table of families describes the layers of the language model.
+
+    It does not if the config lists sizes by layer: in the table all layers have the same sizes.
+    """
     has_lists = any(
         isinstance(config.get(key), list | tuple) for key in (*LARGEST_SIZES, *LARGEST_COUNTS)
     )
@@ -589,11 +637,14 @@ def _is_in_table(config: Mapping[str, Any]) -> bool:
 
 
 def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config with the family's defaults. Raises `UserError` where a size is missing."""
+    """Adds the family's defaults for keys that the config lacks, or has as null.
+
+    Raises `UserError` if a required size is missing.
+    """
     defaults = find_family(str(config.get("model_type"))).defaults
-    # None: tower dropped
-    given = {key: value for key, value in config.items() if value is not None or key == WHOLE}
-    sizes = {**defaults, **given}
+    # WHOLE is kept even as None, which means a vision-language model without its tower.
+    set_keys = {key: value for key, value in config.items() if value is not None or key == WHOLE}
+    sizes = {**defaults, **set_keys}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:
         raise UserError(
@@ -604,16 +655,21 @@ def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_known_facts(sizes: Mapping[str, Any], where: str) -> ModelFacts:
+    """Reads the facts of a model in the table. `sizes`: as `_read_sizes` returns them."""
     return read_model_facts(sizes, where, vision=WHOLE in sizes)
 
 
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The architecture that a config.json describes; errors name `where`.
+    """Reads the architecture that a config describes.
 
-    A family in the table is read without torch. Another family, and the parts of a vision-language
-    model beside its language model, are built by transformers.
+    A family in the table is read without torch. transformers builds any other family, and the parts
+    of a vision-language model besides its language model.
 
-    Raises `UserError` where a size is missing, or transformers cannot build the model.
+    Raises `UserError` if a size is missing, or transformers cannot build the model.
+
+    Args:
+        config: As `split_config` returns it.
+        where: How errors name the config.
 
     >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172,
     ...           "num_hidden_layers": 5, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -621,30 +677,39 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     >>> read_architecture(config, "stories260k/config.json").parameters
     260032
     """
-    with_towers = config.get(WHOLE)
+    with_towers = config.get(WHOLE)  # None for a text model, or with `drop_vision`
     for part in (config, with_towers or {}, (with_towers or {}).get("vision_config") or {}):
         refuse_wrong_values(part, where)
     if not _is_in_table(config):
         from finetune.plan.built import read_built_architecture  # which imports torch
 
-        own = {key: value for key, value in config.items() if key != WHOLE}
-        return read_built_architecture(own if with_towers is None else with_towers, where)
+        if with_towers is not None:
+            return read_built_architecture(with_towers, where)
+        language = {key: value for key, value in config.items() if key != WHOLE}
+        return read_built_architecture(language, where)
     sizes = _read_sizes(config, where)
     facts = _read_known_facts(sizes, where)
     family = find_family(str(config["model_type"]))
-    prefix = "model"
-    tied = bool(config.get("tie_word_embeddings", family.tied))
-    beside: tuple[tuple[TensorShape, ...], ...] = ()
-    if with_towers is not None:
+    if with_towers is None:
+        prefix = "model"
+        tied = bool(config.get("tie_word_embeddings", family.tied))
+        beside: tuple[tuple[TensorShape, ...], ...] = ()
+    else:
         from finetune.plan.built import read_parts
 
         prefix, beside, tied = read_parts(with_towers, where)
     heads = sizes["num_attention_heads"]
 
-    def flag(fact: bool | str) -> bool:
+    def has_bias(fact: bool | str) -> bool:
+        """Reads a family's fact about biases: the fact itself, or the config's key that says it."""
         if isinstance(fact, str):
             return bool(config.get(fact, family.attention_bias))
         return fact
+
+    if family.output_bias is None:
+        output_bias = family.query_key_value_bias
+    else:
+        output_bias = family.output_bias
 
     return Architecture(
         model_type=facts.model_type,
@@ -656,11 +721,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         head_size=sizes.get("head_dim") or sizes["hidden_size"] // heads,
         vocabulary=sizes["vocab_size"],
         tied=tied,
-        query_key_value_bias=flag(family.query_key_value_bias),
-        output_bias=flag(
-            family.query_key_value_bias if family.output_bias is None else family.output_bias
-        ),
-        mlp_bias=flag(family.mlp_bias),
+        query_key_value_bias=has_bias(family.query_key_value_bias),
+        output_bias=has_bias(output_bias),
+        mlp_bias=has_bias(family.mlp_bias),
         family=family,
         facts=facts,
         mixture=read_mixture(family, sizes),

@@ -1,11 +1,18 @@
-"""The points of a backward at which memory could be highest, by the units of a layout.
+"""The points of a backward at which memory could be highest, unit by unit of a layout.
 
-A backward runs from the head to the first layer. `done` counts the decoder layers whose backward
-has ended. What is *staying* remains gathered for units that follow. The *tail* is final norm and
-head; if it has the embedding's weights, its gradient is *waiting* for the embedding's backward.
-*Factors* are copies of experts' adapters (`ExpertFactors`), and a *moment* is a point within a
-layer's backward. A *traced* model is one whose layer torch ran on the meta device to see what it
-keeps. The other words of a unit's memory are in `UnitMemory`.
+A backward runs from the head over the last layer to the first one and ends at the embedding.
+
+Words:
+    done: How many decoder layers have finished their backward.
+    tail: The unit of the final norm and the head. If the unit includes the embedding, the tail's
+        gradient is *waiting*: it stays whole until the backward of the embedding.
+    staying: Still gathered from the forward, for a backward that has not come yet.
+    factors: Copies of the experts' LoRA matrices (`ExpertFactors`).
+    moment: A point within the backward of one layer.
+    trace: The sizes that torch saved when it ran a model's layers on the meta device. Models whose
+        layers no table describes have one.
+
+`UnitMemory` explains the sizes of a unit.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,54 +42,59 @@ from finetune.plan.temporary_memory import (
 
 
 def kept_for_backward(spec: RunSpec) -> int:
-    """Bytes of activations when the backward of a micro-batch begins: those that its forward left
-    and, where the method embeds, the gradients of the vectors of the whole step.
+    """Bytes of activations when the backward of a micro-batch begins.
+
+    They are the activations that its forward has saved and, for an embedding method, the gradients
+    of all vectors of the step.
     """
     architecture = spec.computed
     computation = spec.computation
     masks = mask_bytes(architecture, computation, spec.tokens)
     kept = _kept_per_token(spec)
     if spec.recipe.quantization.bits is not None:
-        factors = 0  # the backward makes them again, see `recompute_dequantized`
+        factors = 0  # not saved: the backward computes them again (`recompute_dequantized`)
     else:
         factors = expert_factor_bytes(architecture, computation).kept
-    # from `ContrastiveObjective.prepare`
+    # `ContrastiveObjective.prepare` computes them before the first backward of the step
     vector_gradients = vector_bytes(spec, spec.rows_per_step)
     return spec.tokens * sum(kept.values()) + factors + masks + vector_gradients
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
-    """Bytes per token that the forward leaves, by part (see `kept_bytes`).
+    """Bytes per token that the forward saves for the backward, by part of the model (`kept_bytes`).
 
-    Only the last stage has a final norm; each early exit that is scored adds one.
+    Only the last pipeline stage has a final norm. Each early exit with a loss runs the norm again.
     """
     kept = kept_bytes(spec.computed, spec.computation)
     if not spec.is_last_stage:
         return kept | {"final norm": 0}
-    norms_of_exits = (spec.scored_outputs - 1) * final_norm_bytes(spec.computed, spec.computation)
+    early_exits = spec.scored_outputs - 1  # the other scored output is the last layer's
+    norms_of_exits = early_exits * final_norm_bytes(spec.computed, spec.computation)
     return kept | {"final norm": kept["final norm"] + norms_of_exits}
 
 
 @dataclass(slots=True)
 class ShardedBackward:
-    """A backward under FSDP, whose units are reduced one after another.
+    """How far a backward under FSDP is, and the bytes that one rank holds at that point.
 
-    A unit's gradients are whole until its backward ends; then a reduce-scatter leaves this rank's
-    shard. Under `optim_in_backward` that shard is used and freed at once. Bytes of this rank.
+    Gradients of a unit are whole until the unit's backward ends. Then a reduce-scatter leaves this
+    rank's shard of them. `optim_in_backward` updates the unit with that shard and frees the shard.
     """
 
     spec: RunSpec
     memory: LayoutMemory
-    before: Snapshot  # the backward's beginning, with the gradients of earlier micro-batches
-    layer_temporaries: int  # temporaries of a layer's backward
-    gradients: int  # shards that wait for the update
-    reducing_before: int = 0  # input of the previous unit's reduce-scatter, not freed yet
-    # the tail's, whole, until the embedding's backward (`tail_has_embedding`)
+    before: Snapshot  # the start of the backward, with the gradients of earlier micro-batches
+    layer_temporaries: int  # bytes of temporaries in a layer's backward
+    gradients: int  # bytes of gradient shards that wait for the optimizer step
+    # bytes of the input of the previous unit's reduce-scatter, which is not freed yet
+    reducing_before: int = 0
+    # bytes of the tail's whole gradient, until the embedding's backward (`tail_has_embedding`)
     waiting_gradient: int = 0
 
     def update_temporaries(self, part: str) -> int:
-        """Temporaries of the update of "head", "layer" or "embedding" once it is reduced; 0 where
-        no update is in the backward.
+        """Bytes of temporaries while the optimizer updates "head", "layer" or "embedding".
+
+        0 unless the update is within the backward.
         """
         if not self.spec.recipe.optimization.optim_in_backward:
             return 0
@@ -90,10 +102,10 @@ class ShardedBackward:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether the shard of each unit adds to `gradients`.
+        """Whether each unit's gradient shard takes new memory on the device.
 
-        Under `optim_in_backward` it is freed, with CPU offload it moves to the host, and with
-        several micro-batches there is room for it since the first.
+        It does not in three cases: `optim_in_backward` frees the shard at once, CPU offload moves
+        it to the host, and with several micro-batches the first one has allocated it already.
         """
         in_backward = self.spec.recipe.optimization.optim_in_backward
         return (
@@ -101,7 +113,7 @@ class ShardedBackward:
         )
 
     def end_unit(self, unit: UnitMemory) -> None:
-        """Counts a unit as reduced."""
+        """Adds a unit whose reduce-scatter has run to `gradients` and `reducing_before`."""
         if self.keeps_shards:
             self.gradients += unit.shard
         self.reducing_before = unit.reducing
@@ -110,14 +122,14 @@ class ShardedBackward:
 def sharded_points(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, layer_temporaries: int
 ) -> Iterator[Snapshot]:
-    """The points of a backward under FSDP, by its units: the head, the layers from the last, the
+    """Yields the points of a backward under FSDP: the head, the layers from last to first, the
     embedding.
 
     Args:
         spec: The run.
-        memory: What a unit takes in its layout.
-        before: The backward's beginning, with the gradients of earlier micro-batches.
-        layer_temporaries: Bytes of temporaries of a layer's backward.
+        memory: The memory of each unit.
+        before: The start of the backward, with the gradients of earlier micro-batches.
+        layer_temporaries: Bytes of temporaries in a layer's backward.
     """
     backward = ShardedBackward(spec, memory, before, layer_temporaries, gradients=before.gradients)
     if memory.tail_has_embedding:
@@ -127,56 +139,66 @@ def sharded_points(
             backward,
             "the head",
             memory.tail,
-            activations=kept_for_backward(spec),  # at most: the final norm's are freed
-            gathered=_gathered_beside(memory, memory.layers),
+            # an upper bound: the final norm's activations are freed by now
+            activations=kept_for_backward(spec),
+            gathered=_gathered_besides_unit(memory, layers_left=memory.layers),
             update_temporaries=backward.update_temporaries("head"),
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
-        if name:  # between the named layers, memory changes evenly
+        # Between the named layers memory changes by the same amount each time, so none is a peak.
+        if name:
             yield from _sharded_layer(backward, done, name)
         backward.end_unit(memory.layer)
     yield from _sharded_embedding(backward)
 
 
 def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[Snapshot]:
-    """The backward of the layer `name`, after `done` others, and then its reduction."""
+    """Yields the points of the backward and the reduction of the layer that follows `done` others.
+
+    `name`: how the plan calls that layer.
+    """
     spec = backward.spec
     memory = backward.memory
-    is_first_layer = done + 1 == memory.layers
-    others = _gathered_beside(memory, memory.layers - done - 1)
+    layers_left = memory.layers - done - 1
+    gathered_besides = _gathered_besides_unit(memory, layers_left)
     point = replace(
         backward.before,
         name=f"backward of {name}",
         gradients=backward.gradients,
-        gathered=others + memory.layer.gathered,
+        gathered=gathered_besides + memory.layer.gathered,
         temporaries=backward.layer_temporaries,
     )
-    for moment in _moments_of_layer(spec, done):
+    for moment in _list_moments(spec, done):
         unreduced = spec.computation.itemsize * moment.gradient_elements
         communication = backward.reducing_before + backward.waiting_gradient + unreduced
         yield replace(point, communication=communication, activations=moment.activations)
-    # where all layers are one unit, the backward of all of them has ended with it
-    layers_done = spec.part.layers if is_first_layer else done + 1
+    # Units are counted in `done`, and all layers may be one unit: after the last unit of layers,
+    # every layer of the model is done.
+    layers_done = spec.part.layers if layers_left == 0 else done + 1
     yield from _reduction_points(
         backward,
         name,
         memory.layer,
         activations=_activations_after_layers(spec, layers_done),
-        gathered=others,
+        gathered=gathered_besides,
         update_temporaries=backward.update_temporaries("layer"),
     )
 
 
-def _gathered_beside(memory: LayoutMemory, layers: int) -> int:
-    """Bytes gathered beside a unit in its backward, which `layers` layers and the embedding follow:
-    what stays, and the next unit, which arrives unless it stays.
+def _gathered_besides_unit(memory: LayoutMemory, layers_left: int) -> int:
+    """Bytes that are gathered during a unit's backward, besides the unit itself.
+
+    They are the units that stay gathered for their own backward, and the all-gather buffer of the
+    next unit unless that one has stayed.
+
+    `layers_left`: how many layers' backwards come after it. The embedding's comes after those.
     """
-    gathered = layers * memory.each_layer_until_backward + memory.staying_embedding
+    gathered = layers_left * memory.each_layer_until_backward + memory.staying_embedding
     if memory.tail_has_embedding:
         gathered += memory.tail.gathered
-    if layers:
+    if layers_left:
         next_stays = memory.each_layer_until_backward > 0
         next_unit = memory.layer
     else:
@@ -186,15 +208,15 @@ def _gathered_beside(memory: LayoutMemory, layers: int) -> int:
 
 
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
-    """The backward of the embedding and its reduction.
+    """Yields the points of the backward and the reduction of the embedding.
 
-    Where head and embedding are one unit (`tail_has_embedding`), its reduction waited until here.
+    If head and embedding are one unit (`tail_has_embedding`), the whole unit is reduced here.
     """
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_has_embedding else memory.embedding
     activations = _activations_after_layers(spec, spec.part.layers)
-    backward.waiting_gradient = 0  # from here on it is in `unit.unreduced`
+    backward.waiting_gradient = 0  # from here on `unit.unreduced` has it
     yield replace(
         backward.before,
         name="backward of the embedding",
@@ -222,18 +244,19 @@ def _reduction_points(
     gathered: int,
     update_temporaries: int,
 ) -> Iterator[Snapshot]:
-    """Two points of a unit's reduce-scatter: its whole gradients beside the input that is made of
-    them, and that input beside the shard that comes out.
+    """Yields the two points of a unit's reduce-scatter.
 
-    That shard takes memory for a moment even where `keeps_shards` is false.
+    At the first, the unit's whole gradients are being copied into the input of the reduce-scatter.
+    At the second, that input is there with the shard that comes out of it. The shard takes memory
+    at that point even if `keeps_shards` is false.
 
     Args:
-        backward: How far it is.
-        name: Of the unit.
-        unit: Its memory.
-        activations: Bytes.
-        gathered: Bytes of the weights that are gathered meanwhile.
-        update_temporaries: Bytes, while the shard updates its parameters.
+        backward: The state of the backward.
+        name: How the plan calls the unit.
+        unit: The unit's memory.
+        activations: Bytes of activations at both points.
+        gathered: Bytes of weights that are gathered at both points.
+        update_temporaries: Bytes of temporaries while the shard updates its parameters.
     """
     waiting = backward.waiting_gradient
     point = replace(
@@ -259,22 +282,22 @@ def unsharded_points(
     all_gradients: int,
     layer_temporaries: int,
 ) -> Iterator[Snapshot]:
-    """The points of a backward on one rank or under DDP, where gradients are not sharded.
+    """Yields the points of a backward on one rank or under DDP, where gradients are not sharded.
 
-    They stay until the step; under `optim_in_backward` each is freed once it has updated its
-    parameter, a tied head's once it has updated the embedding.
+    Gradients stay until the optimizer step. Under `optim_in_backward` each gradient is freed once
+    it has updated its parameter; the gradient of a tied head waits for the embedding's.
 
     Args:
         spec: The run.
-        memory: What a unit takes in its layout.
-        before: The backward's beginning, with the gradients of earlier micro-batches.
+        memory: The memory of each unit.
+        before: The start of the backward, with the gradients of earlier micro-batches.
         all_gradients: Bytes of the gradients of all parameters.
-        layer_temporaries: Bytes of temporaries of a layer's backward.
+        layer_temporaries: Bytes of temporaries in a layer's backward.
     """
     updates_in_backward = spec.recipe.optimization.optim_in_backward
     updates = plan_updates_in_backward(spec) if updates_in_backward else {}
     if updates_in_backward:
-        yield from _updated_head(spec, memory, before, updates["head"])
+        yield from _update_points_of_head(spec, memory, before, updates["head"])
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
         if not name:
@@ -288,7 +311,7 @@ def unsharded_points(
             temporaries=layer_temporaries,
         )
         if updates_in_backward:
-            yield from _updated_layer(spec, done, point, updates["layer"])
+            yield from _update_points_of_layer(spec, done, point, updates["layer"])
         else:
             yield from _unsharded_layer(spec, memory, done, point)
     at_embedding = replace(
@@ -307,10 +330,13 @@ def unsharded_points(
     yield at_embedding
 
 
-def _updated_head(
+def _update_points_of_head(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The update of the head, where it is not tied to the embedding."""
+    """Yields the point at which the head's own update runs.
+
+    Yields nothing for a head that is frozen, or tied: the embedding's update includes it.
+    """
     if update.gradients:
         yield replace(
             before,
@@ -326,66 +352,74 @@ def _updated_head(
 def _unsharded_layer(
     spec: RunSpec, memory: LayoutMemory, done: int, point: Snapshot
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, whose gradients stay."""
-    # all trained parameters have one dtype, and a run trains some
+    """Yields the points of the backward of the layer that follows `done` others.
+
+    The gradients of all units up to this one stay in memory.
+    """
+    # all trained parameters have the same dtype, and every run trains some
     itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
     # nothing is sharded: a unit's shard is all of its gradients
-    earlier = memory.tail.shard + done * memory.layer.shard + memory.tied_head_gradient
-    for moment in _moments_of_layer(spec, done):
-        own = earlier + itemsize * moment.gradient_elements
-        # a micro-batch before this one has left room for all of them
-        gradients = max(point.gradients, own)
+    of_earlier_units = memory.tail.shard + done * memory.layer.shard + memory.tied_head_gradient
+    for moment in _list_moments(spec, done):
+        of_this_backward = of_earlier_units + itemsize * moment.gradient_elements
+        # `point.gradients` is not 0 after an earlier micro-batch, which allocated all of them
+        gradients = max(point.gradients, of_this_backward)
         yield replace(point, gradients=gradients, activations=moment.activations)
 
 
-def _updated_layer(
+def _update_points_of_layer(
     spec: RunSpec, done: int, point: Snapshot, update: UpdateMemory
 ) -> Iterator[Snapshot]:
-    """The backward of the layer after `done` others, at its two highest points: at its first
-    update, that of down_proj, which is counted as the largest; and after it, when activations have
-    the gradients of gate's and up's outputs, and none of the layer's weights has one.
+    """Yields the two highest points in the layer that follows `done` others, if each weight is
+    updated within the backward.
+
+    The first is the update of down_proj, which is the first one and is counted as the largest. At
+    the second, the gradients of gate's and up's outputs are there, and no weight's gradient is.
     """
     if spec.computed.trace(spec.computation) is None:
-        # `_activations_at_layer` has the gradients of gate's and up's outputs, the update has not
-        missing = spec.tokens * gate_gradient_bytes(spec.computed, spec.computation)
-    else:  # a trace does not say what is of the MLP
-        missing = 0
+        # `_activations_at_layer` includes the gradients of gate's and up's outputs, which do not
+        # exist yet at the first update
+        not_yet_there = spec.tokens * gate_gradient_bytes(spec.computed, spec.computation)
+    else:  # a trace does not say which bytes belong to the MLP
+        not_yet_there = 0
     activations = _activations_at_layer(spec, done)
     yield replace(
         point,
         gradients=update.gradients,
-        activations=activations - missing,
+        activations=activations - not_yet_there,
         temporaries=point.temporaries + update.temporaries,
     )
     yield replace(point, gradients=update.waiting, activations=activations)
 
 
 def _name_layer(done: int, layers: int) -> str:
-    """The decoder layer that follows `done` others in the backward; empty for those in between.
+    """Names the layer that follows `done` others in the backward of `layers` layers.
+
+    Only the first two layers and the last two have a name; for a layer between them it is "".
 
     >>> [_name_layer(done, 5) for done in range(5)]
     ['the last layer', 'the last layer but one', '', 'the second layer', 'the first layer']
     """
-    named = {  # in a model of fewer than four layers, the later of two entries holds
+    names = {  # With fewer than four layers two keys are equal, and the later entry wins.
         1: "the last layer but one",
         layers - 2: "the second layer",
         0: "the last layer",
         layers - 1: "the first layer",
     }
-    return named.get(done, "")
+    return names.get(done, "")
 
 
 def _activations_after_layers(spec: RunSpec, done: int) -> int:
-    """Bytes of activations after the backward of the head and of `done` layers: what they have not
-    freed, and a gradient for each scored output.
+    """Bytes of activations after the backward of the head and of `done` layers.
 
-    One gradient is handed to the next layer. Those of early exits wait for their layers; all are
-    counted until the end.
+    They are the saved activations that are not freed yet, and a gradient of the hidden states for
+    each scored output. The last layer's gradient is handed from layer to layer. The gradients of
+    early exits wait for their layers; all of them are counted until the end.
     """
     architecture = spec.computed
     computation = spec.computation
     kept = _kept_per_token(spec)
-    if computation.offloads:  # all layers together keep on the device what one of them does
+    if computation.offloads:  # the device holds one layer's bytes, however many layers are left
         freed_by_layer = 0.0
     else:
         freed_by_layer = (kept["layers"] + kept["checkpoints"]) / architecture.layers
@@ -396,16 +430,17 @@ def _activations_after_layers(spec: RunSpec, done: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerMoment:
-    """A moment of a layer's backward."""
+    """The memory of one moment in a layer's backward."""
 
     activations: int  # bytes
-    gradient_elements: int  # of the layer's weights, not yet reduced
+    gradient_elements: int  # elements of the layer's weight gradients, which are not reduced yet
 
 
-def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
-    """The backward of a layer's MLP, after `done` layers: at its beginning and at its end.
+def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
+    """Lists the highest moments in the backward of the layer that follows `done` others.
 
-    One moment for a traced model, whose trace does not say what is of the MLP.
+    They are the beginning and the end of the MLP's backward. A traced model has one moment only,
+    with all of the layer's gradients, because a trace does not say which bytes belong to the MLP.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -416,7 +451,8 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
         return [LayerMoment(activations, _count_elements(trained))]
     mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
     down = [tensor for tensor in mlp if "down_proj" in tensor.name]
-    # all but the gradient of gate's or of up's output, which the last product reads
+    # The MLP's backward frees its saved tensors, and one of the gradients of gate's and up's
+    # outputs; the last matmul still reads the other.
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
         + gate_gradient_bytes(architecture, computation)
@@ -429,15 +465,17 @@ def _moments_of_layer(spec: RunSpec, done: int) -> list[LayerMoment]:
 
 
 def _activations_at_layer(spec: RunSpec, done: int) -> int:
-    """Bytes of activations where the backward of the layer after `done` others begins, with what it
-    computes again.
+    """Bytes of activations when the backward of the layer that follows `done` others begins.
+
+    They include the activations that the layer computes again and those that only its backward
+    needs.
     """
     architecture = spec.computed
     computation = spec.computation
     computes_again = (
         computation.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     )
-    if computes_again:  # the layer, or of a quantized base its experts
+    if computes_again:  # the whole layer, or in a quantized base its experts
         factors = expert_factor_bytes(architecture, computation).layer
     else:
         factors = 0
@@ -446,7 +484,8 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
         + working_bytes(architecture, computation)
         + prefetched_bytes(architecture, computation)
     )
-    # `working_bytes` and `_activations_after_layers` both count the gradient handed to this layer
+    # `working_bytes` and `_activations_after_layers` both count the hidden states' gradient that
+    # is handed to this layer
     counted_twice = architecture.hidden * computation.residual_itemsize
     return (
         _activations_after_layers(spec, done) + factors + spec.tokens * (per_token - counted_twice)
@@ -454,5 +493,5 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
 
 
 def _count_elements(tensors: Iterable[StateTensor]) -> int:
-    """The elements of `tensors` on this rank, before FSDP shards them."""
+    """Counts the elements of `tensors` on one rank: divided by expert parallelism, not by FSDP."""
     return sum(tensor.numel // tensor.divided for tensor in tensors)

@@ -1,7 +1,7 @@
-"""Architectures by transformers' own class, where no table gives the layers: `models/outline.py`
-has built it on meta.
+"""Architectures of models whose layers no table describes.
 
-Imports torch where such a model is planned, and nowhere else.
+`models/outline.py` builds transformers' own class of such a model on the meta device and lists its
+parameters. torch is imported only while such a model is planned.
 """
 
 import json
@@ -23,16 +23,20 @@ if TYPE_CHECKING:
 
 
 def list_tensors(shapes: "Shapes") -> tuple[TensorShape, ...]:
-    """The tensors of these names and shapes."""
+    """Lists parameters, given as name -> shape."""
     return tuple(TensorShape(name, shape) for name, shape in shapes.items())
 
 
 @lru_cache(maxsize=8)
 def read_outline(config: str, where: str) -> "Outline":
-    """The outline of the model of the JSON `config`, which is named `where` in errors.
+    """Builds a model on the meta device and returns its outline.
 
-    Raises `UserError` where torch and transformers are not installed, or the latter cannot build
-    it.
+    Raises `UserError` if torch or transformers is not installed, or transformers cannot build the
+    model.
+
+    Args:
+        config: The text of a config.json, which unlike a mapping can be a key of the cache.
+        where: How errors name the config.
     """
     values = json.loads(config)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
@@ -45,15 +49,16 @@ def read_outline(config: str, where: str) -> "Outline":
     return outline_model(values, where)
 
 
-_TRACES: dict[str, "Trace"] = {}  # those that were made, which takes a second each
+# A cache, because a trace takes a second. Keys: the settings of the forward and the config.
+_TRACES: dict[str, "Trace"] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """The sizes of a model that transformers has built. Its layers may all differ."""
+    """The sizes of a model that transformers has built. All its layers may differ."""
 
     outline: "Outline"
-    config: str  # the JSON that it was built from
+    config: str  # the JSON text from which the model was built
 
     @property
     def is_uniform(self) -> bool:
@@ -86,40 +91,54 @@ class BuiltArchitecture(Architecture):
     @property
     def tail(self) -> tuple[TensorShape, ...]:
         tensors = list_tensors(self.outline.tail.shapes)
-        grows = None if self.scores else self.outline.head
-        grown = tuple(self._with_added_tokens(t) if t.name == grows else t for t in tensors)
-        return (*grown, *self.critic)
+        # an untied head grows with the vocabulary, unless its rows are scores
+        head_of_vocabulary = None if self.scores else self.outline.head
+        with_added_tokens = tuple(
+            self._with_added_tokens(tensor) if tensor.name == head_of_vocabulary else tensor
+            for tensor in tensors
+        )
+        return (*with_added_tokens, *self.critic)
 
     def _with_added_tokens(self, tensor: TensorShape) -> TensorShape:
-        added = self.vocabulary - self.outline.embedding[1][0]
-        return TensorShape(tensor.name, (tensor.shape[0] + added, *tensor.shape[1:]))
+        """Adds to a tensor [tokens, ...] the rows of tokens that the config's vocabulary lacks.
 
-    def _pick(self, layer: int, names: Names) -> tuple[TensorShape, ...]:
+        `vocabulary` counts them: the recipe may add tokens.
+        """
+        _, (tokens_of_config, _) = self.outline.embedding
+        added = self.vocabulary - tokens_of_config
+        rows, *width = tensor.shape
+        return TensorShape(tensor.name, (rows + added, *width))
+
+    def _select(self, layer: int, names: Names) -> tuple[TensorShape, ...]:
+        """Lists the parameters `names` of decoder layer `layer`."""
         shapes = self.outline.layers[layer].shapes
         return tuple(TensorShape(name, shapes[name]) for name in names)
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
-        return self._pick(layer, self.outline.layers[layer].linears)
+        return self._select(layer, self.outline.layers[layer].linears)
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         return list_tensors(self.outline.layers[index].shapes)
 
     def experts(self, layer: int) -> tuple[TensorShape, ...]:
-        return self._pick(layer, self.outline.layers[layer].experts)
+        return self._select(layer, self.outline.layers[layer].experts)
 
     def routed(self, layer: int) -> tuple[TensorShape, ...]:
-        return self._pick(layer, self.outline.layers[layer].routed)
+        return self._select(layer, self.outline.layers[layer].routed)
 
     def has_experts(self, layer: int) -> bool:
         return bool(self.outline.layers[layer].routed)
 
     def adaptable(self) -> Mapping[str, tuple[TensorShape, ...]]:
-        layers = enumerate(self.outline.layers)
-        of_layers = {f"layer {index}": list_tensors(layer.adaptable) for index, layer in layers}
-        return of_layers | {"tail": list_tensors(self.outline.tail.adaptable)}
+        by_unit = {
+            f"layer {index}": list_tensors(layer.adaptable)
+            for index, layer in enumerate(self.outline.layers)
+        }
+        by_unit["tail"] = list_tensors(self.outline.tail.adaptable)
+        return by_unit
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
-        first, second = weights.shape[1:]
+        _, first, second = weights.shape
         is_transposed = any(
             layer.is_transposed for layer in self.outline.layers if weights.name in layer.experts
         )
@@ -137,25 +156,26 @@ class BuiltArchitecture(Architecture):
     def trace(self, computation: "Computation") -> "Trace":
         from finetune.models.trace import Forward, trace_model
 
-        how = Forward(
+        forward = Forward(
             itemsize=computation.itemsize,
             autocast=computation.autocast,
             lora=computation.lora,
             cpu=computation.cpu,
         )
-        key = f"{how}\n{self.config}"
+        key = f"{forward}\n{self.config}"
         if key not in _TRACES:
-            _TRACES[key] = trace_model(json.loads(self.config), how)
+            _TRACES[key] = trace_model(json.loads(self.config), forward)
         return _TRACES[key]
 
 
 def _untie(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with an untied head, where it does not say and published files of its family hold
-    a head.
+    """Sets `tie_word_embeddings` to false if the family's published files hold a head.
+
+    A config that has the key already is returned as it is.
     """
     text = config.get("text_config") or {}
-    says = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-    if says or not find_family(config["model_type"]).untied_in_files:
+    has_key = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+    if has_key or not find_family(config["model_type"]).untied_in_files:
         return config
     return {**config, "tie_word_embeddings": False}
 
@@ -168,17 +188,17 @@ def read_parts(
     Raises `UserError` as `read_outline` does.
 
     Returns:
-        The name of its language model, the tensors of each part beside that, and whether the output
-        head is the embedding.
+        The name of the language model within the model; the tensors of each other part, such as the
+        vision tower; and whether the output head is tied to the embedding.
     """
     outline = read_outline(json.dumps(_untie(config), sort_keys=True, default=str), where)
     return outline.prefix, tuple(map(list_tensors, outline.beside)), outline.head is None
 
 
 def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchitecture:
-    """The architecture of a whole config.json.
+    """Reads the architecture that a complete config.json describes, by building its class.
 
-    Raises `UserError` as `read_outline`, and where there are no layers.
+    Raises `UserError` as `read_outline` does, and if the class has no decoder layers.
     """
     text = json.dumps(config, sort_keys=True, default=str)
     outline = read_outline(text, where)
@@ -187,7 +207,7 @@ def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchi
             f"{where}: {config.get('model_type')} cannot be planned: its class has no decoder "
             "layers"
         )
-    rows, width = outline.embedding[1]
+    _, (vocabulary, width) = outline.embedding
     facts = outline.facts
     return BuiltArchitecture(
         model_type=facts.model_type,
@@ -197,8 +217,9 @@ def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchi
         heads=outline.heads,
         key_value_heads=outline.key_value_heads,
         head_size=int(outline.head_size),
-        vocabulary=rows,
+        vocabulary=vocabulary,
         tied=outline.head is None,
+        # only the formulas of a table read the next three: `outline` has the biases
         query_key_value_bias=False,
         output_bias=False,
         mlp_bias=False,

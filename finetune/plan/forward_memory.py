@@ -1,4 +1,8 @@
-"""The points of forwards that save nothing for a backward: evaluation, a teacher, a rollout."""
+"""The points of forwards that save nothing for a backward.
+
+They are those of an evaluation, a teacher, a reference, a reward model, a rollout, and the
+gradient-free forwards of embedding methods.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,15 +22,17 @@ from finetune.plan.temporary_memory import (
     rounded_bytes,
 )
 
-# per logit while a token is drawn (`draw_tokens`): logit, log-probability and probability in fp32;
-# in fp64 the probability and the cumulative sum
+# Bytes per logit while a token is drawn (`draw_tokens`): the logit, its log-probability and its
+# probability in fp32; the probability and the cumulative sum in fp64.
 DRAWING_BYTES = 3 * FP32 + 2 * FP64
-INT16 = 2  # bytes of an expert's index
+INT16 = 2  # bytes of an expert's index in a recorded routing (`routing_replay`)
 
 
 def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
-    """The points of a rollout, with all parameters gathered; none where nothing is sampled, or a
-    server samples.
+    """Yields the points at which the model in training samples completions, in order.
+
+    All its parameters are gathered meanwhile. Yields nothing if the method samples no completions,
+    or a server samples them.
     """
     if not spec.recipe.samples_itself:
         return
@@ -36,24 +42,25 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     rows = min(
         rollout.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks)
     )
-    if rollout.takes_turns:  # each turn of a row reads the conversation so far as its own prompt
+    # A row is one completion with its prompt.
+    if rollout.takes_turns:  # in each turn a row reads its conversation so far as a prompt
         prompts = rows
         prompt_tokens = spec.recipe.data.max_length
-    else:
+    else:  # the completions of a group share a prompt
         prompts = ceil_div(rows, rollout.num_generations)
         prompt_tokens = spec.recipe.data.max_length - rollout.max_completion_length
     row_tokens = prompt_tokens + rollout.max_completion_length
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
     forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
     if spec.sharding.is_fsdp:
-        numbers = sum(tensor.numel // tensor.divided for tensor in spec.part_tensors)
-        point = replace(forward, gathered=computation.itemsize * numbers)
+        elements = sum(tensor.numel // tensor.divided for tensor in spec.part_tensors)
+        point = replace(forward, gathered=computation.itemsize * elements)
     else:
         point = forward
-    # prompts are read, into caches of their own
+    # 1. The prompts are read into caches of their own.
     if spec.recipe.model.attn_implementation == "auto":
         masks = 0  # prompts are packed
-    else:  # which tokens see each other, as bools, and as numbers that are added
+    else:  # a mask [tokens, tokens] of each prompt as bools, and as numbers added to the scores
         masks = prompts_at_once * prompt_tokens**2 * (1 + computation.itemsize)
     prompt_caches = kv_cache_bytes(spec, prompts * prompt_tokens)
     yield replace(
@@ -61,27 +68,27 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
         activations=prompt_caches + forward.activations + masks,
         loss=prompts_at_once * architecture.vocabulary * FP32,
     )
-    # Prompts move into the rows' cache, layer after layer. At the last one the cache is complete.
+    # 2. The prompts' caches are moved into the cache of the rows, layer by layer. At the last layer
+    # the rows' cache is complete.
     cache = kv_cache_bytes(spec, rows * row_tokens)
     if rollout.routing_replay and architecture.mixture is not None:
         experts_of_token = architecture.layers * architecture.mixture.chosen
         cache += rows * row_tokens * experts_of_token * INT16
-    # that layer's prompts, as they were read and once for each row
+    # the last layer's prompts: as they were read, and a copy for each row
     last_layer = kv_cache_bytes(spec, (prompts + rows) * prompt_tokens) // architecture.layers
     logits = rows * architecture.vocabulary
     yield replace(point, activations=cache + last_layer, loss=logits * FP32)
-    # a token of each row is drawn
+    # 3. A token of each row is drawn from the logits.
     yield replace(point, activations=cache, loss=logits * DRAWING_BYTES)
-    # the next one is computed
+    # 4. The logits of each row's next token are computed.
     attention_scores = 2 * FP32 * rows * architecture.heads * row_tokens
-    computed = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
-    yield replace(point, activations=computed, loss=logits * FP32)
+    activations = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
+    yield replace(point, activations=activations, loss=logits * FP32)
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
-    """The points at which each reward model scores as many completions as fill the rows of a
-    micro-batch.
-    """
+    """Yields a point for each reward model: its forward over a micro-batch of full rows."""
+    # every rank holds and computes whole reward models
     computation = replace(
         spec.computation, sequence_ranks=1, expert_ranks=1, divides_vocabulary=False
     )
@@ -94,11 +101,12 @@ def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
 
 
 def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
-    """The keys and values, which may differ in size, of `tokens` tokens in all layers, as if each
-    attended to all of its document.
+    """Bytes of a cache with the keys and values of `tokens` tokens in all attending layers.
+
+    Layers with a sliding window are counted as if they kept every token.
     """
     architecture = spec.computed
-    return int(
+    return int(  # the mean size of a head's key and value may be a half
         2
         * tokens
         * architecture.attending_layers
@@ -111,14 +119,17 @@ def kv_cache_bytes(spec: RunSpec, tokens: int) -> int:
 def vector_points(
     spec: RunSpec, before: Snapshot, forward: Snapshot, queries: int
 ) -> Iterator[Snapshot]:
-    """The forwards of so many `queries` with their documents without gradients, and the loss of
-    their vectors; none unless the method embeds.
+    """Yields the two points at which an embedding method collects vectors and compares them.
+
+    First, gradient-free forwards compute the vectors of all queries and their documents, and the
+    point is the last forward. Then the contrastive loss compares all vectors. Yields nothing for
+    any other method.
 
     Args:
         spec: The run.
-        before: What is there beside them.
-        forward: One of the forwards, which leaves its vectors.
-        queries: Their number.
+        before: The memory without a forward and without vectors.
+        forward: The memory of one of the forwards, without vectors.
+        queries: The number of queries whose vectors are compared.
     """
     if not spec.recipe.method_facts.embeds:
         return
@@ -128,7 +139,10 @@ def vector_points(
 
 
 def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
-    """The forward of the teacher, which saves nothing for a backward; none without a teacher."""
+    """Yields the teacher's forward over `tokens` tokens; nothing if the run has no teacher.
+
+    `before`: the memory without that forward.
+    """
     if spec.teacher is None:
         return
     architecture = spec.teacher.architecture
@@ -149,35 +163,43 @@ def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
 
 
 def teacher_tail_bytes(spec: RunSpec) -> int:
-    """Bytes of the teacher's tail as FSDP gathers it for the divergence; 0 without a teacher."""
-    return _teacher_units(spec)[1]
+    """Bytes of the teacher's final norm and head while FSDP gathers them for the divergence.
+
+    0 without a teacher or without FSDP.
+    """
+    _, tail = _teacher_units(spec)
+    return tail
 
 
 def _teacher_units(spec: RunSpec) -> tuple[int, int]:
-    """Bytes of what FSDP gathers of the teacher: (in a layer, in the tail).
+    """Bytes of the teacher's weights that FSDP has gathered: (during a layer, during the tail).
 
-    A tied tail has the embedding, and stays gathered in every layer.
+    A tied tail includes the embedding, so it stays gathered during every layer. Both are 0 without
+    a teacher or without FSDP.
     """
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
     architecture = spec.teacher.architecture
     units = split_into_units(architecture, spec.teacher_tensors, spec.sharding)
     itemsize = spec.computation.itemsize
-    has_buffers = spec.shards > 1  # on one rank FSDP casts the unit alone
-    # the unit, and the buffers of its all-gather and, for a layer, of the next one's
-    layer = itemsize * units.layer.numel * (3 if has_buffers else 1)
+    layer = itemsize * units.layer.numel
     tail = itemsize * units.tail.numel
+    has_buffers = spec.shards > 1  # on one rank FSDP only casts the unit
+    # copies: the unit, the buffer of its all-gather, and for a layer that of the next layer
+    during_layer = layer * (3 if has_buffers else 1)
     if architecture.tied:
-        layer += tail
-    return layer, tail * (2 if has_buffers else 1)
+        during_layer += tail
+    return during_layer, tail * (2 if has_buffers else 1)
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
-    """Bytes of the weights of a quantized base that are dequantized at once, in the compute dtype:
-    the largest, or all experts of a layer.
+    """Bytes of dequantized weights, in the compute dtype, that exist at the same time.
 
-    `recomputes_layer`: under activation checkpointing, whose recomputed forward keeps all weights
-    of a layer for its backward.
+    Weights are dequantized one at a time, the experts of a layer together; the largest of these is
+    counted. 0 if the base is not quantized.
+
+    `recomputes_layer`: counts all weights of a layer instead. Activation checkpointing runs a
+    layer's forward again and keeps its dequantized weights for the backward that follows.
     """
     if spec.recipe.quantization.bits is None:
         return 0
@@ -196,7 +218,10 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 
 
 def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Snapshot:
-    """A forward of `tokens` that saves nothing for a backward, beside what was there `before`."""
+    """Plans the point `name`: a forward of `tokens` tokens that saves nothing for a backward.
+
+    `before`: the memory without that forward.
+    """
     architecture = spec.computed
     computation = spec.computation
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
@@ -217,15 +242,17 @@ def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Sna
 
 
 def _gathered_in_forward(spec: RunSpec) -> int:
-    """A layer with the buffers of its all-gather and of the next one's, or the tail with its own;
-    where layers stay until the loss, all of them. And an embedding that stays.
+    """The most bytes of weights that are gathered at once in a forward, during a layer or the tail.
+
+    A unit needs the buffer of its all-gather too, and a layer the buffer of the next layer's.
     """
     layout = plan_layout_memory(spec)
     if layout.all_layers_until_loss:
-        layer = 0  # among them
+        during_layer = 0  # `all_layers_until_loss` includes the layer
     else:
-        layer = layout.layer.gathered + 2 * layout.layer.arriving
-    if layout.tail_has_embedding:  # gathered for the embedding, it is there in every layer
-        layer += layout.tail.gathered
-    tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
-    return max(layer, tail) + layout.all_layers_until_loss + layout.staying_embedding
+        during_layer = layout.layer.gathered + 2 * layout.layer.arriving
+    if layout.tail_has_embedding:  # gathered for the embedding, the tail is there in every layer
+        during_layer += layout.tail.gathered
+    during_tail = layout.tail.gathered + layout.tail.arriving + teacher_tail_bytes(spec)
+    staying = layout.all_layers_until_loss + layout.staying_embedding
+    return max(during_layer, during_tail) + staying

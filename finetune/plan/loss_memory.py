@@ -1,4 +1,8 @@
-"""The memory of a loss and of its backward: chunks of logits, gradients, compared vectors."""
+"""The memory of a loss and of its backward: a chunk of logits, gradients, and vectors compared.
+
+In training the head never computes all logits at once. It computes them in chunks of tokens, and
+only one chunk of logits exists at a time.
+"""
 
 from finetune.constants import (
     CONTRASTED_QUERIES,
@@ -12,13 +16,16 @@ from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.temporary_memory import FP64
 
-# Of all vectors while `contrast` compares them: given, detached, normalized, and two gradients.
+# Copies of all vectors while `contrast` compares them: as given, detached, normalized, and two
+# gradients.
 VECTOR_COPIES = 5
 
 
 def vector_bytes(spec: RunSpec, queries: int) -> int:
-    """Bytes of the vectors of so many `queries` and their documents, in fp64, or of their
-    gradients; 0 where the method compares none.
+    """Bytes of the fp64 vectors of `queries` queries and all their documents. Their gradients take
+    as much.
+
+    0 unless the method embeds.
     """
     if not spec.recipe.method_facts.embeds:
         return 0
@@ -26,14 +33,16 @@ def vector_bytes(spec: RunSpec, queries: int) -> int:
 
 
 def count_held_out_queries(spec: RunSpec) -> int | None:
-    """The number of held-out queries, which are all compared at once; None where the recipe alone
-    does not say it.
+    """The number of held-out queries, all of which are compared at once; 0 if no data is held out.
+
+    None if the recipe does not say the number: where it holds out a share of the data, or a whole
+    dataset.
     """
     data = spec.recipe.data
     if data.eval_datasets:
-        counts = [source.max_samples for source in data.eval_datasets]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        limits = [source.max_samples for source in data.eval_datasets]
+        known = [limit for limit in limits if limit is not None]
+        return sum(known) if len(known) == len(limits) else None
     size = data.eval_split_size or 0
     if 0 < size < 1:  # a share of the data
         return None
@@ -41,37 +50,40 @@ def count_held_out_queries(spec: RunSpec) -> int | None:
 
 
 def compared_bytes(spec: RunSpec, queries: int) -> int:
-    """Bytes of the vectors of so many `queries` and their documents while they are compared, and of
-    the cosines.
+    """Bytes while the vectors of `queries` queries and all their documents are compared: the
+    vectors' copies and the cosines.
     """
-    at_once = min(queries, CONTRASTED_QUERIES)  # each with the documents of all queries
+    # a block of queries is compared at once, each with the documents of all queries
+    block = min(queries, CONTRASTED_QUERIES)
     documents = queries * (spec.recipe.group_size - 1)
-    # the cosines, their log-softmax and its gradient
-    cosines = 3 * FP64 * at_once * documents
+    # the cosines, their log-softmax, and the gradient
+    cosines = 3 * FP64 * block * documents
     return VECTOR_COPIES * vector_bytes(spec, queries) + cosines
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """Bytes of one chunk of logits, and of the gradients that the loss computes in its forward:
-    those of the head and of the hidden states. Every token counts as trained.
+    """Bytes of the head and its loss: a chunk of logits, and the gradients of head and hidden
+    states that the loss computes in its forward.
+
+    Every token counts as trained.
     """
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
         return _pooled_bytes(spec)
-    if spec.weighs_documents:  # it is computed in the backward
+    if spec.weighs_documents:  # the head's gradient is computed in the backward
         head_gradient = 0
     else:
         head_gradient = _head_gradient(spec)
-    scored = spec.scored_outputs * spec.tokens
-    # a copy of the trained positions, and its gradient
-    hidden = 2 * computation.itemsize * architecture.hidden * scored
-    # the hidden states of early exits before they are joined
-    exits = computation.residual_itemsize * architecture.hidden * (scored - spec.tokens)
-    chunk = chunk_bytes(spec, scored)
-    if head_gradient:  # computed here
+    positions = spec.scored_outputs * spec.tokens
+    # a copy of the hidden states at the trained positions, and its gradient
+    hidden = 2 * computation.itemsize * architecture.hidden * positions
+    # the hidden states of early exits, before they are joined with the last layer's
+    exits = computation.residual_itemsize * architecture.hidden * (positions - spec.tokens)
+    chunk = chunk_bytes(spec, positions)
+    if head_gradient:
         product = weight_product_bytes(
-            architecture.head_rows, architecture.hidden, scored, computation
+            architecture.head_rows, architecture.hidden, positions, computation
         )
         chunk = max(chunk, product)
     return (
@@ -86,50 +98,61 @@ def loss_bytes(spec: RunSpec) -> int:
 
 
 def _cast_head_bytes(architecture: Architecture, computation: Computation) -> int:
-    """The head's copy in the compute dtype, which autocast makes."""
+    """Bytes of autocast's copy of the head in the compute dtype; 0 without autocast."""
     if not computation.autocast:
         return 0
     return computation.itemsize * architecture.head_rows * architecture.hidden
 
 
 def _cast_gradient_bytes(head_gradient: int, computation: Computation) -> int:
-    """The copy of the head's fp32 gradient in the head's own dtype, where that is smaller."""
+    """Bytes of the copy of the head's fp32 gradient in the head's own dtype; 0 if that is fp32 too.
+
+    `head_gradient`: bytes of the fp32 gradient.
+    """
     if computation.itemsize == FP32 or computation.autocast:
         return 0
     return head_gradient // FP32 * computation.itemsize
 
 
 def _pooled_bytes(spec: RunSpec) -> int:
-    """The states that an embedding is pooled of, their fp64 cast, and their gradient."""
+    """Bytes of the hidden states that are pooled into embeddings, their fp64 copy, and their
+    gradient.
+    """
     return (2 * spec.computation.itemsize + FP64) * spec.computed.hidden * spec.tokens
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
-    """Counts the bytes that a LoRA adapter on the output head adds: the hidden states joined with
-    the products of A, and the scaled B with its gradient.
+    """Bytes that a LoRA adapter on the output head adds to the loss; 0 without one.
+
+    They are the hidden states joined with the outputs of A, and a scaled copy of B with its
+    gradient.
     """
-    lora_rank = _head_rank(spec)
+    lora_rank = _head_adapter_rank(spec)
     if not lora_rank:
         return 0
     computation = spec.computation
-    # A's products four times: by themselves, joined to the hidden states, and in the copy of the
-    # trained positions and its gradient; the hidden states of those two `loss_bytes` counts
+    # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
+    # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
+    # count here: `loss_bytes` counts those of the copy and its gradient.
     features = 4 * lora_rank + spec.computed.hidden
     joined = computation.itemsize * spec.tokens * features
-    # of B: the scaled copy, which under autocast is fp32 and cast; and the fp32 gradient
+    # B's scaled copy, which autocast makes in fp32 and then casts, and B's fp32 gradient
     scaled = (FP32 if computation.autocast else 0) + computation.itemsize
     return joined + (scaled + FP32) * lora_rank * spec.computed.head_rows
 
 
-def _head_rank(spec: RunSpec) -> int:
-    """The rank of the output head's adapter; 0 without one."""
+def _head_adapter_rank(spec: RunSpec) -> int:
+    """The rank r of the LoRA adapter on the output head; 0 without one."""
     head = spec.architecture.head_name.removesuffix(".weight")
-    name = f"{head}.lora_A.default.weight"
+    name = f"{head}.lora_A.default.weight"  # [r, hidden]
     return next((tensor.shape[0] for tensor in spec.tensors if tensor.name == name), 0)
 
 
 def critic_bytes(spec: RunSpec) -> int:
-    """The trained positions that a critic reads and their fp32 cast, both kept for its gradient."""
+    """Bytes of the hidden states that a critic reads, and of their fp32 copy; 0 without a critic.
+
+    Both are kept for the critic's gradient. Every token counts as trained.
+    """
     if not spec.recipe.method_facts.has_critic:
         return 0
     cast = FP32 if spec.computation.itemsize < FP32 else 0
@@ -137,12 +160,12 @@ def critic_bytes(spec: RunSpec) -> int:
 
 
 def chunk_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes of one chunk of logits of the run's loss over `tokens` tokens."""
+    """Bytes of the run's loss over one chunk of logits, if its head reads `tokens` tokens."""
     method = spec.recipe.method
     if spec.teacher is not None:
         return teacher_divergence_bytes(spec, tokens)
-    if method.distill_top_k is not None:
-        vocabulary = spec.architecture.vocabulary  # whole: rules refuse tp_size with a teacher
+    if method.distill_top_k is not None:  # the teacher's likeliest tokens come from files
+        vocabulary = spec.architecture.vocabulary  # all of it: rules refuse tp_size with a teacher
         return divergence_chunk_bytes(
             vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
         )
@@ -152,8 +175,10 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
-    """Bytes of the backward of the loss: the gradients of head and hidden states, and a copy of
-    each in its tensor's dtype. The hidden states' gradient is fp32 in between.
+    """Bytes of the loss's backward: the gradients of head and hidden states, which the forward
+    computed, and a copy of each in its tensor's dtype.
+
+    The hidden states' gradient is fp32 in between.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -163,16 +188,15 @@ def loss_backward_bytes(spec: RunSpec) -> int:
         return log_probability_backward_bytes(
             architecture, spec.tokens, computation, _head_gradient(spec)
         )
-    scored = spec.scored_outputs * spec.tokens
-    hidden = (
-        architecture.hidden * scored * (computation.itemsize + FP32 + computation.residual_itemsize)
-    )
+    positions = spec.scored_outputs * spec.tokens
+    bytes_per_feature = computation.itemsize + FP32 + computation.residual_itemsize
+    hidden = architecture.hidden * positions * bytes_per_feature
     head_gradient = _head_gradient(spec)
     return head_gradient + _cast_gradient_bytes(head_gradient, computation) + hidden
 
 
 def _head_gradient(spec: RunSpec) -> int:
-    """Bytes of the fp32 gradient of the head's weight; 0 where it is frozen."""
+    """Bytes of the fp32 gradient of the head's weight; 0 if the head is frozen."""
     architecture = spec.architecture
     head = architecture.embedding.name if architecture.tied else architecture.head_name
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
@@ -184,108 +208,119 @@ def _head_gradient(spec: RunSpec) -> int:
 def loss_chunk_bytes(
     vocabulary: int, tokens: int, computation: Computation, *, trains_head: bool
 ) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities and,
-    below fp32, a cast of one of them; compiled, the scores and their gradient.
+    """Bytes of cross entropy over one chunk of logits.
+
+    They are the logits, the fp32 log-probabilities and, in a compute dtype below fp32, a cast copy.
+    Compiled, they are the logits and their gradient.
     """
-    most = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
-    chunk = _balanced_chunk(tokens, most)
+    most_tokens = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
+    chunk = _balance_chunk(tokens, most_tokens)
     if computation.compiled:
         return chunk * vocabulary * 2 * computation.itemsize
     if computation.itemsize == FP32:
         cast = 0
     elif computation.cpu or computation.divides_vocabulary:
-        cast = FP32  # of the scores, before their softmax
+        cast = FP32  # of the logits, before their softmax
     else:
-        cast = computation.itemsize  # of the gradient, which replaces the log-probabilities
+        cast = computation.itemsize  # of the gradient, which takes the log-probabilities' memory
     return chunk * vocabulary * (computation.itemsize + FP32 + cast)
 
 
 def weight_product_bytes(
     vocabulary: int, hidden: int, tokens: int, computation: Computation
 ) -> int:
-    """In a dtype below fp32, the bytes with which a CPU adds a chunk to the head's gradient: the
-    chunk's scores with their gradient, its product, and the fp32 copy of that.
+    """Bytes while a CPU adds one chunk to the head's gradient, in a compute dtype below fp32.
 
-    0 elsewhere: a GPU's kernel adds the product itself, and so does a CPU's in fp32.
+    They are the chunk's logits with their gradient, the chunk's gradient of the weight, and the
+    fp32 copy of that gradient. 0 on a GPU and in fp32, where the matmul's kernel adds its product
+    to the head's gradient directly.
     """
     if not computation.cpu or computation.itemsize == FP32:
         return 0
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
-    return vocabulary * (2 * chunk * computation.itemsize + hidden * (computation.itemsize + FP32))
+    chunk = _balance_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
+    logits = 2 * chunk * computation.itemsize
+    weight_gradient = hidden * (computation.itemsize + FP32)
+    return vocabulary * (logits + weight_gradient)
 
 
 def divergence_chunk_bytes(
     vocabulary: int, tokens: int, computation: Computation, beta: float, temperature: float
 ) -> int:
-    """Bytes of the chunk of logits that a distillation loss works on: its scores and, in fp32, both
-    models' log-probabilities and what the divergence needs.
+    """Bytes of a distillation loss over one chunk of logits.
+
+    They are the logits in the compute dtype and, in fp32, both models' log-probabilities and the
+    tensors of the divergence.
 
     Args:
-        vocabulary: Scores of a token; of two models that are both there, the larger number.
-        tokens: Of a micro-batch.
-        computation: Its dtype and device.
-        beta: 0 is the forward KL, 1 the reverse one; between them a mixture is compared.
-        temperature: Any but 1 needs a scaled copy.
+        vocabulary: Logits per token; the larger number if both models are in memory.
+        tokens: Tokens of a micro-batch.
+        computation: The settings of the forward.
+        beta: 0 is the forward KL, 1 the reverse KL; between them a mixture is compared.
+        temperature: Any temperature but 1 needs a scaled copy of the logits.
     """
-    tensors = 2  # the log-probabilities
-    tensors += 2 if beta == 0 else 3  # divergence and gradient
+    fp32_tensors = 2  # the log-probabilities of both models
+    fp32_tensors += 2 if beta == 0 else 3  # divergence and gradient
     if temperature != 1.0:
-        tensors += 1
-    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, computation.device))
-    return chunk * vocabulary * (computation.itemsize + tensors * FP32)
+        fp32_tensors += 1
+    chunk = _balance_chunk(tokens, divergence_chunk_tokens(vocabulary, computation.device))
+    return chunk * vocabulary * (computation.itemsize + fp32_tensors * FP32)
 
 
-def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
-    """Tokens of a chunk where `tokens` are split evenly into as few chunks as possible, each of at
-    most `chunk_tokens`.
+def _balance_chunk(tokens: int, most_tokens: int) -> int:
+    """The tokens of each chunk if `tokens` are split evenly into the fewest chunks of at most
+    `most_tokens`.
     """
-    return ceil_div(tokens, max(ceil_div(tokens, chunk_tokens), 1))
+    chunks = max(ceil_div(tokens, most_tokens), 1)
+    return ceil_div(tokens, chunks)
 
 
 def log_probability_backward_bytes(
     architecture: Architecture, tokens: int, computation: Computation, head_gradient: int
 ) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py).
+    """The most bytes in the backward of per-token log-probabilities (models/log_probabilities.py).
 
-    First the hidden states' gradient is scaled in fp32. Then, where the head is trained, the chunks
-    are computed again for the gradient of its weight.
+    First it scales the hidden states' gradient in fp32. Then, if the head is trained, it computes
+    the chunks of logits again for the gradient of the head's weight.
 
     Args:
         architecture: The part of the model that the rank computes.
         tokens: Tokens of a micro-batch on the rank.
         computation: The settings of the forward.
-        head_gradient: Bytes of the fp32 gradient of the head's weight; 0 where it is frozen.
+        head_gradient: Bytes of the fp32 gradient of the head's weight; 0 if the head is frozen.
     """
     hidden = architecture.hidden * tokens
-    held = computation.itemsize * hidden  # the hidden states' gradient, from the forward
+    always_there = computation.itemsize * hidden  # the hidden states' gradient, from the forward
     in_fp32 = 0 if computation.itemsize == FP32 else FP32 * hidden  # its copy, if it is not fp32
-    product = FP32 * hidden  # with the scale
-    cast_product = computation.residual_itemsize * hidden  # to the residual stream's dtype
+    scaled = FP32 * hidden
+    cast_scaled = computation.residual_itemsize * hidden  # in the residual stream's dtype
     steps = [
-        in_fp32 + product,
-        product + cast_product,
-        2 * cast_product,  # it is scattered to all positions
+        in_fp32 + scaled,
+        scaled + cast_scaled,
+        2 * cast_scaled,  # the trained positions' gradient is scattered to all positions
     ]
     if head_gradient:
-        held += computation.itemsize * hidden  # the hidden states at the trained positions
+        always_there += computation.itemsize * hidden  # the hidden states at the trained positions
         chunk = max(
             loss_chunk_bytes(architecture.head_rows, tokens, computation, trains_head=True),
             weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
         )
         chunk += _cast_head_bytes(architecture, computation)
         cast_gradient = _cast_gradient_bytes(head_gradient, computation)
-        steps.append(2 * cast_product + head_gradient + max(chunk, cast_gradient))
-    return held + max(steps)
+        steps.append(2 * cast_scaled + head_gradient + max(chunk, cast_gradient))
+    return always_there + max(steps)
 
 
 def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes of the inputs of the teacher's head, and of a chunk of the divergence from it."""
+    """Bytes of the hidden states that the teacher's head reads, and of one chunk of the divergence.
+
+    `tokens`: tokens of a micro-batch on this rank.
+    """
     assert spec.teacher is not None
     teacher = spec.teacher.architecture
     computation = spec.computation
     method = spec.recipe.method
-    widest = max(spec.architecture.vocabulary, teacher.vocabulary)
+    larger_vocabulary = max(spec.architecture.vocabulary, teacher.vocabulary)
     chunk = divergence_chunk_bytes(
-        widest, tokens, computation, method.distill_beta, method.temperature
+        larger_vocabulary, tokens, computation, method.distill_beta, method.temperature
     )
     return computation.itemsize * teacher.hidden * tokens + chunk

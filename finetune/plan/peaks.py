@@ -1,8 +1,8 @@
-"""The peak memory of one rank in every phase of a run, from snapshots at the points where memory
-could be highest.
+"""The peak memory of one rank in every phase of a run.
 
-The points of a step follow torch's order of events, which `temporary_memory.py` describes; the
-backward's are in `backward_memory.py`.
+A phase is a list of points at which memory could be highest, each a `Snapshot`; the highest of them
+is its peak. The points of a step follow torch's order of events, which `temporary_memory.py`
+describes. The points of a backward are in `backward_memory.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,28 +38,29 @@ from finetune.plan.temporary_memory import (
     update_temporaries,
 )
 
-# of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+# The share of what a step allocates and frees again that the caching allocator holds besides, in
+# blocks that it cannot use.
 SLACK = 0.06
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
-HEAD_BACKWARD = "backward of the head"  # the name of a point
+HEAD_BACKWARD = "backward of the head"  # a point's name, by which `_first_step` finds it
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a run, and the snapshot in it with the most memory."""
+    """A phase of a run, and the point in it with the most memory."""
 
     name: str
     peak: Snapshot
 
 
 def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
-    """Every phase of the run with its peak, on the pipeline stage that holds the most in that
-    phase.
+    """Plans every phase of the run, in order. Under a pipeline, each phase is that of the stage
+    with the highest peak in it.
     """
     if spec.teacher is not None and spec.recipe.method.distill_top_k is not None:
-        # the teacher reads the data before training, in a phase of its own
+        # the teacher reads the data before training, in a phase of its own, and is then freed
         loading, *training = plan_phases(replace(spec, teacher=None))
         return (loading, _plan_teacher(spec), *training)
     by_stage = [_plan_stage(replace(spec, stage=stage)) for stage in range(spec.stages)]
@@ -69,43 +70,47 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
 
 
 def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
-    """The phases of a pipeline stage, or of a run without one, each at its highest point.
+    """Plans the phases of `spec.stage`; without a pipeline that is the whole model.
 
-    Raises `UserError` for a stage that trains nothing.
+    Raises `UserError` if the stage trains nothing.
     """
     if not any(tensor.trainable for tensor in spec.part_tensors):
         raise UserError(UNTRAINED_STAGE.format(spec.stages))
     state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
-    # Optimizer state in files needs its buffers from the start; else the first update makes it.
+    # If the optimizer's state is in files, `state.optimizer` is the buffers, which are there from
+    # the start. Else the first update allocates the state.
     keeps_state_in_files = spec.files() is not None
     before_training = replace(
-        _hold_weights(spec),
+        _snapshot_weights(spec),
         rewards=spec.reward_bytes,
         optimizer=state.optimizer if keeps_state_in_files else 0,
     )
     at_rest = replace(before_training, name="between steps", optimizer=state.optimizer)
-    # At the update, too, though no other micro-batch is in flight then: an upper bound.
+    # `pipeline_bytes` is added to every point, also to the update, where no micro-batch is in
+    # flight: an upper bound.
     step = [
         replace(point, activations=point.activations + pipeline_bytes(spec))
         for point in _step_points(spec, replace(at_rest, gradients=state.gradients))
     ]
-    points = {"load": [_load(spec, before_training)]}  # by phase, in the order of a run
+    points_of = {"load": [_loading_point(spec, before_training)]}  # by phase, in their order
     if spec.reference == "stored":
-        points["reference"] = [plan_forward(spec, before_training, "a batch", spec.tokens)]
+        points_of["reference"] = [plan_forward(spec, before_training, "a batch", spec.tokens)]
     sampling = list(rollout_points(spec, at_rest))
     if rollout := [*sampling, *scoring_points(spec, at_rest)]:
-        points["rollout"] = rollout
-    points["first step"] = step if keeps_state_in_files else _first_step(spec, step)
-    points["steady step"] = step
-    points["evaluation"] = _evaluate(spec, at_rest, sampling)
-    points["save"] = [at_rest]
-    points["resume"] = [_resume_point(spec, at_rest)]
-    points["export"] = [at_rest]
-    return tuple(Phase(name, _find_highest(spec, of_phase)) for name, of_phase in points.items())
+        points_of["rollout"] = rollout
+    points_of["first step"] = step if keeps_state_in_files else _first_step(spec, step)
+    points_of["steady step"] = step
+    points_of["evaluation"] = _list_evaluation_points(spec, at_rest, sampling)
+    points_of["save"] = [at_rest]
+    points_of["resume"] = [_resume_point(spec, at_rest)]
+    points_of["export"] = [at_rest]
+    return tuple(Phase(name, _find_highest(spec, points)) for name, points in points_of.items())
 
 
-def _hold_weights(spec: RunSpec) -> Snapshot:
-    """The weights of the model and of its teacher on the device; none where the host holds them."""
+def _snapshot_weights(spec: RunSpec) -> Snapshot:
+    """The weights of the model and of its teacher on the device. With CPU offload there are none:
+    the host holds them.
+    """
     weights = Snapshot("weights in place")
     if spec.sharding.cpu_offload:
         return weights
@@ -114,13 +119,15 @@ def _hold_weights(spec: RunSpec) -> Snapshot:
 
 
 def _find_highest(spec: RunSpec, points: Iterable[Snapshot]) -> Snapshot:
+    """Finds the point with the most memory, including the device's own overhead."""
     with_overhead = (_with_overhead(spec, point) for point in points)
     return max(with_overhead, key=lambda point: point.total)
 
 
-def _load(spec: RunSpec, before_training: Snapshot) -> Snapshot:
-    """While weights are read, in the dtype of training: an optimizer with its state in files later
-    leaves the weights in the compute dtype.
+def _loading_point(spec: RunSpec, before_training: Snapshot) -> Snapshot:
+    """The point at which the weights have been read, in the dtype of training.
+
+    An optimizer with its state in files leaves them in the compute dtype later, which is smaller.
     """
     if spec.sharding.cpu_offload:
         return replace(before_training, parameters=0)
@@ -129,15 +136,21 @@ def _load(spec: RunSpec, before_training: Snapshot) -> Snapshot:
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    """While a checkpoint's optimizer state is read: beside it, the largest shard in fp32."""
+    """The point at which a checkpoint's optimizer state is read: the state, and the largest
+    parameter's shard in fp32.
+    """
     largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
     temporaries = largest * FP32 // spec.shards
     return replace(at_rest, name="optimizer state read", temporaries=temporaries)
 
 
-def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> list[Snapshot]:
-    """The points of an evaluation: the teacher's, then those of `sampling`. Where that is empty, as
-    if a server samples, a held-out batch and, where a method embeds, the comparison of its vectors.
+def _list_evaluation_points(
+    spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]
+) -> list[Snapshot]:
+    """Lists the points of an evaluation.
+
+    First the teacher's, if there is one. Then, if the model samples completions, the points of
+    `sampling`; else a held-out batch and, for an embedding method, the comparison of its vectors.
     """
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
@@ -145,19 +158,21 @@ def _evaluate(spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]) -> lis
     if sampling:
         return [*teacher, *sampling]
     held_out = plan_forward(spec, at_rest, "a held-out batch", tokens)
+    # A number of queries that is not known counts as 0, which the plan's notes say.
     vectors = vector_points(spec, at_rest, held_out, count_held_out_queries(spec) or 0)
     return [*teacher, held_out, *vectors]
 
 
 def _plan_teacher(spec: RunSpec) -> Phase:
-    """The phase before training in which the teacher computes its likeliest tokens of the data,
-    beside the model. Before the first step the teacher is freed.
+    """Plans the phase before training in which the teacher computes its likeliest tokens of the
+    data (`distill_top_k`). The model's weights are there too.
     """
-    weights = _hold_weights(spec)
+    weights = _snapshot_weights(spec)
     likeliest = replace(
         weights,
         name="its likeliest tokens",
-        loss=teacher_divergence_bytes(spec, spec.tokens),  # at most: there is no divergence yet
+        # an upper bound: a chunk of the divergence, of which only the logits exist here
+        loss=teacher_divergence_bytes(spec, spec.tokens),
         gathered=teacher_tail_bytes(spec),
     )
     points = [*teacher_points(spec, weights, spec.tokens), likeliest]
@@ -165,57 +180,62 @@ def _plan_teacher(spec: RunSpec) -> Phase:
 
 
 def find_peak(spec: RunSpec) -> Snapshot:
-    """The snapshot of the whole run with the most memory."""
+    """Finds the point with the most memory in the whole run."""
     return max((phase.peak for phase in plan_phases(spec)), key=lambda point: point.total)
 
 
 def pipeline_bytes(spec: RunSpec) -> int:
-    """The bytes that a rank of a pipeline holds for other micro-batches than the one it computes.
+    """Bytes that a pipeline rank holds besides the micro-batch that it computes; 0 without a
+    pipeline.
 
-    These are their activations, and buffers for messages: one for each state that it receives, and
-    one for each gradient of a state that it sent.
+    They are the saved activations of the other micro-batches in flight, and messages: buffers for
+    the hidden states that the rank receives and for the gradients of those that it has sent, and
+    the hidden states that it has sent, which are kept until their backward.
     """
     if spec.stages == 1:
         return 0
     message = spec.tokens * spec.computed.hidden * spec.computation.itemsize
     chunks = spec.sharding.pipeline_chunks // spec.stages  # groups of layers on this rank
-    # a fraction where there are several chunks: each has a share of a micro-batch's activations
+    # With several chunks this may be a fraction: each holds a share of a micro-batch's activations.
     in_flight = spec.micro_batches_in_flight
-    receiving = chunks - (spec.stage == 0)  # chunks with a predecessor on another rank
-    sending = chunks - spec.is_last_stage
+    # Of the whole model, the first chunk receives no hidden states and the last one sends none.
+    receiving_chunks = chunks - (spec.stage == 0)
+    sending_chunks = chunks - spec.is_last_stage
     if spec.pipeline_order == "1f1b":
-        # one buffer for the input of each micro-batch in flight, one for the gradients of all
-        buffers = in_flight * receiving + sending
-    else:  # one for each micro-batch, for what it receives and for the gradient of what it sends
-        buffers = spec.accumulation * (receiving + sending)
-    outputs = in_flight * sending  # what was sent is kept until its backward
-    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + outputs) * message)
+        # an input buffer for each micro-batch in flight, and one gradient buffer for all of them
+        buffers = in_flight * receiving_chunks + sending_chunks
+    else:  # for each micro-batch an input buffer and a gradient buffer
+        buffers = spec.accumulation * (receiving_chunks + sending_chunks)
+    sent_states = in_flight * sending_chunks
+    return int((in_flight - 1) * kept_for_backward(spec) + (buffers + sent_states) * message)
 
 
 def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
-    """The points of the first step: without the optimizer's state until its first update makes
+    """The points of `step` without the optimizer's state before the first update, which allocates
     it.
     """
     if spec.recipe.optimization.optim_in_backward:
-        # the first update comes after this point
-        before_update = [point.name for point in step].index(HEAD_BACKWARD) + 1
+        # the first update comes right after the backward of the head
+        points_before_update = [point.name for point in step].index(HEAD_BACKWARD) + 1
     else:
-        before_update = len(step) - 1  # the last point is the optimizer step
-    return [replace(point, optimizer=0) for point in step[:before_update]] + step[before_update:]
+        points_before_update = len(step) - 1  # the last point is the optimizer step
+    before_update = [replace(point, optimizer=0) for point in step[:points_before_update]]
+    return before_update + step[points_before_update:]
 
 
 def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
-    """The points of an optimizer step that could be its peak, in their order.
+    """Yields the points of an optimizer step that could be its peak, in order.
 
-    `full` has the whole state, gradients included.
+    `full`: the parameters, the optimizer's state and the gradients, without activations.
     """
     layout = plan_layout_memory(spec)
-    # Gradients of earlier micro-batches are there before a forward.
+    # With several micro-batches, the gradients of earlier ones are there before a forward.
     before = full if spec.accumulation > 1 else replace(full, gradients=0)
     if spec.reference == "adapters off":
         yield plan_forward(spec, before, "forward of the reference", spec.tokens)
     yield from teacher_points(spec, before, spec.tokens)
-    # of a method that embeds: a micro-batch at a time, before the first backward
+    # An embedding method computes the vectors of the whole step before the first backward, one
+    # micro-batch at a time.
     whole_step = plan_forward(spec, before, "forward of the whole step", spec.tokens)
     yield from vector_points(spec, before, whole_step, spec.rows_per_step)
     yield from _head_points(spec, layout, before)
@@ -233,40 +253,43 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
-    """The loss and the head's backward, when the activations of all layers are kept.
+    """Yields the loss and the backward of the head, when the activations of all layers are there.
 
-    When the backward begins, what stays until then is there; else the last layer is being gathered
-    again, which takes nothing where nothing is sharded. What stays until the backward has stayed
-    until the loss, too.
+    Layers that stay gathered are there at both points (`all_layers_until_loss`,
+    `each_layer_until_backward`). If they do not stay, the backward of the head prefetches the last
+    layer; without sharding its buffer is 0 bytes.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
-    gathered = layout.tail.gathered + layout.staying_embedding
+    gathered_at_both = layout.tail.gathered + layout.staying_embedding
     yield replace(
         head,
         name="loss",
         loss=loss_bytes(spec) if spec.is_last_stage else 0,
-        gathered=gathered
+        gathered=gathered_at_both
         + layout.tail.arriving
         + layout.all_layers_until_loss
         + teacher_tail_bytes(spec),
     )
     if layout.each_layer_until_backward:
-        gathered += layout.layers * layout.each_layer_until_backward
+        layers = layout.layers * layout.each_layer_until_backward
     else:
-        gathered += layout.layer.arriving
+        layers = layout.layer.arriving
     yield replace(
         head,
         name=HEAD_BACKWARD,
         loss=loss_backward_bytes(spec) if spec.is_last_stage else 0,
-        gathered=gathered,
+        gathered=gathered_at_both + layers,
     )
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
-    """The snapshot with what the device needs beside the tensors."""
+    """Adds a GPU's overhead to a point: allocator slack, CUDA context and NCCL buffers.
+
+    On a CPU the point is returned as it is.
+    """
     if spec.device == "cpu":
         return point
-    resting = point.parameters + point.teacher + point.rewards + point.optimizer
-    moving = point.allocated - resting
+    allocated_once = point.parameters + point.teacher + point.rewards + point.optimizer
+    reallocated = point.allocated - allocated_once
     context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
-    return replace(point, slack=int(SLACK * moving), context=context)
+    return replace(point, slack=int(SLACK * reallocated), context=context)

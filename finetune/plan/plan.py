@@ -1,5 +1,6 @@
-"""`finetune plan`: memory by phase, disk, host memory and time of a run in one value, as text and
-as JSON.
+"""`finetune plan`: memory by phase, disk, host memory and time of a run.
+
+`make_plan` calculates them as one `Plan`, which this file formats as text and as JSON.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from finetune.plan.table import (
 )
 from finetune.units import MIB, counted, disk_size, gib, read_gpu_memory, read_size
 
-LARGE_BUBBLE = 0.25  # of a step
+LARGE_BUBBLE = 0.25  # the share of a step above which a pipeline's bubble gets a remark
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
 
@@ -76,14 +77,12 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory of the phase that needs the most."""
+        """Bytes of device memory in the phase that needs the most, on one rank."""
         return max(phase.peak.total for phase in self.phases)
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of a rank's process on top of `peak_bytes` where ranks compute on the CPU;
-        else 0.
-        """
+        """Bytes of a rank's process in host memory besides `peak_bytes`; 0 if ranks have GPUs."""
         return CPU_PROCESS_BYTES if self.spec.device == "cpu" else 0
 
 
@@ -104,12 +103,13 @@ def make_plan(
         recipe: What to train.
         sharding: The layout.
         ranks: The number of ranks.
-        mfu: The share of the device's peak; None for what such a run reached where it was measured.
+        mfu: The share of the device's peak FLOP/s that the run reaches; None for the share that was
+            measured for such a run.
         on_cpu: Ranks compute on the CPU.
         read: The tokens of an epoch and the steps of the run; None estimates both from the files'
             size.
         links: The rates at which ranks send; None for those of the device's data sheet.
-        images: The family of the whole model, where rows hold images.
+        images: The model_type of the whole model if rows hold images; else None.
 
     Raises `UserError` for a config.json that cannot be read or is of no known family, and for an
     unsupported run.
@@ -117,7 +117,7 @@ def make_plan(
     config, where = find_config(recipe.model)
     recipe = adopt_published_names(complete_lora(recipe), str(config.get("model_type")))
     config = set_scores(config, recipe.score_names)
-    asked = recipe
+    given_recipe = recipe  # the rules judge it without what `_with_tokens` adds to modules_to_save
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     architecture = replace(architecture, has_critic=recipe.method_facts.has_critic)
     stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
@@ -133,7 +133,7 @@ def make_plan(
         base_dtype=stored_dtype if stored_dtype in ITEMSIZE else "bfloat16",
         images=images,
     )
-    problems = refuse_problems(replace(spec, recipe=asked).find_problems())
+    problems = refuse_problems(replace(spec, recipe=given_recipe).find_problems())
     phases = plan_phases(spec)
     speed = estimate_speed(spec, assume_mfu(spec) if mfu is None else mfu, read, links)
     remarks = (
@@ -154,9 +154,11 @@ def make_plan(
 
 
 def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sharding:
-    """The layout of a run on `ranks` ranks, whatever a launcher has set.
+    """Reads the layout of a run on `ranks` ranks.
 
-    `config`: its file; None: the recipe's.
+    Environment variables that a launcher has set for this process are ignored.
+
+    `config`: the Accelerate file; None uses the recipe's.
     """
     environ = {
         key: value
@@ -167,7 +169,7 @@ def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sha
 
 
 def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
-    """Says that documents may be longer than the model was made for."""
+    """Yields a remark if documents may be longer than the model was made for."""
     positions = find_positions(config)
     if positions is None or max_length <= positions:
         return
@@ -182,18 +184,22 @@ def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
 
 
 def _describe_held_out(spec: RunSpec) -> Iterator[str]:
-    """Says that held-out vectors are not counted, where their number is not known."""
+    """Yields a remark if held-out vectors are not counted, because their number is not known."""
     if spec.recipe.method_facts.embeds and count_held_out_queries(spec) is None:
-        each = compared_bytes(spec, 1)
+        bytes_per_query = compared_bytes(spec, queries=1)
         yield (
-            f"held-out queries are compared all at once, {each / 1024:.0f} KiB each, which are not "
-            "counted: eval_split_size as a count, or max_samples, says how many there are"
+            f"held-out queries are compared all at once, {bytes_per_query / 1024:.0f} KiB each, "
+            "which are not counted: eval_split_size as a count, or max_samples, says how many "
+            "there are"
         )
 
 
 def _describe_traces(spec: RunSpec) -> Iterator[str]:
-    """Says that activations are not counted, or that recurrent layers hold less than is counted."""
-    packages = spec.architecture.family.recurrence and spec.architecture.family.recurrence.packages
+    """Yields a remark if activations cannot be counted, or recurrent layers hold less than is
+    counted.
+    """
+    recurrence = spec.architecture.family.recurrence
+    packages = recurrence and recurrence.packages  # kernels for recurrent layers on a GPU
     if spec.uncounted:
         yield (
             "activations are not counted, so that memory is what is needed without them: "
@@ -209,7 +215,7 @@ def _describe_traces(spec: RunSpec) -> Iterator[str]:
 
 
 def _judge_bubble(spec: RunSpec) -> Iterator[str]:
-    """Says that ranks of a pipeline wait much."""
+    """Yields a remark if the ranks of a pipeline wait for a large share of a step."""
     if spec.bubble > LARGE_BUBBLE:
         batches = counted(spec.accumulation, "micro-batch")
         yield (
@@ -222,8 +228,9 @@ def _judge_bubble(spec: RunSpec) -> Iterator[str]:
 def _suggest_a_stage_on_each_node(
     spec: RunSpec, speed: Speed, links: Links | None
 ) -> Iterator[str]:
-    """Suggests a pipeline over the nodes where FSDP gathers layers over all of them, and a step
-    would be faster.
+    """Yields a remark if a pipeline with a stage on each node would make a step faster.
+
+    Without one, FSDP gathers every layer over all nodes.
     """
     nodes = spec.ranks // spec.ranks_per_node
     if (
@@ -243,21 +250,24 @@ def _suggest_a_stage_on_each_node(
         not problem.is_note for problem in staged.find_problems()
     ):
         return
-    other = estimate_speed(staged, speed.mfu, None, links)
-    if _overlapped_seconds(other) < 0.9 * _overlapped_seconds(speed):
+    staged_speed = estimate_speed(staged, speed.mfu, read=None, links=links)
+    if _overlapped_seconds(staged_speed) < 0.9 * _overlapped_seconds(speed):
         yield (
             f"pipeline_parallel_size={nodes} puts a stage on each node, within which its layers "
-            f"are gathered: a step sends for {_describe_sending(other)} of computing, instead of "
-            f"{_describe_sending(speed)}"
+            f"are gathered: a step sends for {_describe_sending(staged_speed)} of computing, "
+            f"instead of {_describe_sending(speed)}"
         )
 
 
 def _overlapped_seconds(speed: Speed) -> float:
-    """Seconds of a step that computes while it sends, and then awaits the rest."""
+    """Seconds of a step if communication overlaps with computation wherever layers do not wait for
+    it.
+    """
     return max(speed.seconds_per_step, speed.communication_seconds) + speed.awaited_seconds
 
 
 def _describe_sending(speed: Speed) -> str:
+    """Names the seconds of communication and of computation in a step."""
     return (
         f"{format_duration(speed.communication_seconds)} beside "
         f"{format_duration(speed.seconds_per_step)}"
@@ -265,6 +275,7 @@ def _describe_sending(speed: Speed) -> str:
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:
+    """Reads the teacher's architecture and quantization from its config.json."""
     try:
         config, where = find_config(model)
     except UserError as error:
@@ -274,17 +285,19 @@ def _read_teacher(model: Model, method: Method) -> TeacherSpec:
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
-    """The model with the recipe's `added_tokens`; and the recipe, whose LoRA trains embedding and
-    head whole for them.
+    """Adds the recipe's `added_tokens` to the model's vocabulary.
 
-    No tokenizer is read. So that the plan is never too small, no token counts as known already, and
-    every row of the embedding counts as used.
+    Under LoRA the returned recipe also trains embedding and head whole, as the run does for new
+    tokens. Without `added_tokens` both are returned as they are.
+
+    No tokenizer is read. So that the plan is never too small, every token counts as new, and every
+    row of the embedding as used.
     """
     keys = recipe.model
     if not keys.added_tokens:
         return architecture, recipe
     tokens = architecture.vocabulary + len(set(keys.added_tokens))
-    rows = grow_rows(architecture.vocabulary, tokens, keys.pad_vocab_to_multiple_of)
+    vocabulary = grow_rows(architecture.vocabulary, tokens, keys.pad_vocab_to_multiple_of)
     if recipe.lora.use_peft:
         saved = (
             *recipe.lora.modules_to_save,
@@ -292,30 +305,37 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
             "lm_head",
         )
         recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=saved))
-    facts = replace(architecture.facts, vocabulary=rows)
-    return replace(architecture, vocabulary=rows, facts=facts), recipe
+    facts = replace(architecture.facts, vocabulary=vocabulary)
+    return replace(architecture, vocabulary=vocabulary, facts=facts), recipe
 
 
 def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
-    """The plan as text, without the table of layouts and without advice."""
+    """Formats the plan as text, without the table of layouts and without advice.
+
+    `ranks_assumed`: the user has not given the number of ranks, which the text then says.
+    """
     spec = plan.spec
+    remarks = [f"remark     {remark}" for remark in plan.remarks]
+    header = "\n".join([format_header(spec, ranks_assumed), *remarks])
+    rows = memory_rows(plan.phases)
+    last_column = len(rows[0]) - 1
+    memory = align_columns(rows, left=(0, last_column))
     needs = [format_storage(plan.disk, plan.host)]
     if spec.device != "cpu":  # a CPU's MFU is unknown
         needs.append(format_speed(plan.speed, spec.ranks))
-    header = "\n".join(
-        [format_header(spec, ranks_assumed), *(f"remark     {remark}" for remark in plan.remarks)]
-    )
-    rows = memory_rows(plan.phases)
-    return "\n\n".join([header, align_columns(rows, left=(0, len(rows[0]) - 1)), "\n".join(needs)])
+    return "\n\n".join([header, memory, "\n".join(needs)])
 
 
 def to_dict(
     plan: Plan, advice: Advice | None = None, room: Room | None = None, *, has_config: bool = False
 ) -> dict[str, Any]:
-    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`.
+    """Converts the plan to JSON values; memory is in bytes and time in seconds.
 
-    `fits` is false where a known part of the room is too small. It is true where all parts are
-    known and large enough, and null where one is unknown or activations are not counted.
+    With `advice`, the result has `fits` and `changes`. `fits` is false if a known part of the room
+    is too small. It is true if all parts are known and large enough, and null if one is unknown or
+    activations are not counted.
+
+    `has_config`: as in `describe_changes`.
     """
     spec = plan.spec
     content: dict[str, Any] = {
@@ -357,11 +377,12 @@ def to_dict(
 
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
-    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is
-    impossible.
+    """Calculates the peak of the run in other layouts.
 
-    In these layouts ranks divide neither rows nor matrices, experts or layers. Where those of
-    `spec` do, its own layout comes first.
+    Returns:
+        For each layout its name, and the peak bytes of one rank for each number in TABLE_RANKS;
+        None if the layout is impossible on that many ranks. These layouts shard neither rows nor
+        matrices, experts or layers. If the run's own layout does, it comes first.
     """
     plain = replace(
         spec.sharding,
@@ -380,31 +401,35 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "fsdp_cpu_offload": replace(plain, strategy="FULL_SHARD", cpu_offload=True),
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
-    own = spec.sharding
-    sizes = own.group_sizes | {
-        name: getattr(own, name) for name in ("expert_parallel_size", "pipeline_parallel_size")
+    own_sharding = spec.sharding
+    sizes = own_sharding.group_sizes | {
+        "expert_parallel_size": own_sharding.expert_parallel_size,
+        "pipeline_parallel_size": own_sharding.pipeline_parallel_size,
     }
-    if named := ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1):
-        layouts = {f"this run's: {named}": own} | layouts
+    own_sizes = ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    if own_sizes:
+        layouts = {f"this run's: {own_sizes}": own_sharding} | layouts
 
-    def peak(name: str, sharding: Sharding, ranks: int) -> int | None:
+    def calculate_peak(name: str, sharding: Sharding, ranks: int) -> int | None:
+        # on one node, hybrid sharding is full sharding
         is_hybrid = name == "fsdp_hybrid_shard"
         if ranks % sharding.smallest_world or (is_hybrid and ranks <= spec.ranks_per_node):
             return None
         return find_peak(replace(spec, sharding=sharding, ranks=ranks)).total
 
     return [
-        (name, [peak(name, sharding, ranks) for ranks in TABLE_RANKS])
+        (name, [calculate_peak(name, sharding, ranks) for ranks in TABLE_RANKS])
         for name, sharding in layouts.items()
     ]
 
 
 def _torch_version() -> tuple[int, int]:
-    """The installed torch's version without importing it; where there is none, the newest
-    tested.
+    """Reads the installed torch's version without importing torch: (major, minor).
+
+    Without torch it is the newest version that was tested.
     """
     try:
-        major, minor = version("torch").split(".")[:2]
+        major, minor, *_ = version("torch").split(".")
     except PackageNotFoundError:
         return (2, 13)
     return int(major), int(minor)
@@ -413,7 +438,7 @@ def _torch_version() -> tuple[int, int]:
 def plan_command(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.recipe`.
 
-    Returns 1 where it does not fit what is given of a machine, else 0.
+    Returns the exit code: 1 if the run does not fit the sizes that the flags give, else 0.
     """
     room = read_room(arguments.gpu_memory, arguments.host_memory, arguments.disk)
     mfu: float | None = arguments.mfu
@@ -428,7 +453,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     sharding = read_planned_sharding(recipe, arguments.config, ranks)
-    # asked with all that the rules know of several adapters
+    # `each`, not `each.alone`, so that the rules of `make_plan` know of the other adapters
     plans = [
         make_plan(each, sharding, ranks, mfu=mfu, links=_read_links(arguments))
         for each in split_adapters(recipe)
@@ -440,21 +465,22 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _describe_adapters(plans: Sequence[Plan], heaviest: Plan) -> str:
-    """Lists what each of several adapters takes."""
+    """Describes the memory and disk that each of several adapters needs."""
     name = heaviest.spec.recipe.folder.name
     lines = [
         f"adapters   {len(plans)}, trained in turn on one base: memory is that of the largest, "
         f"{name}, whose plan follows"
     ]
     for plan in plans:
-        room = f"{gib(plan.peak_bytes)} GiB, {disk_size(plan.disk.total)} on disk"
-        lines.append(f"           {plan.spec.recipe.folder.name}: {room}")
+        need = f"{gib(plan.peak_bytes)} GiB, {disk_size(plan.disk.total)} on disk"
+        lines.append(f"           {plan.spec.recipe.folder.name}: {need}")
     return "\n".join(lines) + "\n"
 
 
 def _show(plan: Plan, room: Room, arguments: argparse.Namespace) -> int:
-    """Prints a plan with its advice; returns the exit code."""
-    advice = None if room == Room(None) else advise(plan.spec, room)
+    """Prints a plan, and advice if a part of the room is known; returns the exit code."""
+    nothing_known = Room(device=None)
+    advice = None if room == nothing_known else advise(plan.spec, room)
     has_config = arguments.config is not None
     if arguments.json:
         print(json.dumps(to_dict(plan, advice, room, has_config=has_config), indent=2))
@@ -478,10 +504,10 @@ def _show(plan: Plan, room: Room, arguments: argparse.Namespace) -> int:
 
 
 def read_room(gpu_memory: str | None, host_memory: str | None, disk: str | None) -> Room:
-    """Reads a machine's memory and disk from these flags. A bare number is read as GiB, and a line
-    on stderr says so.
+    """Reads a machine's memory and disk from the values of three flags; None: not given.
 
-    Raises `UserError` for what is no size.
+    A bare number is read as GiB, and a line on stderr says so. Raises `UserError` if a value is not
+    a size.
     """
     sizes: list[int | None] = []
     for flag, text in (
@@ -492,25 +518,31 @@ def read_room(gpu_memory: str | None, host_memory: str | None, disk: str | None)
         if text is None:
             sizes.append(None)
             continue
-        if (read := read_gpu_memory(text)) != text:
-            print(f"{flag} {text}: read as {read}", file=sys.stderr)
-        sizes.append(_read_size(flag, read))
-    return Room(*sizes)
+        with_unit = read_gpu_memory(text)
+        if with_unit != text:
+            print(f"{flag} {text}: read as {with_unit}", file=sys.stderr)
+        sizes.append(_read_size(flag, with_unit))
+    device_bytes, host_bytes, disk_bytes = sizes
+    return Room(device_bytes, host_bytes, disk_bytes)
 
 
 def _read_links(arguments: argparse.Namespace) -> Links:
-    """The rates that --gpu-link and --network give, else those of the assumed device."""
-    usual = Links()
-    within, between = (
-        None if text is None else float(_read_size(flag, text))
-        for flag, text in (("--gpu-link", arguments.gpu_link), ("--network", arguments.network))
-    )
-    return Links(within or usual.within_node, between or usual.between_nodes)
+    """Reads the rates of --gpu-link and --network; without a flag, that of the assumed device."""
+    assumed = Links()
+    within_node = assumed.within_node
+    if arguments.gpu_link is not None:
+        within_node = float(_read_size("--gpu-link", arguments.gpu_link))
+    between_nodes = assumed.between_nodes
+    if arguments.network is not None:
+        between_nodes = float(_read_size("--network", arguments.network))
+    return Links(within_node, between_nodes)
 
 
 def _read_size(flag: str, text: str) -> int:
-    """`read_size` of what `flag` gave. Its `UserError` names the flag, also for a size below 1 MiB,
-    which lacks its unit.
+    """Reads the size in bytes that `flag` gives.
+
+    Raises `UserError`, with the flag's name, for a text that is not a size, and for a size below
+    1 MiB, which probably lacks a unit.
     """
     try:
         size = read_size(text)
@@ -522,8 +554,10 @@ def _read_size(flag: str, text: str) -> int:
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """The number of ranks where --num-processes is not given: as many as the file's mesh has, one
-    for a single process, else those of a usual node.
+    """Assumes a number of ranks, for a plan without --num-processes.
+
+    It is the size of the mesh in the Accelerate file. Without a mesh it is 1 for a single process,
+    else 8, the GPUs of a usual node.
     """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:

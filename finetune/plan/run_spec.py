@@ -1,5 +1,6 @@
-"""What is planned: the model, the recipe, the layout and the ranks; and what that takes of disks
-and hosts.
+"""The run that is planned: its model, recipe, layout and ranks, and the sizes that they give.
+
+`plan_disk` and `plan_host` count what the run needs on disk and in a node's memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,40 +40,36 @@ from finetune.plan.state import (
 )
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
-# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured,
-# less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096
-# tokens (benchmarks/speed.py).
+# A Python process without CUDA. Its heap grows by the matmuls that are compiled for each length of
+# a row. Measured, less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16
+# steps of up to 4,096 tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
-EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
+EXPORT_SHARD_BYTES = 5 * 10**9  # the default of finetune export --max-shard-size
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherSpec:
-    """A frozen model beside the trained one, which learns from it: a teacher, or the reference of a
-    method that samples. `quantization`: as its files are stored.
-    """
+    """A second, frozen model: a teacher, or the reference of a method that samples."""
 
     architecture: Architecture
-    quantization: Quantization
+    quantization: Quantization  # how the teacher's files are stored
 
     def flop_per_token(self, length: int) -> float:
-        """FLOP of the forward of one token in rows of `length`: a third of those of training."""
+        """FLOP of one token's forward in rows of `length` tokens: a third of those of training."""
         architecture = self.architecture
-        sizes = {
-            "parameters": count_multiplied(architecture),
-            "layers": architecture.attending_layers,
-            "heads": architecture.heads,
-        }
-        return flop_per_token(**sizes, head_size=architecture.mean_head_size, length=length) / 3
+        training = flop_per_token(
+            parameters=count_multiplied(architecture),
+            layers=architecture.attending_layers,
+            heads=architecture.heads,
+            head_size=architecture.mean_head_size,
+            length=length,
+        )
+        return training / 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """A run to plan.
-
-    `ranks_per_node` matters to hybrid sharding and to a host's memory; `stage` of a pipeline is the
-    one whose memory is planned.
-    """
+    """A run to plan."""
 
     architecture: Architecture
     recipe: Recipe
@@ -80,15 +77,16 @@ class RunSpec:
     ranks: int
     ranks_per_node: int = 8
     device: Literal["cuda", "cpu"] = "cuda"
-    grouped_attention: bool = True  # see Computation
+    grouped_attention: bool = True  # see `Computation`
     teacher: TeacherSpec | None = None
     reward_models: tuple[Architecture, ...] = ()
-    stage: int = 0
-    base_dtype: str = "bfloat16"  # of the base's files
-    images: str | None = None  # the family of the whole model, where rows hold images
+    stage: int = 0  # the pipeline stage whose memory is planned; 0 without a pipeline
+    base_dtype: str = "bfloat16"  # the dtype of the base's files
+    # the model_type of the whole model if rows hold images; None if they do not
+    images: str | None = None
 
     def find_problems(self) -> list[Problem]:
-        """Finds what keeps the run from starting, as far as a plan knows, and notes."""
+        """Finds the problems that keep the run from starting, as far as a plan knows, and notes."""
         if self.teacher is None:
             teacher = None
         else:
@@ -103,6 +101,7 @@ class RunSpec:
         return self._list_tensors(self.architecture)
 
     def _list_tensors(self, architecture: Architecture) -> tuple[StateTensor, ...]:
+        """Lists the run's parameters of `architecture`: the whole model, or a rank's part of it."""
         recipe = self.recipe
         return list_state_tensors(
             architecture, self.model_keys, recipe.lora, self.sharding, recipe.quantization
@@ -110,8 +109,9 @@ class RunSpec:
 
     @property
     def model_keys(self) -> Model:
-        """The recipe's keys of the model. Where the method embeds, no loss reads the output head,
-        which is frozen then unless it is the embedding.
+        """The recipe's section on the model, with the head frozen if the method embeds.
+
+        No loss of such a method reads the head. A tied head stays as it is: it is the embedding.
         """
         model = self.recipe.model
         if not self.recipe.method_facts.embeds or self.architecture.tied:
@@ -121,8 +121,9 @@ class RunSpec:
 
     @property
     def scored_outputs(self) -> int:
-        """The number of layers whose output the head reads in a step, at most: the last one, and
-        those of `exit_layers`.
+        """How many layers' outputs the head reads in a step, at most.
+
+        They are the last layer's and those of `exit_layers`; 1 if the method has no early exits.
         """
         if not self.recipe.method_facts.exits:
             return 1
@@ -141,8 +142,10 @@ class RunSpec:
 
     @cached_property
     def layer_costs(self) -> list[int]:
-        """For each layer how many numbers its matrix products read, by which a pipeline is cut. The
-        last one includes the output head.
+        """For each layer, how many elements its weight matrices have. Pipeline stages are balanced
+        by these costs.
+
+        The last layer's cost includes the output head.
         """
         architecture = self.architecture
         costs = [
@@ -153,38 +156,40 @@ class RunSpec:
 
     @cached_property
     def own_layers(self) -> list[int]:
-        """The layers of the planned stage."""
+        """The model's layers that are in the planned stage, by their index in the model."""
+        # a stage has every `stages`-th chunk
         chunks = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
         return [layer for chunk in chunks[self.stage :: self.stages] for layer in chunk]
 
     @cached_property
     def part(self) -> Architecture:
-        """The part of the model that one rank holds before FSDP shards it: the layers of its stage,
-        and its share of each by tensor parallelism.
+        """The part of the model that one rank holds before FSDP shards it.
 
-        All of it where there is neither.
+        It is the layers of the planned stage, and of each layer the rank's share under tensor
+        parallelism. Without pipeline and tensor parallelism it is the whole model.
         """
         architecture = self.divided
         if self.stages == 1:
             return architecture
-        own = self.own_layers
-        mixture = architecture.mixture and replace(
-            architecture.mixture,
-            layers=frozenset(
-                index for index, layer in enumerate(own) if layer in architecture.mixture.layers
-            ),
-        )
+        layers = self.own_layers
+        mixture = architecture.mixture
+        if mixture is not None:  # renumber the layers with experts from the stage's first layer
+            with_experts = frozenset(
+                index for index, layer in enumerate(layers) if layer in mixture.layers
+            )
+            mixture = replace(mixture, layers=with_experts)
         return replace(
             architecture,
-            layers=len(own),
+            layers=len(layers),
             mixture=mixture,
             tied=architecture.tied and self.is_last_stage,
         )
 
     @cached_property
     def divided(self) -> Architecture:
-        """The part of the model that one rank of a tensor-parallel group holds; all of it where
-        there is none.
+        """The part of the model that one rank of a tensor-parallel group holds, over all stages.
+
+        Without tensor parallelism it is the whole model.
         """
         ranks = self.tensor_ranks
         architecture = self.architecture
@@ -200,8 +205,11 @@ class RunSpec:
 
     @cached_property
     def computed(self) -> Architecture:
-        """The part of the model that one rank computes: `part`, but for the products that
-        transformers' plan gathers.
+        """The part of the model that one rank computes.
+
+        It is `part`, except in families whose tensor-parallel plan in transformers gathers the
+        outputs of matmuls: there a rank computes with all heads and, if gate and up are fused, with
+        all of the intermediate size.
         """
         architecture = self.architecture
         part = self.part
@@ -216,10 +224,11 @@ class RunSpec:
 
     @cached_property
     def part_tensors(self) -> tuple[StateTensor, ...]:
-        """Every parameter of `part`."""
+        """Every parameter of `part`, adapters included."""
         tensors = self._list_tensors(self.divided)
         if self.stages == 1:
             return tensors
+        # unit of the model -> unit of the stage, whose layers are numbered from 0
         units = {f"layer {layer}": f"layer {index}" for index, layer in enumerate(self.own_layers)}
         if self.stage == 0 or self.part.tied:
             units["embedding"] = "embedding"
@@ -231,9 +240,7 @@ class RunSpec:
 
     @cached_property
     def teacher_tensors(self) -> tuple[StateTensor, ...]:
-        """Every parameter of the teacher, frozen in the compute dtype; none where there is no
-        teacher.
-        """
+        """Every parameter of the teacher, frozen in the compute dtype; empty without a teacher."""
         if self.teacher is None:
             return ()
         return list_frozen_tensors(
@@ -242,7 +249,7 @@ class RunSpec:
 
     @cached_property
     def fp8_weights(self) -> Mapping[str, int]:
-        """How many numbers each weight has that is multiplied in FP8 (models/fp8.py), by name."""
+        """The weights that are multiplied in FP8 (models/fp8.py): name -> number of elements."""
         if self.sharding.fp8 is None:
             return {}
         linears = [
@@ -250,69 +257,78 @@ class RunSpec:
             for layer in range(self.architecture.layers)
             for tensor in self.architecture.linears(layer)
         ]
+        all_but_first = linears[1:]  # the model's first linear layer keeps the compute dtype
         return {
             tensor.name: tensor.numel
-            for tensor in linears[1:]
+            for tensor in all_but_first
             if is_multiplied_in_fp8(tensor.shape)
         }
 
     @property
     def fp8_gathered(self) -> frozenset[str]:
-        """The weights that FSDP gathers as 8-bit numbers."""
+        """The names of the weights that FSDP gathers in 8 bits."""
         return frozenset(self.fp8_weights if gathers_fp8(self.sharding) else ())
 
     @property
     def teacher_bytes(self) -> int:
-        """Bytes of the teacher's parameters on rank 0."""
+        """Bytes of the teacher's parameters on rank 0; 0 without a teacher."""
         return count_state(self.teacher_tensors, self.sharding, self.shards, optim=None).frozen
 
     @property
     def reward_bytes(self) -> int:
-        """Bytes of the parameters of reward models. Every rank holds all of them on its device."""
+        """Bytes of the parameters of all reward models. Every rank holds them whole."""
         return ITEMSIZE[self.compute_dtype] * sum(
             architecture.parameters for architecture in self.reward_models
         )
 
     @property
     def shards(self) -> int:
-        """The number of ranks that FSDP splits a parameter over, or one rank's part of it under
-        tensor parallelism.
+        """How many ranks FSDP shards a parameter over.
+
+        Under tensor parallelism FSDP shards one rank's part of the parameter.
         """
         return self.sharding.tensor_group_of(self.state_ranks)
 
     @property
     def state_ranks(self) -> int:
-        """The number of ranks that hold one replica of the model, or of a stage's layers, between
-        them.
+        """How many ranks hold one replica of the model together; in a pipeline, one replica of a
+        stage.
         """
         return self.sharding.count_replica_ranks(self.ranks // self.stages, self.ranks_per_node)
 
     @property
     def tensor_ranks(self) -> int:
-        """The number of ranks that divide the matrices of a layer between them."""
+        """How many ranks shard the matrices of a layer by tensor parallelism; 1 without it."""
         return self.sharding.tensor_parallel_size
 
     def state(self, rank: int = 0) -> State:
-        """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
+        """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most.
+
+        If the optimizer's state is in files, the parameters are in the compute dtype, and
+        `optimizer` is the buffers in device memory and the step counters.
+        """
         state = self.loaded_state(rank)
         files = self.files(rank)
         if files is None:
             return state
-        # Parameters in the compute dtype, gradients, and buffers: both on a CPU, on a GPU the one
-        # of its own.
         trained = state.trained // ITEMSIZE[self.trained_dtype] * ITEMSIZE[self.compute_dtype]
+        # On a CPU both host buffers count; a GPU has one of its own.
         buffers = files.buffer * (2 if self.device == "cpu" else 1)
         return replace(state, trained=trained, optimizer=buffers + files.counters)
 
     def loaded_state(self, rank: int = 0) -> State:
-        """The state right after loading, when all of it is in memory."""
-        return self._fullest_state if rank == 0 else self._count_state(rank)
+        """Bytes of parameters, gradients and optimizer state on `rank`, if all are in memory.
+
+        The parameters are in the dtype of training, as they are right after loading.
+        """
+        return self._state_of_first_rank if rank == 0 else self._count_state(rank)
 
     @cached_property
-    def _fullest_state(self) -> State:
+    def _state_of_first_rank(self) -> State:
         return self._count_state(0)
 
     def _count_state(self, rank: int) -> State:
+        """Counts `loaded_state` of `rank`."""
         return count_state(
             self.part_tensors,
             self.sharding,
@@ -322,25 +338,27 @@ class RunSpec:
         )
 
     def files(self, rank: int = 0) -> Files | None:
-        """The file of `rank` with the optimizer's state; None where that is in memory."""
+        """The file of `rank` with the optimizer's state; None if that state is in memory."""
         keys = self.recipe.optimization
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
-        dtypes = self.trained_dtype, self.compute_dtype
         return count_files(
-            self.part_tensors, self.shards, keys.optim, *dtypes, self.sharding.tensor_group_of(rank)
+            self.part_tensors,
+            self.shards,
+            keys.optim,
+            dtype=self.trained_dtype,
+            compute_dtype=self.compute_dtype,
+            rank=self.sharding.tensor_group_of(rank),
         )
 
     @property
     def trained_numel(self) -> int:
-        """Numbers in the trained parameters, over all ranks."""
+        """How many elements the trained parameters have, over all ranks."""
         return sum(tensor.numel for tensor in self.tensors if tensor.trainable)
 
     @property
     def trained_dtype(self) -> str:
-        """The dtype of the trained parameters: adapters are float32, all others have the recipe's
-        `dtype`.
-        """
+        """The dtype of the trained parameters: float32 with adapters, else the recipe's `dtype`."""
         if self.recipe.lora.use_peft:
             return "float32"
         return self.recipe.model.dtype
@@ -352,19 +370,22 @@ class RunSpec:
 
     @property
     def reduced_dtype(self) -> str:
-        """The dtype in which gradients are summed over ranks: float32 by FSDP's policy, their own
-        under DDP.
+        """The dtype in which gradients are summed over ranks.
+
+        It is float32 under FSDP's mixed precision, and else the parameters' dtype.
         """
         mixed = self.sharding.is_fsdp and self.sharding.mixed_precision != "no"
         return "float32" if mixed else self.trained_dtype
 
     @property
     def computation(self) -> Computation:
-        """How a training forward runs."""
+        """The settings of a forward in training that affect its memory."""
         itemsize = ITEMSIZE[self.compute_dtype]
         return Computation(
             itemsize=itemsize,
-            autocast=not self.sharding.is_fsdp and itemsize < 4 and not self.recipe.lora.is_fused,
+            autocast=not self.sharding.is_fsdp
+            and itemsize < FP32
+            and not self.recipe.lora.is_fused,
             checkpoint_every=(
                 self.recipe.model.activation_checkpointing_every
                 if self.sharding.activation_checkpointing
@@ -387,9 +408,7 @@ class RunSpec:
 
     @property
     def uncounted(self) -> str | None:
-        """Why the activations of the model, or of its teacher, cannot be counted; None where they
-        are.
-        """
+        """Why the activations of the model or its teacher cannot be counted; None if they can."""
         if self.teacher is None:
             models = [self.architecture]
         else:
@@ -401,38 +420,41 @@ class RunSpec:
 
     @property
     def drops_attention(self) -> bool:
-        """Whether attention has dropout while training: the recipe's, else the model's own."""
-        ours = self.recipe.model.attention_dropout
-        return (self.architecture.attention_dropout if ours is None else ours) > 0
+        """Whether attention has dropout in training, by the recipe or else the model's config."""
+        dropout = self.recipe.model.attention_dropout
+        if dropout is None:
+            dropout = self.architecture.attention_dropout
+        return dropout > 0
 
     @property
     def weighs_documents(self) -> bool:
-        """Whether the loss weighs log-probabilities one by one or by document, and does not take
-        their sum.
+        """Whether the loss needs separate log-probabilities (or scores), of tokens or documents.
+
+        If not, the loss is the sum over all trained tokens.
         """
         facts = self.recipe.method_facts
         return facts.documents > 1 or facts.samples or facts.scores
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the method's reference comes from: the model without its new adapters, or numbers
-        computed before.
+        """Where the log-probabilities of the method's reference model come from.
+
+        "adapters off": from a forward in each step with the new adapters switched off, which is
+        the base. "stored": computed once before training. None: the method needs no reference.
         """
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
-        is_new = (
-            lora.use_peft
-            and lora.adapter_name_or_path is None
-            and self.sharding.pipeline_parallel_size == 1
+        trains_new_adapters_alone = (
+            lora.use_peft and lora.adapter_name_or_path is None and not lora.modules_to_save
         )
-        if is_new and not lora.modules_to_save:
+        if trains_new_adapters_alone and self.sharding.pipeline_parallel_size == 1:
             return "adapters off"
         return "stored"
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, or of groups of ranks, that train on rows of their own."""
+        """How many ranks, or groups of ranks that share rows, train on different rows."""
         return self.ranks // self.sharding.ranks_per_batch
 
     @property
@@ -442,33 +464,35 @@ class RunSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank if every row is full; ranks of a sequence share
-        them.
+        """Tokens of a micro-batch on one rank if every row is full.
+
+        Under sequence parallelism it is the rank's share of the tokens.
         """
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:
-        """Tokens that one rank has of `rows` full rows."""
-        parts = self.sharding.sequence_parallel_size
+        """Tokens of `rows` full rows that one rank has, sharing them with its sequence group."""
+        sequence_ranks = self.sharding.sequence_parallel_size
         tokens = rows * self.recipe.row_tokens
-        if self.recipe.data.packing:
-            return ceil_div(tokens, ROUND_TOKENS * parts) * ROUND_TOKENS
-        return rows * ceil_div(self.recipe.row_tokens, parts)
+        if self.recipe.data.packing:  # a rank's tokens are rounded up to a multiple of ROUND_TOKENS
+            return ceil_div(tokens, ROUND_TOKENS * sequence_ranks) * ROUND_TOKENS
+        return rows * ceil_div(self.recipe.row_tokens, sequence_ranks)
 
     @property
     def global_batch_size(self) -> int:
-        """Rows in an optimizer step over all ranks."""
+        """Rows in an optimizer step over all ranks; prompts, if completions are sampled."""
         return compute_global_batch_size(self.recipe.batch, self.data_ranks)
 
     @property
     def rows_per_step(self) -> int:
-        """Rows in an optimizer step over all ranks. Where completions are sampled, each counts as a
-        row of its own, which is the most there can be.
+        """Rows in an optimizer step over all ranks.
+
+        Each sampled completion counts as a row, which is an upper bound: rows may hold several.
         """
-        sampled = 1
+        completions = 1
         if self.recipe.method_facts.samples:
-            sampled = self.recipe.rollout.num_generations
-        return self.global_batch_size * sampled
+            completions = self.recipe.rollout.num_generations
+        return self.global_batch_size * completions
 
     @property
     def tokens_per_step(self) -> int:
@@ -477,29 +501,30 @@ class RunSpec:
 
     @property
     def pipeline_order(self) -> PipelineOrder:
-        """The order of a rank's forwards and backwards."""
+        """The order of a pipeline rank's forwards and backwards."""
         return choose_order(self.accumulation, self.stages, self.sharding.pipeline_chunks)
 
     @property
     def micro_batches_in_flight(self) -> float:
-        """The micro-batches whose activations a rank keeps at once; a share of one counts where a
-        stage has several groups of layers.
+        """How many micro-batches' activations a pipeline rank keeps at once, at most.
+
+        A fraction if a stage has several chunks: one forward is that of one chunk only.
         """
-        behind = self.stages - self.stage
-        if self.pipeline_order == "1f1b":  # one for each stage from its own to the last
-            return behind
+        stages_from_here = self.stages - self.stage  # this stage included
+        if self.pipeline_order == "1f1b":
+            return stages_from_here
         if self.pipeline_order != "interleaved":  # all forwards come before the first backward
             return self.accumulation
-        # Forwards of groups of layers before the first backward, and one more: torch's own count.
+        # The forwards of chunks before the first backward, and one more: torch's own count.
         chunks = self.sharding.pipeline_chunks // self.stages
-        of_round = self.accumulation // count_rounds(self.accumulation, self.stages)
-        forwards = 2 * (behind - 1) + (chunks - 1) * of_round + 1
+        per_round = self.accumulation // count_rounds(self.accumulation, self.stages)
+        forwards = 2 * (stages_from_here - 1) + (chunks - 1) * per_round + 1
         return min(self.accumulation, forwards / chunks)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a rank of the pipeline waits for others (Narayanan et al.
-        2021, section 2.2).
+        """The share of a step in which a pipeline rank waits for other ranks; 0 without a pipeline
+        (Narayanan et al. 2021, section 2.2).
         """
         waits = self.stages - 1
         chunks = self.sharding.pipeline_chunks // self.stages
@@ -507,23 +532,24 @@ class RunSpec:
 
     @property
     def imbalance(self) -> float:
-        """The operations of the stage that computes the most, divided by the mean of all stages."""
+        """The cost of the stage that computes the most, divided by the mean cost of a stage."""
         costs = self.layer_costs
-        parts = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
-        sums = [0] * self.stages
-        for chunk, layers in enumerate(parts):
-            sums[chunk % self.stages] += sum(costs[layer] for layer in layers)
-        return max(sums) * self.stages / sum(sums)
+        chunks = split_layers(self.layer_costs, self.sharding.pipeline_chunks)
+        cost_of_stage = [0] * self.stages
+        for chunk, layers in enumerate(chunks):
+            cost_of_stage[chunk % self.stages] += sum(costs[layer] for layer in layers)
+        return max(cost_of_stage) * self.stages / sum(cost_of_stage)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches in a step on one rank; the last may contain filler rows."""
+        """How many micro-batches a rank has in a step; the last one may contain filler rows."""
         return ceil_div(self.rows_per_step, self.rows * self.data_ranks)
 
 
 def count_multiplied(architecture: Architecture) -> int:
-    """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input
-    embedding.
+    """Counts the elements of the parameters that multiply one token.
+
+    Experts that are not chosen are left out, and an untied input embedding, which is looked up.
     """
     active = architecture.parameters - architecture.idle_parameters
     if architecture.tied:
@@ -533,17 +559,20 @@ def count_multiplied(architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Bytes on the run's disk; `offload` is elsewhere."""
+    """Bytes on the run's disk. `total` leaves out `offload`, which is not in the run's folder."""
 
-    checkpoint: int  # one of them
-    checkpoints_kept: int | None  # None: all
-    checkpoints: int  # those kept (one of them where all are), and the one being written
+    checkpoint: int  # of one checkpoint
+    checkpoints_kept: int | None  # how many are kept; None: all
+    # of the kept checkpoints (counted as one if all are kept) and the one that is being written
+    checkpoints: int
     export: int = 0
     adapter: int = 0
-    offload: int = 0  # of one node, in offload_dir while it trains
-    # weights for a server that samples: the ranks' shards, what is made of them, and those before
+    offload: int = 0  # of one node's files in offload_dir, during training
+    # of the weights for a server that samples: the ranks' shards, the exported weights, and the
+    # exported weights of the step before
     rollouts: int = 0
-    keeps_more: bool = False  # checkpoints, which grow with the unknown number of steps
+    # more checkpoints are kept than are counted: their number depends on the unknown last step
+    keeps_more: bool = False
 
     @property
     def total(self) -> int:
@@ -554,12 +583,12 @@ class Disk:
 class Host:
     """Bytes of one node's memory."""
 
-    processes: int  # where ranks compute on the CPU, with all their tensors
-    offloaded: int  # parameters, gradients and optimizer state where they are offloaded
-    activations: int  # what checkpointed layers keep, where it is offloaded
-    saving: int  # the copy of the state that is written while training continues
+    processes: int  # the ranks' processes, and on a CPU all tensors of the ranks
+    offloaded: int  # parameters, gradients and optimizer state, under CPU offload
+    activations: int  # the activations that checkpointed layers offload
+    saving: int  # the copy of the state from which a checkpoint is written during training
     export: int  # one output file and one tensor, on the first rank
-    buffers: int = 0  # beside a GPU: through which state in files passes
+    buffers: int = 0  # with a GPU: the buffers through which optimizer state in files passes
 
     @property
     def total(self) -> int:
@@ -573,9 +602,9 @@ class Host:
 
 
 def plan_disk(spec: RunSpec) -> Disk:
-    """Counts what a run writes: kept checkpoints, exports, an adapter, state in files, and weights
-    for a server.
+    """Counts the bytes that a run writes to disk.
 
+    They are checkpoints, exports, an adapter, optimizer state in files, and weights for a server.
     An export has the recipe's `export_dtype`, or else the dtype of the base's files.
     """
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
@@ -586,9 +615,9 @@ def plan_disk(spec: RunSpec) -> Disk:
         count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True)
         for t in trained
     )
-    # A full model's checkpoint is complete, also where some is frozen.
+    # Without adapters a checkpoint has all parameters, the frozen ones too.
     stored = trained if has_adapters else spec.tensors
-    weights = sum(t.numel * t.itemsize for t in stored)
+    weights = _count_bytes(stored)
     checkpoint = weights + moments
     steps = spec.recipe.optimization.max_steps
     kept = keys.save_total_limit
@@ -596,10 +625,11 @@ def plan_disk(spec: RunSpec) -> Disk:
         kept += keys.keep_best_checkpoint
         if keys.keep_every_steps is not None and steps is not None:
             kept += steps // keys.keep_every_steps
+    counted = (kept or 1) + 1  # one more is being written
     disk = Disk(
         checkpoint=checkpoint,
         checkpoints_kept=kept,
-        checkpoints=checkpoint * ((kept or 1) + 1),
+        checkpoints=checkpoint * counted,
         keeps_more=keys.keep_every_steps is not None and steps is None,
     )
     if keys.export_at_end:
@@ -617,7 +647,11 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """Bytes of the exports in all `export_formats`. GGUF carries nothing over from the base."""
+    """Bytes of the exports in all `export_formats`; `itemsize`: bytes of an unquantized element.
+
+    Layers for multi-token prediction are carried over from the base's files, except into GGUF, or
+    if the model starts from no files.
+    """
     architecture = replace(spec.architecture, has_critic=False)
     keys = spec.recipe.checkpoint
     aware = spec.recipe.quantization_aware
@@ -627,31 +661,35 @@ def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
         carried = 0
     else:
         carried = itemsize * architecture.carried_parameters
-    name = keys.export_quantization or aware.quantization_aware_training
-    if name is not None:
+    scheme = keys.export_quantization or aware.quantization_aware_training
+    if scheme is not None:
         group = None
-        if name == aware.quantization_aware_training:
+        if scheme == aware.quantization_aware_training:
             group = aware.qat_group_size
-        weights = sum(
+        elements = sum(
             linear.numel
             for layer in range(architecture.layers)
             for linear in architecture.linears(layer)
         )
-        quantized = unquantized - int(
-            weights * (itemsize - SCHEMES[name].stored_bytes(itemsize, group))
-        )
+        saved_per_element = itemsize - SCHEMES[scheme].stored_bytes(itemsize, group)
+        quantized = unquantized - int(elements * saved_per_element)
     sizes = {"compressed-tensors": quantized + carried, "safetensors": unquantized + carried}
     return sum(sizes.get(each, unquantized) for each in keys.export_formats)
 
 
 def _count_bytes(tensors: Iterable[StateTensor]) -> int:
+    """Counts the bytes of whole parameters, over all ranks."""
     return sum(tensor.numel * tensor.itemsize for tensor in tensors)
 
 
 def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
-    """The memory of one node, for all its ranks, each of which has `peak_bytes` on its device."""
+    """Plans the memory of one node with all its ranks.
+
+    `peak_bytes`: the peak of one rank on its device, which is the node's memory if that is the CPU.
+    """
     ranks = min(spec.ranks, spec.ranks_per_node)
-    share = ranks / (spec.state_ranks * spec.stages)  # of the sharded state, on this node
+    # replicas of the sharded state that this node's ranks hold together, a fraction or several
+    share = ranks / (spec.state_ranks * spec.stages)
     files = spec.files()
     on_cpu = spec.device == "cpu"
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
@@ -685,14 +723,14 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
 
 
 def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:
-    """Bytes of the copy in memory that a checkpoint takes of `trained` parameters and their
-    optimizer's state.
+    """Bytes of the `trained` parameters and their optimizer state that are in memory, all ranks'.
 
-    Where the state is in files, they are the parameters in the compute dtype and the counters of
-    steps.
+    A checkpoint copies them. If the optimizer's state is in files, only the parameters in the
+    compute dtype and the step counters are in memory.
     """
     if spec.files() is not None:
-        return sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
+        step_counter = FP32
+        return sum(t.numel * ITEMSIZE[spec.compute_dtype] + step_counter for t in trained)
     optim = spec.recipe.optimization.optim
     moments = (count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained)
     return _count_bytes(trained) + sum(moments)

@@ -1,9 +1,11 @@
-"""The time of a step: computation at an assumed MFU, offload, and what ranks send each other; and
-the steps of a run.
+"""The time of a step, the communication in it, and the number of steps of a run.
 
-Collectives are counted as the layouts make them; tests/test_layouts_benchmark.py holds them to what
-`benchmarks/layouts.py` measures. Left out are sums of a few numbers (norms, losses), those of
-adapters under tensor parallelism, and a teacher's units.
+A step's time is computation at an assumed MFU, offload, and rollouts. Communication is estimated
+besides, because computation can hide most of it.
+
+Collectives are counted as the layouts make them; tests/test_layouts_benchmark.py compares them with
+those that `benchmarks/layouts.py` measures. Left out are sums of a few numbers (norms, losses), the
+collectives of adapters under tensor parallelism, and those of a teacher's units.
 """
 
 import math
@@ -24,40 +26,38 @@ from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.plan.state import StateTensor, split_into_units
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
-COMPRESSED = (".gz", ".parquet")  # files whose size says little of their text
-FIRST_BUCKET = 1 << 20  # bytes of DDP's (torch.nn.parallel.distributed)
-BUCKET = 25 << 20  # bytes of its others
+COMPRESSED = (".gz", ".parquet")  # files whose size says little about the size of their text
+FIRST_BUCKET = 1 << 20  # bytes of DDP's first gradient bucket (torch.nn.parallel.distributed)
+BUCKET = 25 << 20  # bytes of DDP's other buckets
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second in one direction: of a GPU to the others of its node, and of a node to the
-    others.
-    """
+    """Rates in bytes per second, in one direction."""
 
-    within_node: float = 450e9  # NVLink 4 of an H100 or H200, by their data sheets
-    between_nodes: float = 400e9  # 8 adapters of 400 Gbit/s, as in a DGX H100
+    # of one GPU to the other GPUs of its node: NVLink 4 of an H100 or H200, by their data sheets
+    within_node: float = 450e9
+    # of one node to other nodes: 8 adapters of 400 Gbit/s, as in a DGX H100
+    between_nodes: float = 400e9
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """All calls of one kind that a rank makes in a step.
-
-    `bytes` is their sum: a call counts its input or its output, whichever is larger. Ranks of the
-    group are `stride` apart.
-    """
+    """All calls of one kind that a rank makes in a step for one purpose."""
 
     kind: Kind
     calls: int
-    bytes: int
-    ranks: int
-    stride: int = 1
-    # a layer needs the result at once; else it can run beside the computation
+    bytes: int  # summed over the calls; a call counts its input or its output, the larger of both
+    ranks: int  # ranks in the group
+    stride: int = 1  # distance between neighboring ranks of the group
+    # a layer waits for the result; if false, the calls can overlap with computation
     is_awaited: bool = False
 
     def seconds(self, links: Links, ranks_per_node: int) -> float:
-        """Estimates the time over rings, on which a rank sends (n - 1) / n of the bytes, twice for
-        an all-reduce. What leaves a node shares its network with the node's other groups.
+        """Estimates the time of all calls.
+
+        The estimate assumes rings, on which each of n ranks sends (n - 1) / n of the bytes, or
+        twice that for an all-reduce. Groups that span nodes share each node's network.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
         >>> (
@@ -68,20 +68,24 @@ class Collective:
         """
         ranks_on_node = max(1, min(self.ranks, ranks_per_node // self.stride))
         is_within_node = ranks_on_node == self.ranks
-        network_share = links.between_nodes / ranks_per_node  # of one rank
-        if self.kind == "send":  # to a neighbor, beside the sends of all ranks of the node
-            return self.bytes / (links.within_node if is_within_node else network_share)
+        network_of_rank = links.between_nodes / ranks_per_node
+        if self.kind == "send":  # to one neighbor, while all ranks of the node send
+            return self.bytes / (links.within_node if is_within_node else network_of_rank)
         sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
         if is_within_node:
             return sent * (self.ranks - 1) / self.ranks / links.within_node
-        if self.kind == "all-to-all":
-            return sent * (self.ranks - ranks_on_node) / self.ranks / network_share
-        slowest = min(links.within_node, network_share * ranks_on_node)
-        return sent * (self.ranks - 1) / self.ranks / slowest
+        if self.kind == "all-to-all":  # only messages to ranks of other nodes use the network
+            return sent * (self.ranks - ranks_on_node) / self.ranks / network_of_rank
+        # A ring leaves the node once, so its ranks on the node share their parts of the network.
+        slowest_link = min(links.within_node, network_of_rank * ranks_on_node)
+        return sent * (self.ranks - 1) / self.ranks / slowest_link
 
 
 def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
-    """The collectives of a step, for rows that are full and routers that prefer no expert."""
+    """Counts the collectives of a step, if all rows are full and the router uses experts evenly.
+
+    Empty if ranks send each other nothing.
+    """
     collectives = [*_list_unit_collectives(spec), *_list_gradient_reductions(spec)]
     awaited = (
         *_list_tensor_parallel_collectives(spec),
@@ -94,53 +98,56 @@ def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
 
 
 def _list_pipeline_sends(spec: RunSpec) -> Iterator[Collective]:
-    """The states that enter a group of layers, and their gradients, from rank to rank."""
+    """Yields a pipeline's messages between stages: hidden states, and their gradients back."""
     if spec.stages > 1:
-        calls = 2 * spec.sharding.pipeline_chunks // spec.stages * spec.accumulation
-        state = spec.tokens * spec.architecture.hidden * spec.computation.itemsize
-        yield Collective("send", calls, calls * state, spec.stages, spec.ranks // spec.stages)
+        chunks = spec.sharding.pipeline_chunks // spec.stages  # groups of layers on a rank
+        calls = 2 * chunks * spec.accumulation
+        hidden_states = spec.tokens * spec.architecture.hidden * spec.computation.itemsize
+        stride = spec.ranks // spec.stages
+        yield Collective("send", calls, calls * hidden_states, spec.stages, stride)
 
 
 def _list_unit_collectives(spec: RunSpec) -> Iterator[Collective]:
-    """Lists the collectives of FSDP.
+    """Yields the collectives of FSDP.
 
-    A unit is gathered for the forward of each micro-batch, and again for its backward where it was
-    freed. Its gradients are reduced in each micro-batch. Under hybrid sharding they are also
-    reduced over the replicas: by FSDP2 in the last micro-batch, by FSDP1 in each.
+    A unit is gathered for the forward of each micro-batch, and again for its backward if it was
+    freed in between. Its gradients are reduced in each micro-batch. Under hybrid sharding they are
+    also reduced over the replicas: by FSDP2 in the last micro-batch only, by FSDP1 in each.
     """
     if not spec.sharding.is_fsdp:
         return
-    times = spec.accumulation
+    micro_batches = spec.accumulation
     replicas = spec.ranks // (spec.stages * spec.state_ranks)
     for tensors, gathers in _list_units(spec):
-        divided = tensors[0].divided
-        stride = spec.tensor_ranks
-        shards = spec.shards // divided
+        expert_ranks = tensors[0].divided  # the same for all tensors of a unit
+        shards = spec.shards // expert_ranks
+        stride = spec.tensor_ranks * expert_ranks
         unit_bytes = 0
-        reduced = 0  # bytes of gradients
+        gradient_bytes = 0
         for tensor in tensors:
-            numel = _padded(tensor, shards)
+            numel = _count_padded(tensor, shards)
             is_fp8 = tensor.name in spec.fp8_gathered
             unit_bytes += numel * (1 if is_fp8 else spec.computation.itemsize)
             if tensor.trainable:
-                reduced += numel * ITEMSIZE[spec.reduced_dtype]
+                gradient_bytes += numel * ITEMSIZE[spec.reduced_dtype]
+        calls = gathers * micro_batches
+        yield Collective("all-gather", calls, calls * unit_bytes, shards, stride)
         yield Collective(
-            "all-gather", gathers * times, gathers * times * unit_bytes, shards, stride * divided
+            "reduce-scatter", micro_batches, micro_batches * gradient_bytes, shards, stride
         )
-        yield Collective("reduce-scatter", times, times * reduced, shards, stride * divided)
-        reductions = 1 if spec.sharding.layout == "fsdp2" else times
+        calls = 1 if spec.sharding.layout == "fsdp2" else micro_batches
         yield Collective(
-            "all-reduce", reductions, reductions * reduced // shards, replicas, spec.state_ranks
+            "all-reduce", calls, calls * gradient_bytes // shards, replicas, spec.state_ranks
         )
 
 
 def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
-    """The tensors of each unit, and how often a micro-batch gathers it.
+    """Yields the tensors of each FSDP unit, and how often a micro-batch gathers the unit.
 
-    Divided experts are units of their own.
+    Experts that ranks share are a unit of their own in each layer.
     """
     units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
-    forwards = 2 if spec.reference == "adapters off" else 1
+    forwards = 2 if spec.reference == "adapters off" else 1  # with the reference's
     tensors_by_unit: dict[str, list[StateTensor]] = {}
     for tensor in spec.part_tensors:
         name = tensor.unit
@@ -154,7 +161,8 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
         tensors_by_unit.setdefault(name, []).append(tensor)
     for name, tensors in tensors_by_unit.items():
         stays = name == "tail" or units.stay_gathered
-        # Nothing asks for the gradient of a frozen embedding's output but activation checkpointing.
+        # A frozen embedding has a backward only under activation checkpointing, which asks for the
+        # gradient of its output.
         has_backward = (
             name != "embedding"
             or any(t.trainable for t in tensors)
@@ -166,44 +174,47 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
             yield tensors, forwards + has_backward
 
 
-def _padded(tensor: StateTensor, shards: int) -> int:
-    """Numbers of what FSDP gathers of a tensor: rows padded to a multiple of the shards; experts
-    divide evenly.
+def _count_padded(tensor: StateTensor, shards: int) -> int:
+    """Counts the elements that FSDP gathers of a tensor, with padding.
+
+    Rows are padded to a multiple of `shards`. Experts that ranks share need no padding.
     """
     if tensor.divided > 1:
         return tensor.numel // tensor.divided
     rows = tensor.shape[0]
-    return tensor.numel // rows * ceil_div(rows, shards) * shards
+    padded_rows = ceil_div(rows, shards) * shards
+    return tensor.numel // rows * padded_rows
 
 
 def _list_gradient_reductions(spec: RunSpec) -> Iterator[Collective]:
-    """Lists the all-reduces of DDP, which reduces gradients once a step, in buckets."""
+    """Yields the all-reduces of DDP, which reduces gradients once per step, bucket by bucket."""
     if spec.sharding.layout != "ddp":
         return
-    calls = 0
-    size = 0
+    buckets = 0
+    bucket_bytes = 0
     limit = FIRST_BUCKET
     gradients = [t.numel * t.itemsize for t in spec.tensors if t.trainable]
-    for gradient in reversed(gradients):
-        size += gradient
-        if size >= limit:
-            calls += 1
-            size = 0
+    for gradient_bytes in reversed(gradients):  # in the order of the backward
+        bucket_bytes += gradient_bytes
+        if bucket_bytes >= limit:
+            buckets += 1
+            bucket_bytes = 0
             limit = BUCKET
-    if size > 0:  # the last bucket, not full
-        calls += 1
-    yield Collective("all-reduce", calls, sum(gradients), spec.ranks)
+    if bucket_bytes > 0:  # the last bucket, which is not full
+        buckets += 1
+    yield Collective("all-reduce", buckets, sum(gradients), spec.ranks)
 
 
 class _LayerPasses(NamedTuple):
-    """How often a step computes a layer, summed over the layers of a rank."""
+    """How many passes through a layer a rank makes in a step, summed over its layers."""
 
-    forward: int  # with the reference's, and recomputed ones
-    recomputed: int
+    forward: int  # all forwards, with recomputed ones and the reference's
+    recomputed: int  # those of activation checkpointing
     backward: int
 
 
 def _count_passes(spec: RunSpec) -> _LayerPasses:
+    """Counts a rank's passes through layers in a step."""
     every = spec.computation.checkpoint_every
     layers = spec.part.layers
     if every is None:
@@ -218,12 +229,13 @@ def _count_passes(spec: RunSpec) -> _LayerPasses:
 
 
 def _list_tensor_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
-    """Lists the collectives of tensor parallelism.
+    """Yields the collectives of tensor parallelism.
 
-    A layer sums the outputs of attention and MLP, and the gradients of their inputs. Where
-    transformers' plan gathers products, it gathers them in the forward, and in the backward the
-    gradients of the next layer's input. The embedding's output is summed, and so are the numbers
-    of the softmax and the gradient of the head's input.
+    A layer sums the outputs of attention and MLP, and the gradients of their inputs. In families
+    whose plan in transformers gathers the outputs of matmuls, it gathers them in the forward, and
+    in the backward the gradients of the next matmul's input. Besides the layers, sums are needed
+    for the embedding's output, for the softmax of the loss, and for the gradient of the head's
+    input.
     """
     ranks = spec.tensor_ranks
     architecture = replace(spec.architecture, layers=spec.part.layers)
@@ -231,78 +243,91 @@ def _list_tensor_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
     if ranks == 1:
         return
     forward, recomputed, backward = _count_passes(spec)
-    size = spec.tokens * architecture.hidden * computation.itemsize
-    # The recomputed forward ends with the last tensor that its backward reads: before the sum of
-    # the MLP's outputs.
+    hidden_states = spec.tokens * architecture.hidden * computation.itemsize
+    # A recomputed forward ends with the last tensor that the backward reads, which comes before the
+    # sum of the MLP's outputs.
     calls = 2 * forward - recomputed + 2 * backward
-    yield Collective("all-reduce", calls, calls * size, ranks)
+    yield Collective("all-reduce", calls, calls * hidden_states, ranks)
     if architecture.family.tensor_parallel == "products":
-        products = architecture.query_width + 2 * architecture.key_value_width
-        inputs = architecture.query_width
-        gathers = 3 * forward + backward  # of queries, keys and values; of the gradient
-        if architecture.family.fused:  # of those together and gate with up; of both gradients
-            products += 2 * architecture.intermediate
-            inputs += architecture.intermediate
+        if architecture.family.fused:
+            # forward: queries with keys and values, and gate with up; backward: a gradient of each
             gathers = 2 * forward + 2 * backward
-        moved = spec.tokens * computation.itemsize * (forward * products + backward * inputs)
-        yield Collective("all-gather", gathers, moved, ranks)
+            output_width = (
+                architecture.query_width
+                + 2 * architecture.key_value_width
+                + 2 * architecture.intermediate
+            )
+            gradient_width = architecture.query_width + architecture.intermediate
+        else:
+            # forward: queries, keys and values; backward: the gradient of attention's output
+            gathers = 3 * forward + backward
+            output_width = architecture.query_width + 2 * architecture.key_value_width
+            gradient_width = architecture.query_width
+        elements = spec.tokens * (forward * output_width + backward * gradient_width)
+        yield Collective("all-gather", gathers, computation.itemsize * elements, ranks)
     forwards = spec.accumulation * (2 if spec.reference == "adapters off" else 1)
-    yield Collective("all-reduce", forwards, forwards * size, ranks)  # the embedding
-    yield Collective("all-reduce", 3 * forwards, forwards * (3 * FP32 * spec.tokens + size), ranks)
+    # the embedding's output
+    yield Collective("all-reduce", forwards, forwards * hidden_states, ranks)
+    # Three calls of the head: the largest logit of each token; the sum of the exponentials with the
+    # label's logit; the gradient of the head's input.
+    softmax = 3 * FP32 * spec.tokens
+    yield Collective("all-reduce", 3 * forwards, forwards * (softmax + hidden_states), ranks)
 
 
 def _list_sequence_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
-    """Lists the collectives of sequence parallelism.
+    """Yields the collectives of sequence parallelism.
 
-    A layer has two all-to-alls in the forward: of queries, keys and values, and of the outputs. It
-    has as many in the backward. Ranks that do not divide the heads gather keys and values, and
-    reduce their gradients.
+    If the ranks divide the heads evenly, a layer's forward has two all-to-alls: of queries, keys
+    and values, and of attention's output. The backward has two as well. Else the ranks gather keys
+    and values in the forward, and reduce their gradients in the backward.
     """
     ranks = spec.sharding.sequence_parallel_size
     architecture = spec.computed
     forward, _, backward = _count_passes(spec)
     if not divides_heads(architecture.heads, ranks):
-        row = spec.tokens * ranks * spec.computation.itemsize
+        bytes_per_feature = spec.tokens * ranks * spec.computation.itemsize  # of the whole row
         if architecture.latent is not None:
             width = architecture.query_width + architecture.heads * architecture.latent.value
         else:
             width = 2 * architecture.key_value_width
-        yield Collective("all-gather", 2 * forward, forward * row * width, ranks, spec.tensor_ranks)
-        yield Collective(
-            "reduce-scatter", 2 * backward, backward * row * width, ranks, spec.tensor_ranks
-        )
+        keys_and_values = bytes_per_feature * width
+        stride = spec.tensor_ranks
+        yield Collective("all-gather", 2 * forward, forward * keys_and_values, ranks, stride)
+        yield Collective("reduce-scatter", 2 * backward, backward * keys_and_values, ranks, stride)
         return
-    repeated = math.lcm(architecture.key_value_heads, ranks) // architecture.key_value_heads
-    key_value = 2 * architecture.key_value_width * repeated
-    output = architecture.query_width
     if architecture.latent is not None:
-        key_value = architecture.query_width + architecture.heads * architecture.latent.value
-        output = architecture.heads * architecture.latent.value
-    moved = (
-        spec.tokens * spec.computation.itemsize * (architecture.query_width + key_value + output)
-    )
-    times = forward + backward
-    yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.tensor_ranks)
+        output_width = architecture.heads * architecture.latent.value
+        key_value_width = architecture.query_width + output_width
+    else:
+        output_width = architecture.query_width
+        # key-value heads are repeated until each rank has as many
+        repeats = math.lcm(architecture.key_value_heads, ranks) // architecture.key_value_heads
+        key_value_width = 2 * architecture.key_value_width * repeats
+    width = architecture.query_width + key_value_width + output_width
+    moved = spec.tokens * spec.computation.itemsize * width
+    passes = forward + backward
+    yield Collective("all-to-all", 2 * passes, passes * moved, ranks, spec.tensor_ranks)
 
 
 def _list_expert_exchanges(spec: RunSpec) -> Iterator[Collective]:
-    """Lists the all-to-alls of expert parallelism.
+    """Yields the all-to-alls of expert parallelism.
 
-    The ranks first exchange how many tokens come to each expert. Then every token goes to each of
-    its experts and comes back.
+    In a forward, the ranks first exchange how many tokens come to each expert. Then every token's
+    hidden state is sent to each of its experts and back; the backward does so with gradients.
     """
     ranks = spec.sharding.expert_parallel_size
     mixture = spec.architecture.mixture
     if mixture is None or ranks == 1:
         return
-    share = len(mixture.layers) / spec.architecture.layers
+    share_with_experts = len(mixture.layers) / spec.architecture.layers
     passes = _count_passes(spec)
-    forward = round(passes.forward * share)
-    backward = round(passes.backward * share)
+    forward = round(passes.forward * share_with_experts)
+    backward = round(passes.backward * share_with_experts)
     calls = 2 * (forward + backward)
     states = spec.tokens * mixture.chosen * spec.architecture.hidden * spec.computation.itemsize
     yield Collective("all-to-all", calls, calls * states, ranks)
-    yield Collective("all-to-all", forward, forward * TOKEN_ID * mixture.experts, ranks)
+    counts = TOKEN_ID * mixture.experts  # an int64 for each expert
+    yield Collective("all-to-all", forward, forward * counts, ranks)
 
 
 ASSUMED_DEVICE = "H100"
@@ -312,15 +337,15 @@ FULL_MFU = 0.55
 ADAPTER_MFU = 0.58
 CHECKPOINTED_FULL_MFU = 0.5
 CHECKPOINTED_ADAPTER_MFU = 0.41
-UNCOMPILED = 0.77  # of what compiled layers reach (1B on an H100)
-DEVICE_BYTES_PER_SECOND = 3.35e12  # the assumed device's memory
-PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
-NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
+UNCOMPILED = 0.77  # MFU without torch_compile, as a share of that with it (1B on an H100)
+DEVICE_BYTES_PER_SECOND = 3.35e12  # of the assumed device's memory
+PCIE_BYTES_PER_SECOND = 25e9  # between one GPU and its host
+NVME_BYTES_PER_SECOND = 5e9  # of one node's disk, read and written in turns
 HOST_BYTES_PER_SECOND = 100e9  # of a node's memory, as AdamW on its CPUs reaches it
 # of English text in a large vocabulary; only to guess the length of an epoch from the files' size
 BYTES_PER_TOKEN = 4
-ANSWERS = ("chosen", "rejected", "response_w", "response_l")
-SAMPLE_BYTES = 1 << 16  # read of a file of JSON lines, to estimate how much of it is text
+ANSWERS = ("chosen", "rejected", "response_w", "response_l")  # the keys of answers in a pair
+SAMPLE_BYTES = 1 << 16  # read of a JSON Lines file, to estimate how much of the file is text
 MIN_MICRO_BATCH_SECONDS = 0.01  # below it, launching kernels takes longer than computing them
 
 
@@ -328,55 +353,54 @@ MIN_MICRO_BATCH_SECONDS = 0.01  # below it, launching kernels takes longer than 
 class Speed:
     """The speed of a run if it reaches the assumed MFU."""
 
-    flop_per_token: float
-    peak_flops: float  # of a device, per second: of bf16, and of FP8 where products run in it
+    flop_per_token: float  # of a step, with a reference's or teacher's forward in it
+    peak_flops: float  # of a device, per second: that of bf16, mixed with FP8's for its matmuls
     mfu: float
     tokens_per_second: float  # over all ranks
-    tokens_per_step: int  # every row full
-    seconds_per_step: float
+    tokens_per_step: int  # if every row is full
+    seconds_per_step: float  # without communication
     steps: int | None  # None: unknown without reading the data
     epoch_tokens: int | None  # None: unknown
-    seconds_per_epoch: float | None
+    seconds_per_epoch: float | None  # None: unknown
     steps_are_guessed: bool  # from the files' size, not from max_steps or the data itself
     micro_batch_seconds: float
-    offload_seconds: float  # of a step
-    files_seconds: float  # of a step: state in files, read and written
-    # the share of a step in which ranks of a pipeline wait; counted in seconds_per_step
+    offload_seconds: float  # of CPU offload in a step; part of seconds_per_step
+    # of reading and writing optimizer state in files in a step; part of seconds_per_step
+    files_seconds: float
+    # the share of a step in which pipeline ranks wait; seconds_per_step includes it
     bubble: float
-    # the operations of a pipeline's stage with the most, over the mean; counted in too
+    # the cost of the pipeline's largest stage over the mean; seconds_per_step includes it
     imbalance: float
     links: Links  # the rates at which ranks send
     communication: tuple[Collective, ...]  # of a step
-    # of a step, if the computation hid nothing of it; not in seconds_per_step
+    # of a step, if computation hides none of it; not in seconds_per_step
     communication_seconds: float
-    awaited_seconds: float  # of these, what layers wait for, so that nothing hides it
-    # of a step's operations: the reference's forward, where adapters are switched off for it
+    awaited_seconds: float  # the part of communication_seconds that layers wait for
+    # the second forward's share of a step's FLOP: the reference's with adapters off, or that of an
+    # embedding method without gradients
     reference_share: float
-    rollout_seconds: float  # of a step: completions of full length
-    # before training, where it is computed once; None: unknown, or not needed
+    rollout_seconds: float  # of completions of full length, in a step; part of seconds_per_step
+    # of a reference's or teacher's forward before training; None: unknown, or there is none
     reference_seconds: float | None
 
     @property
     def is_meaningful(self) -> bool:
-        """Whether a step is long enough for its time to follow from its FLOP."""
+        """Whether a micro-batch is so long that its time follows from its FLOP."""
         return self.micro_batch_seconds >= MIN_MICRO_BATCH_SECONDS
 
 
 def assume_mfu(spec: RunSpec) -> float:
-    """The share of the peak that such a run reached where it was measured."""
+    """Returns the share of the device's peak that a run of this kind reached when measured."""
     is_checkpointed = spec.sharding.activation_checkpointing
     if spec.architecture.mixture is not None:
-        share = MIXTURE_MFU
+        mfu = MIXTURE_MFU
     elif spec.recipe.lora.use_peft:
-        if is_checkpointed:
-            share = CHECKPOINTED_ADAPTER_MFU
-        else:
-            share = ADAPTER_MFU
+        mfu = CHECKPOINTED_ADAPTER_MFU if is_checkpointed else ADAPTER_MFU
     else:
-        share = CHECKPOINTED_FULL_MFU if is_checkpointed else FULL_MFU
+        mfu = CHECKPOINTED_FULL_MFU if is_checkpointed else FULL_MFU
     if spec.recipe.model.torch_compile:
-        return share
-    return share * UNCOMPILED
+        return mfu
+    return mfu * UNCOMPILED
 
 
 def estimate_speed(
@@ -386,7 +410,7 @@ def estimate_speed(
 
     Args:
         spec: The run.
-        mfu: The share of the device's peak that every rank reaches.
+        mfu: The share of the device's peak FLOP/s that every rank reaches.
         read: The tokens of an epoch and the steps of the run; None estimates both from the files'
             size.
         links: The rates at which ranks send; None for those of the device's data sheet.
@@ -397,8 +421,9 @@ def estimate_speed(
     files = files_seconds(spec)
     rollout = rollout_seconds(spec, mfu, flops.forward)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops.step))
-    one_rank = spec.tokens_per_step * flops.step / (mfu * peak * spec.ranks)
-    computing = one_rank * spec.imbalance / (1 - spec.bubble)
+    mean_of_ranks = spec.tokens_per_step * flops.step / (mfu * peak * spec.ranks)
+    # the largest stage of a pipeline sets the pace, and ranks wait in its bubble
+    computing = mean_of_ranks * spec.imbalance / (1 - spec.bubble)
     seconds_per_step = computing + offload + files + rollout
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     epoch_tokens, steps = read or _estimate_steps(spec)
@@ -425,8 +450,10 @@ def estimate_speed(
         communication_seconds=_sum_seconds(communication, links, spec),
         awaited_seconds=_sum_seconds(awaited, links, spec),
         rollout_seconds=rollout,
-        reference_share=flops.again / flops.step,
-        reference_seconds=_estimate_reference(spec, flops.once, mfu, epoch_tokens, steps),
+        reference_share=flops.second_forward / flops.step,
+        reference_seconds=_estimate_reference(
+            spec, flops.before_training, mfu, epoch_tokens, steps
+        ),
     )
 
 
@@ -434,56 +461,74 @@ class _FlopPerToken(NamedTuple):
     """The floating-point operations of a token."""
 
     forward: float  # of the trained model
-    again: float  # a second forward: with adapters off, or over text that embeds
-    step: float  # all that a step computes, a teacher's forward included
-    once: float  # a forward before training: of a reference or teacher whose answers are stored
+    # a second forward without gradients: with adapters off, or of an embedding method; else 0
+    second_forward: float
+    step: float  # all that a step computes, with a teacher's forward
+    # a forward before training, of a reference or teacher whose results are stored; else 0
+    before_training: float
 
 
 def _count_flops(spec: RunSpec) -> _FlopPerToken:
+    """Counts the FLOP of a token, in rows of max_length tokens."""
     architecture = spec.architecture
     embeds = spec.recipe.method_facts.embeds
     length = spec.recipe.data.max_length
-    unasked = architecture.head_rows * architecture.hidden if embeds else 0  # the output head
+    # an embedding method does not compute the output head
+    unused_head = architecture.head_rows * architecture.hidden if embeds else 0
     trained = flop_per_token(
-        parameters=count_multiplied(architecture) - unasked,
+        parameters=count_multiplied(architecture) - unused_head,
         layers=architecture.attending_layers,
         heads=architecture.heads,
         head_size=architecture.mean_head_size,
         length=length,
-        frozen=_count_frozen(spec) - (0 if architecture.tied else unasked),
+        # an untied head that is not used counts as frozen (`RunSpec.model_keys`)
+        frozen=_count_frozen(spec) - (0 if architecture.tied else unused_head),
     )
-    # the backward takes twice as many, but for frozen weights
+    # The backward takes twice the FLOP of the forward, but for frozen weights the same FLOP: they
+    # need no gradient of their own.
     forward = (trained + 2 * _count_frozen(spec)) / 3
     has_second = embeds or spec.reference == "adapters off"
-    again = forward if has_second else 0.0
+    second_forward = forward if has_second else 0.0
     teacher = spec.teacher.flop_per_token(length) if spec.teacher else 0.0
-    if spec.recipe.method.distill_top_k is not None:
-        return _FlopPerToken(forward, again, trained + again, once=teacher)
+    if spec.recipe.method.distill_top_k is not None:  # the teacher runs before training only
+        return _FlopPerToken(
+            forward, second_forward, step=trained + second_forward, before_training=teacher
+        )
     if spec.recipe.method_facts.has_critic:
-        # values and reference, once for all updates on the same completions
+        # The critic's values and the reference are computed once for all updates on the same
+        # completions.
         teacher = (teacher + forward) / spec.recipe.rollout.num_iterations
-    once = forward if spec.reference == "stored" else 0.0
-    return _FlopPerToken(forward, again, trained + again + teacher, once)
+    return _FlopPerToken(
+        forward,
+        second_forward,
+        step=trained + second_forward + teacher,
+        before_training=forward if spec.reference == "stored" else 0.0,
+    )
 
 
 def _sum_seconds(collectives: Iterable[Collective], links: Links, spec: RunSpec) -> float:
+    """Sums the seconds of all collectives."""
     return sum(each.seconds(links, spec.ranks_per_node) for each in collectives)
 
 
 def _estimate_reference(
-    spec: RunSpec, once: float, mfu: float, epoch_tokens: int | None, steps: int | None
+    spec: RunSpec, flop: float, mfu: float, epoch_tokens: int | None, steps: int | None
 ) -> float | None:
-    """Seconds of a forward of every training document before training, of `once` FLOP a token;
-    None where there is no such forward, or the number of tokens is not known.
+    """Seconds of a forward over all training documents before training, at `flop` FLOP per token.
+
+    None if there is no such forward (`flop` is 0), or the number of tokens is not known.
     """
-    if not once or epoch_tokens is None:
+    if not flop or epoch_tokens is None:
         return None
-    seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
-    return seen * once / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
+    if steps is None:
+        tokens = epoch_tokens
+    else:  # documents that the run does not reach are left out
+        tokens = min(epoch_tokens, steps * spec.tokens_per_step)
+    return tokens * flop / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
 
 
 def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
-    """Returns (tokens of an epoch, steps of the run); None for those that are not known."""
+    """Estimates (tokens of an epoch, steps of the run); None for one that is not known."""
     optimization = spec.recipe.optimization
     tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
     steps = optimization.max_steps
@@ -494,27 +539,32 @@ def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
 
 
 def _fp8_share(spec: RunSpec, flops: float) -> float:
-    """The share of a token's FLOP that is multiplied in FP8."""
+    """The share of a token's FLOP that is computed in FP8; `flops`: all FLOP of a token."""
     if spec.sharding.fp8 is None:
         return 0.0
     trainable = {tensor.name for tensor in spec.tensors if tensor.trainable}
     trained = sum(numel for name, numel in spec.fp8_weights.items() if name in trainable)
     frozen = sum(spec.fp8_weights.values()) - trained
-    in_fp8 = spec.sharding.fp8.multiplies_weight_gradients
-    return fp8_share_of(flops, trained=trained, frozen=frozen, weight_gradients=in_fp8)
+    return fp8_share_of(
+        flops,
+        trained=trained,
+        frozen=frozen,
+        weight_gradients=spec.sharding.fp8.multiplies_weight_gradients,
+    )
 
 
 def _count_frozen(spec: RunSpec) -> int:
-    """The base's numbers in matrix products that get no gradient."""
+    """Counts the base's elements that multiply a token and get no gradient."""
     architecture = spec.architecture
-    trained = {tensor.name for tensor in spec.tensors if tensor.trainable}
-    left_out = trained if architecture.tied else trained | {architecture.embedding.name}
+    left_out = {tensor.name for tensor in spec.tensors if tensor.trainable}
+    if not architecture.tied:  # a tied embedding multiplies as the head; another is looked up
+        left_out.add(architecture.embedding.name)
     frozen = sum(tensor.numel for tensor in architecture.tensors() if tensor.name not in left_out)
     return frozen - (architecture.idle_parameters if spec.recipe.lora.use_peft else 0)
 
 
 def offload_seconds(spec: RunSpec) -> float:
-    """Seconds that CPU offload adds to a step, at the assumed rates; 0 without it.
+    """Seconds that CPU offload adds to a step, at the assumed rates; 0 without CPU offload.
 
     A micro-batch copies the rank's parameters to the device for the forward, once more for the
     backward if they were freed, and its gradients back. The update reads and writes the parameters
@@ -524,63 +574,62 @@ def offload_seconds(spec: RunSpec) -> float:
     if not spec.sharding.cpu_offload:
         return 0.0
     state = spec.state()
-    gathers = 1 if spec.sharding.strategy == "SHARD_GRAD_OP" else 2
-    moved = spec.accumulation * (gathers * (state.trained + state.frozen) + state.gradients)
+    copies = 1 if spec.sharding.strategy == "SHARD_GRAD_OP" else 2  # of parameters to the device
+    over_pcie = spec.accumulation * (copies * (state.trained + state.frozen) + state.gradients)
     files = spec.files()
     moments = state.optimizer if files is None else files.size
-    touched = 2 * state.trained + state.gradients + 2 * moments
-    return (
-        moved / PCIE_BYTES_PER_SECOND
-        + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
-    )
+    by_update = 2 * state.trained + state.gradients + 2 * moments
+    ranks_on_node = min(spec.ranks, spec.ranks_per_node)
+    return over_pcie / PCIE_BYTES_PER_SECOND + by_update * ranks_on_node / HOST_BYTES_PER_SECOND
 
 
 def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
-    """Seconds of a step in which a rank samples completions of full length; 0 where it samples
-    none itself.
+    """Seconds of a step in which a rank samples completions of full length.
 
-    To sample one token for every row takes as long as the slower of two: reading all weights and
-    half of a full cache, or computing.
+    0 if the model does not sample. Sampling one token for every row takes as long as the slower of
+    two: reading all weights and half of a full cache, or computing the forward. Rollouts that serve
+    several steps are shared among them.
 
     Args:
         spec: The run.
-        mfu: The share of the device's peak.
+        mfu: The share of the device's peak FLOP/s that every rank reaches.
         forward: FLOP of the forward of one token.
     """
     if not spec.recipe.samples_itself:
         return 0.0
     keys = spec.recipe.rollout
-    per_rank = ceil_div(spec.rows_per_step, spec.data_ranks)
-    rows = min(keys.per_device_generation_batch_size, per_rank)
+    completions = ceil_div(spec.rows_per_step, spec.data_ranks)  # of a rank
+    rows = min(keys.per_device_generation_batch_size, completions)  # sampled at once
     weights = sum(
         t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors
     )
-    read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
-    speed = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
-    token_seconds = max(read / DEVICE_BYTES_PER_SECOND, rows * forward / speed)
+    bytes_read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
+    flops_per_second = mfu * PEAK_FLOPS[ASSUMED_DEVICE]
+    token_seconds = max(bytes_read / DEVICE_BYTES_PER_SECOND, rows * forward / flops_per_second)
     prompt_length = spec.recipe.data.max_length - keys.max_completion_length
-    prompt_tokens = per_rank / keys.num_generations * prompt_length
-    sampled = ceil_div(per_rank, rows) * keys.max_completion_length * token_seconds
-    seconds = sampled + prompt_tokens * forward / speed
+    prompt_tokens = completions / keys.num_generations * prompt_length
+    sampling = ceil_div(completions, rows) * keys.max_completion_length * token_seconds
+    seconds = sampling + prompt_tokens * forward / flops_per_second
     return seconds / keys.num_iterations
 
 
 def files_seconds(spec: RunSpec) -> float:
-    """Seconds in which a step reads and writes the state files of a node, at the assumed rate; 0
-    without such files.
+    """Seconds in which a step reads and writes a node's files of optimizer state, at the assumed
+    rate; 0 without such files.
 
-    Files are read and written in the update alone, so that nothing overlaps with forward and
-    backward.
+    Only the update reads and writes them, so nothing overlaps with forward and backward.
     """
     files = spec.files()
     if files is None:
         return 0.0
-    return 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
+    ranks_on_node = min(spec.ranks, spec.ranks_per_node)
+    return 2 * files.size * ranks_on_node / NVME_BYTES_PER_SECOND
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
-    """Tokens of an epoch, from the size of the local files; None where some are not local, not read
-    whole, or compressed.
+    """Estimates the tokens of an epoch from the size of the data files.
+
+    None if there is no data, or some file is not local, not read whole, or compressed.
     """
     total = 0.0
     for source in data.datasets:
@@ -594,9 +643,9 @@ def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
 
 
 def _text_share(path: Path, rows: RowKind) -> float:
-    """The share of a JSON Lines file that is text, from its first lines; 1 of another file.
+    """Estimates from the first lines of a JSON Lines file how much of it is text, as a share.
 
-    What is read twice counts twice.
+    Text that training reads twice counts twice. 1 for a file of another format.
     """
     if path.suffix != ".jsonl":
         return 1.0
@@ -604,22 +653,23 @@ def _text_share(path: Path, rows: RowKind) -> float:
         sample = file.read(SAMPLE_BYTES)
     lines = sample.split(b"\n")
     if len(sample) == SAMPLE_BYTES:
-        del lines[-1]  # it may be cut
+        del lines[-1]  # the last line may be cut
     if not lines:
         return 1.0
     try:
-        read = [parse_json(line) for line in lines if line.strip()]
-    except ValueError:  # reported where the data is read
+        parsed = [parse_json(line) for line in lines if line.strip()]
+    except ValueError:  # the error is reported when the data is read
         return 1.0
-    texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)
-    return texts / sum(len(line) + 1 for line in lines)
+    text_bytes = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in parsed)
+    newline = 1
+    return text_bytes / sum(len(line) + newline for line in lines)
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """Finds the part of a row that the file holds once and that is read twice.
+    """Finds the part of a row that the file holds once, but training reads twice.
 
-    Of a pair it is the prompt, unless its answers are whole conversations; a rated row is read
-    twice as a whole.
+    In a pair it is the prompt, unless the answers are whole conversations. A rated row is read
+    twice as a whole. None if there is no such part.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}
@@ -635,10 +685,11 @@ def _find_repeated(row: Any, rows: RowKind) -> Any:
 
 
 def _text_bytes(value: Any) -> int:
+    """Counts the UTF-8 bytes of all strings in a parsed JSON value, without the keys of objects."""
     if isinstance(value, str):
         return len(value.encode("utf-8", "replace"))
     if isinstance(value, dict):
-        value = list(value.values())
+        return sum(map(_text_bytes, value.values()))
     if isinstance(value, list):
         return sum(map(_text_bytes, value))
     return 0

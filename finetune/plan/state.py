@@ -1,5 +1,7 @@
-"""Parameters, gradients and optimizer state: the exact bytes that one rank holds under each
-layout.
+"""Parameters, gradients and optimizer state: the exact bytes that one rank holds in each layout.
+
+`list_state_tensors` lists the parameters, `count_state` counts what a rank holds of them, and
+`split_into_units` sums them by FSDP unit.
 """
 
 from collections import deque
@@ -35,24 +37,24 @@ from finetune.plan.architecture import Architecture, TensorShape
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-BESIDE = "beside"  # begins the units of what is beside a language model
-# bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
+# How the names of units begin that are not part of the language model, such as a vision tower.
+BESIDE = "beside"
+# bytes to which FSDP1 aligns each tensor in a flat parameter (_flat_param.py, _get_aligned_numel)
 FLAT_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One parameter in memory: its FSDP unit, the bytes of one number, and whether it is
-    trained.
-    """
+    """One parameter in memory, before FSDP shards it."""
 
     name: str
     shape: Shape
-    unit: str  # embedding, layer 0, layer 1, ..., tail, beside 0, ...
-    itemsize: int
+    # the FSDP unit: embedding, layer 0, layer 1, ..., tail, beside 0, ...
+    unit: str
+    itemsize: int  # bytes of one element
     trainable: bool
-    # expert parallelism: the ranks that divide its experts between them, before FSDP shards it over
-    # the others
+    # How many ranks share the experts of this parameter under expert parallelism. FSDP shards each
+    # of these shares over further ranks.
     divided: int = 1
 
     @property
@@ -60,30 +62,31 @@ class StateTensor:
         return prod(self.shape)
 
     def shard(self, shards: int, rank: int) -> Shape:
-        """The shape of what rank `rank` of `shards` holds under FSDP2.
+        """The shape of the shard that rank `rank` of `shards` ranks holds under FSDP2.
 
-        Each rank holds a block of rows; the last blocks may be smaller or empty. Of divided experts
-        each holds an equal part where `shard_experts` finds one.
+        Each rank holds a block of rows; the last blocks may be smaller or empty. Experts that ranks
+        share are split into equal shards, if `shard_experts` finds such a split.
         """
-        others = shards // self.divided
+        fsdp_ranks = shards // self.divided
         if self.divided > 1 and len(self.shape) > 1:
-            held = shard_experts(self.shape, self.divided, others)
-            if held is not None:
-                return held
-        own = self.shape[0] // self.divided
-        block = ceil_div(own, others)
-        rows = min(block, max(0, own - rank % others * block))
-        return (rows, *self.shape[1:])
+            equal_shard = shard_experts(self.shape, self.divided, fsdp_ranks)
+            if equal_shard is not None:
+                return equal_shard
+        rows = self.shape[0] // self.divided
+        block = ceil_div(rows, fsdp_ranks)
+        rows_before = rank % fsdp_ranks * block
+        rows_of_rank = min(block, max(0, rows - rows_before))
+        return (rows_of_rank, *self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes on one rank. `optimizer` counts both moments and the step counters."""
+    """Bytes on one rank."""
 
-    trained: int
-    frozen: int
+    trained: int  # of trained parameters
+    frozen: int  # of frozen parameters
     gradients: int
-    optimizer: int
+    optimizer: int  # of the optimizer's state: moments and step counters
 
     @property
     def total(self) -> int:
@@ -91,23 +94,24 @@ class State:
 
 
 def _keep_answers(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keeps a function's last answers: a plan asks for the same tensors hundreds of times.
+    """Caches a function's last 16 results: a plan asks for the same tensors hundreds of times.
 
-    Arguments are compared, for they hold mappings and have no hash.
+    The arguments hold mappings, which have no hash, so they are compared one by one instead of
+    looked up (`functools.lru_cache` needs a hash).
     """
-    answers: deque[tuple[object, _R]] = deque(maxlen=16)
+    results: deque[tuple[object, _R]] = deque(maxlen=16)
 
     @wraps(function)
-    def ask(*arguments: _P.args, **named: _P.kwargs) -> _R:
-        given = (arguments, named)
-        for known, answer in answers:
-            if known == given:
-                return answer
-        answer = function(*arguments, **named)
-        answers.append((given, answer))
-        return answer
+    def call_or_look_up(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+        call = (arguments, keywords)
+        for earlier_call, result in results:
+            if earlier_call == call:
+                return result
+        result = function(*arguments, **keywords)
+        results.append((call, result))
+        return result
 
-    return ask
+    return call_or_look_up
 
 
 @_keep_answers
@@ -118,12 +122,13 @@ def list_state_tensors(
     sharding: Sharding,
     quantization: Quantization,
 ) -> tuple[StateTensor, ...]:
-    """Lists every parameter of the model.
+    """Lists every parameter of the model as the recipe trains it, adapters included.
 
-    Without adapters all are trained but those that the recipe freezes. With adapters the base is
-    frozen and may be quantized; the adapters and the modules that are trained whole are fp32.
+    Without adapters, all parameters are trained except those that the recipe freezes. With
+    adapters, the base is frozen and may be quantized; adapters, `modules_to_save` and a critic are
+    trained in fp32.
 
-    Raises `UserError` where a pattern of the recipe names nothing.
+    Raises `UserError` if a pattern of the recipe matches nothing.
     """
     units = _list_units(architecture)
     names = _name_tensors(architecture)
@@ -146,30 +151,32 @@ def list_state_tensors(
     for unit, tensors in units:
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
-            ranks = 1
+            expert_ranks = 1
             if tensor.name in routed:
-                ranks = sharding.expert_parallel_size
+                expert_ranks = sharding.expert_parallel_size
             is_whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             if is_whole or (tensor in architecture.critic and lora.use_peft):
-                state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, ranks))
+                state.append(StateTensor(tensor.name, tensor.shape, unit, FP32, True, expert_ranks))
             elif tensor in quantizable:
-                state += _list_quantized(tensor, unit, itemsize, quantization, ranks)
+                state += _list_quantized(tensor, unit, itemsize, quantization, expert_ranks)
             else:
                 is_trained = tensor.name in trained
                 state.append(
-                    StateTensor(tensor.name, tensor.shape, unit, itemsize, is_trained, ranks)
+                    StateTensor(tensor.name, tensor.shape, unit, itemsize, is_trained, expert_ranks)
                 )
-            # in the order of the modules, in which FSDP1 lays them out
+            # FSDP1 lays parameters out in the order of the modules: an adapter follows its weight
             state += adapters.pop(tensor.name, ())
         state += adapters.pop(unit, ())
-    for of_tied_weight in adapters.values():
-        state += of_tied_weight
+    # What is left is the adapter of a tied head, whose name no tensor has.
+    for head_adapter in adapters.values():
+        state += head_adapter
     return tuple(state)
 
 
 def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
-    """All names of each tensor, by its first: the embedding has the head's too where they are
-    tied.
+    """Lists all names of each tensor, under its first name.
+
+    Every tensor has one name, except that a tied embedding has the head's name too.
     """
     names = {tensor.name: [tensor.name] for tensor in architecture.tensors()}
     if architecture.tied:
@@ -180,7 +187,9 @@ def _name_tensors(architecture: Architecture) -> dict[str, list[str]]:
 def _refuse_wrong_targets(
     architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
 ) -> None:
-    """Raises `UserError` where the recipe adapts what the model does not have."""
+    """Raises `UserError` if the recipe puts adapters on layers or parameters that the model does
+    not have.
+    """
     head = architecture.head_name.removesuffix(".weight")
     linears = [linear.name for unit in architecture.adaptable().values() for linear in unit]
     experts = [
@@ -196,24 +205,28 @@ def _refuse_wrong_targets(
 def find_adapted_head(
     architecture: Architecture, names: Mapping[str, Sequence[str]], lora: Lora
 ) -> TensorShape | None:
-    """The output head's weight, by its own name, where the recipe gives it an adapter."""
-    name = architecture.head_name
-    first = next(first for first, every in names.items() if name in every)
+    """Finds the output head's weight if the recipe gives it an adapter; else returns None.
+
+    A tied head's weight is the embedding, but is returned under the head's own name.
+    """
+    head_name = architecture.head_name
+    first_name = next(first for first, all_names in names.items() if head_name in all_names)
     if not lora.use_peft or not gives_head_adapter(
-        name.removesuffix(".weight"), names[first], lora
+        head_name.removesuffix(".weight"), names[first_name], lora
     ):
         return None
-    shape = next(tensor.shape for tensor in architecture.tensors() if tensor.name == first)
-    return TensorShape(name, shape)
+    shape = next(tensor.shape for tensor in architecture.tensors() if tensor.name == first_name)
+    return TensorShape(head_name, shape)
 
 
 def _list_quantizable(
     architecture: Architecture, unit: str, quantization: Quantization
 ) -> tuple[TensorShape, ...]:
-    """The weights of a unit that the recipe quantizes."""
+    """Lists the weights of a unit that the recipe quantizes; only decoder layers have any."""
     if quantization.bits is None or not unit.startswith("layer"):
         return ()
-    return architecture.quantizable(int(unit.split()[1]))
+    _, layer = unit.split()
+    return architecture.quantizable(int(layer))
 
 
 def _list_adapters(
@@ -222,10 +235,11 @@ def _list_adapters(
     names: Mapping[str, Sequence[str]],
     lora: Lora,
 ) -> dict[str, list[StateTensor]]:
-    """The adapters of each linear layer, by the name of its weight, and those on the experts of
-    each unit, by its name.
+    """Lists the adapters' parameters, by what they adapt.
 
-    Raises `UserError` where there are none.
+    The key is the name of a linear layer's weight, or a unit for the experts in that unit. Raises
+    `UserError` if a pattern of `rank_pattern` or `alpha_pattern` names no adapted layer, or if a
+    layer is both adapted and trained whole.
     """
     adaptable = architecture.adaptable()
     adapters: dict[str, list[StateTensor]] = {}
@@ -253,8 +267,9 @@ def _list_adapters(
 def list_frozen_tensors(
     architecture: Architecture, itemsize: int, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Lists every parameter of a frozen model, such as a teacher. Its linear layers and experts may
-    be quantized.
+    """Lists every parameter of a frozen model, such as a teacher.
+
+    `itemsize`: bytes of one element of the parameters that are not quantized.
     """
     frozen: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
@@ -268,29 +283,34 @@ def list_frozen_tensors(
 
 
 def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape, ...]]]:
-    """The tensors of each FSDP unit."""
+    """Lists each FSDP unit with its tensors, in the order of the modules."""
     layers = [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
     beside = [(f"{BESIDE} {index}", part) for index, part in enumerate(architecture.beside)]
     return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail), *beside]
 
 
 def _list_quantized(
-    weight: TensorShape, unit: str, itemsize: int, quantization: Quantization, ranks: int = 1
+    weight: TensorShape, unit: str, itemsize: int, quantization: Quantization, expert_ranks: int = 1
 ) -> Iterator[StateTensor]:
-    """Lists the tensors of a frozen weight that is quantized: its codes and its scales, stored as
-    numbers of the compute dtype. Each of the `ranks` that divide its experts has its own.
+    """Yields the two tensors of a quantized, frozen weight: its codes and its scales.
+
+    Both are stored as elements of the compute dtype (`itemsize` bytes), which FSDP2 gathers without
+    converting them. Each of the `expert_ranks` that share a layer's experts quantizes its own.
     """
-    if ranks > 1:
-        quantization = divide_quantization(weight.numel // ranks, quantization)
-    held = quantized_bytes(prod(weight.shape[:-1]) // ranks, weight.shape[-1], quantization)
-    for part, byte_count in (("codes", held.codes), ("scales", held.scales)):
-        numbers = ceil_div(byte_count, itemsize)
-        yield StateTensor(f"{weight.name}.{part}", (ranks * numbers,), unit, itemsize, False, ranks)
+    if expert_ranks > 1:
+        quantization = divide_quantization(weight.numel // expert_ranks, quantization)
+    *rows, columns = weight.shape
+    quantized = quantized_bytes(prod(rows) // expert_ranks, columns, quantization)
+    for part, byte_count in (("codes", quantized.codes), ("scales", quantized.scales)):
+        elements = expert_ranks * ceil_div(byte_count, itemsize)
+        name = f"{weight.name}.{part}"
+        yield StateTensor(name, (elements,), unit, itemsize, False, expert_ranks)
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:
-    """Whether a weight of a decoder layer gets an adapter; `all-linear`: all that are not trained
-    whole.
+    """Whether the recipe gives a decoder layer's weight an adapter.
+
+    A weight that is trained whole gets none. `all-linear` adapts all others.
     """
     if is_saved_whole([linear.name], lora):
         return False
@@ -299,12 +319,16 @@ def is_adapted(linear: TensorShape, lora: Lora) -> bool:
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
-    """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu
-    et al. 2024).
+    """Yields the parameters of a linear layer's adapter, all in fp32.
+
+    LoRA computes W + B A, where A is [rank, in] and B is [out, rank] (Hu et al. 2021). DoRA adds a
+    magnitude [out] (Liu et al. 2024). OFT has a skew-symmetric matrix [block, block] for each block
+    of inputs instead, of which only the independent entries are stored (Qiu et al. 2023).
     """
-    name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
+    name = linear.name.removesuffix(".weight")
+    width_out, width_in = linear.shape
     block = lora.oft_block_size
-    if block is not None:  # a skew-symmetric matrix of each block (Qiu et al. 2023)
+    if block is not None:
         refuse_undivided(lora, {name: width_in})
         shape = (width_in // block, block * (block - 1) // 2)
         yield StateTensor(f"{name}{ROTATION}default.weight", shape, unit, FP32, True)
@@ -321,16 +345,24 @@ def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateT
 def _list_expert_adapters(
     weights: Sequence[TensorShape], unit: str, lora: Lora, architecture: Architecture
 ) -> Iterator[StateTensor]:
-    """The adapters on a layer's experts: A is [experts * rank, in], B is [out, experts * rank].
+    """Yields the LoRA matrices on the experts of one unit: A is [experts * rank, in], B is
+    [out, experts * rank].
 
-    peft nests the adapters of several weights, that of the last one outermost.
+    peft wraps the experts' module once for each weight. The last weight's adapter is outermost, and
+    each earlier one is one `.base_layer` deeper.
     """
-    for depth, tensor in enumerate(reversed(weights)):
-        width_out, width_in = architecture.expert_widths(tensor)
-        width = tensor.shape[0] * find_value(tensor.name, lora.rank_pattern, lora.lora_r)
-        place = tensor.name.rpartition(".")[0] + ".base_layer" * depth
-        yield StateTensor(f"{place}.lora_A.default.weight", (width, width_in), unit, FP32, True)
-        yield StateTensor(f"{place}.lora_B.default.weight", (width_out, width), unit, FP32, True)
+    for depth, weight in enumerate(reversed(weights)):
+        experts = weight.shape[0]
+        width_out, width_in = architecture.expert_widths(weight)
+        all_ranks = experts * find_value(weight.name, lora.rank_pattern, lora.lora_r)
+        module, _, _ = weight.name.rpartition(".")
+        module += ".base_layer" * depth
+        yield StateTensor(
+            f"{module}.lora_A.default.weight", (all_ranks, width_in), unit, FP32, True
+        )
+        yield StateTensor(
+            f"{module}.lora_B.default.weight", (width_out, all_ranks), unit, FP32, True
+        )
 
 
 def count_state(
@@ -345,82 +377,88 @@ def count_state(
     Args:
         tensors: The parameters.
         sharding: The layout.
-        shards: The ranks that hold one replica of them.
-        optim: The optimizer; None counts none.
+        shards: The number of ranks that hold one replica of the parameters.
+        optim: The optimizer; None counts no optimizer state.
         rank: The rank; rank 0 holds the most.
 
     Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 +
     4 + 4 bytes a parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies),
     here without a bf16 copy.
     """
-    held = list(
-        _split_flat(tensors, shards, rank % shards, sharding, optim)
-        if sharding.layout == "fsdp1"
-        else _split_by_rows(tensors, shards, rank % shards, optim)
-    )
+    rank_of_replica = rank % shards
+    if sharding.layout == "fsdp1":
+        parts = list(_split_flat(tensors, shards, rank_of_replica, sharding, optim))
+    else:
+        parts = list(_split_by_rows(tensors, shards, rank_of_replica, optim))
+    trained = sum(part.stored for part in parts if part.trained)
     return State(
-        trained=sum(part.stored for part in held if part.trained),
-        frozen=sum(part.stored for part in held if not part.trained),
-        gradients=sum(part.stored for part in held if part.trained),
-        optimizer=sum(part.optimizer for part in held),
+        trained=trained,
+        frozen=sum(part.stored for part in parts if not part.trained),
+        gradients=trained,  # a gradient has the shape and dtype of its parameter
+        optimizer=sum(part.optimizer for part in parts),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of a tensor, or of a flat parameter."""
+    """One rank's shard of a tensor, or under FSDP1 of a flat parameter."""
 
-    stored: int  # bytes, padding included
+    stored: int  # bytes, with padding
     trained: bool
-    optimizer: int  # bytes of the optimizer's state, padding not included
+    optimizer: int  # bytes of the optimizer's state, without padding
 
 
 def _split_by_rows(
     tensors: Iterable[StateTensor], shards: int, rank: int, optim: str | None
 ) -> Iterator[_Part]:
-    """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size
-    of the first.
+    """Yields the shard of each tensor that `rank` holds under FSDP2, and in layouts without
+    sharding.
+
+    FSDP2 splits a tensor as `StateTensor.shard` says, and pads every shard to the size of rank 0's.
     """
     for tensor in tensors:
-        real = tensor.shard(shards, rank)
+        unpadded = tensor.shard(shards, rank)
         stored = prod(tensor.shard(shards, 0))
-        state = 0
+        optimizer = 0
         if tensor.trainable:
-            state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name)
-        yield _Part(stored * tensor.itemsize, tensor.trainable, state)
+            optimizer = count_optimizer_bytes(optim, unpadded, tensor.itemsize, name=tensor.name)
+        yield _Part(stored * tensor.itemsize, tensor.trainable, optimizer)
 
 
 def _split_flat(
     tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding, optim: str | None
 ) -> Iterator[_Part]:
-    """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole
-    into equal parts.
+    """Yields the shard of each flat parameter that `rank` holds under FSDP1.
 
-    A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
+    FSDP1 concatenates the tensors of a unit into a flat parameter, aligned for the compute dtype,
+    and splits that into equal shards. If a unit has both frozen and trained tensors (DoRA), its
+    gradient covers all of them.
     """
-    mixed = sharding.mixed_precision
+    precision = sharding.mixed_precision
     for unit in _group_by_flat_unit(list(tensors)):
-        itemsize = unit[0].itemsize
-        aligned_itemsize = itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]]
+        itemsize = unit[0].itemsize  # a unit has one dtype
+        aligned_itemsize = itemsize if precision == "no" else ITEMSIZE[COMPUTE_DTYPE[precision]]
         end = 0
-        spans = []  # of the trained tensors, in the concatenated unit
+        trained_spans = []  # (start, end) of each trained tensor in the flat parameter
         for tensor in unit:
             start = round_up(end, FLAT_ALIGNMENT // aligned_itemsize)
             end = start + tensor.numel
             if tensor.trainable:
-                spans.append((start, end))
-        share = ceil_div(end, shards)
-        first = rank * share
-        state = 0
-        for start, stop in spans:
-            numel = min(stop, first + share) - max(start, first)
+                trained_spans.append((start, end))
+        shard = ceil_div(end, shards)
+        shard_start = rank * shard
+        shard_end = shard_start + shard
+        optimizer = 0
+        for start, stop in trained_spans:
+            numel = min(stop, shard_end) - max(start, shard_start)
             if numel > 0:
-                state += count_optimizer_bytes(optim, (numel,), itemsize)
-        yield _Part(share * itemsize, bool(spans), state)
+                optimizer += count_optimizer_bytes(optim, (numel,), itemsize)
+        yield _Part(shard * itemsize, bool(trained_spans), optimizer)
 
 
 def _group_by_flat_unit(tensors: Sequence[StateTensor]) -> Iterable[list[StateTensor]]:
-    # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit
+    """Groups tensors by the flat parameter of FSDP1 that they are in."""
+    # DoRA's adapters, and adapters in a model with `modules_to_save`, are in their layer's unit
     # (config.layout.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
@@ -435,8 +473,10 @@ def _group_by_flat_unit(tensors: Sequence[StateTensor]) -> Iterable[list[StateTe
 
 
 def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
-    """A layer is a unit, an adapter's matrix is its own (not with DoRA), and the rest belongs to
-    the root.
+    """Names the flat parameter that a tensor is in.
+
+    A decoder layer has one, and so does each matrix of an adapter if `adapters_are_units`. All
+    other tensors are in the root's.
     """
     if adapters_are_units and ".default." in tensor.name:
         return tensor.name
@@ -447,11 +487,11 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Bytes of one rank."""
+    """Bytes of one rank's optimizer state that is in a file (`optim_offload`)."""
 
-    size: int  # of its file, which a step reads once and writes once
-    buffer: int  # one of the two on the host; on a GPU there is one more
-    counters: int  # the steps of each parameter, in memory
+    size: int  # of the file, which every step reads once and writes once
+    buffer: int  # one of the two buffers on the host; a GPU has one more of this size
+    counters: int  # of each parameter's step counter, which stays in memory
 
 
 def count_files(
@@ -462,40 +502,41 @@ def count_files(
     compute_dtype: str,
     rank: int = 0,
 ) -> Files:
-    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`.
+    """Counts the file of `rank` with the optimizer's state of the trained `tensors`.
 
-    A buffer holds the largest decoder layer, or parameter that is in none (optim/offload.py).
+    The state passes through memory piece by piece (optim/offload.py). A piece is a decoder layer,
+    or one parameter that is in no decoder layer; a buffer holds the largest piece.
+
+    `dtype`: the parameters' own dtype; they are split into `shards`.
     """
     itemsizes = list_offloaded_itemsizes(optim, dtype, compute_dtype)
-    units = dict[str, int]()
-    count = 0
+    pieces = dict[str, int]()  # name -> bytes
+    parameters = 0
     for tensor in tensors:
         if tensor.trainable:
-            count += 1
+            parameters += 1
             numel = prod(tensor.shard(shards, rank % shards))
             if tensor.unit.startswith("layer"):
-                unit = tensor.unit
+                piece = tensor.unit
             else:
-                unit = tensor.name
-            units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
-    return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
+                piece = tensor.name
+            pieces[piece] = pieces.get(piece, 0) + count_offloaded_bytes(numel, itemsizes)
+    return Files(size=sum(pieces.values()), buffer=max(pieces.values()), counters=FP32 * parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Numbers in one FSDP unit, gathered and freed together: all, the trained ones, and those in 8
-    bits.
-    """
+    """The number of elements in one FSDP unit, whose tensors are gathered and freed together."""
 
-    numel: int
-    trained: int
-    fp8: int = 0
+    numel: int  # all elements
+    trained: int  # those of trained parameters
+    fp8: int = 0  # those that are gathered in 8 bits
 
     def __add__(self, other: "Unit") -> "Unit":
         return Unit(self.numel + other.numel, self.trained + other.trained, self.fp8 + other.fp8)
 
     def gathered(self, itemsize: int) -> int:
-        """Bytes of the gathered unit: one for a number in FP8, `itemsize` for any other."""
+        """Bytes of the gathered unit: one for an element in FP8, `itemsize` for any other."""
         return itemsize * (self.numel - self.fp8) + self.fp8
 
 
@@ -503,22 +544,22 @@ class Unit:
 class FsdpUnits:
     """The units of FSDP: the embedding, one decoder layer, and the tail (final norm and head).
 
-    Where the head is tied (FSDP2) or in FSDP1's root, the embedding belongs to the tail and its own
-    unit is empty. Where layers are not units of their own, `layer` is all of them together.
+    If the head is tied, and always under FSDP1, the embedding is part of the tail and `embedding`
+    is empty. If layers are not units of their own, `layer` is all of them together.
     """
 
     embedding: Unit
-    layer: Unit
+    layer: Unit  # the layer with the most parameters
     tail: Unit
-    layers: Unit  # all decoder layers
-    stay_gathered: bool  # layers remain gathered from forward to backward
-    embedding_stays: bool  # and so does the embedding
-    # numbers of the layer's experts that no other rank has, so that no all-gather is needed
+    layers: Unit  # all decoder layers together
+    stay_gathered: bool  # layers stay gathered from forward to backward
+    embedding_stays: bool  # the embedding stays gathered from forward to backward
+    # elements of the layer's experts that only one rank holds, which need no all-gather
     unshared: int = 0
 
     @property
     def wraps_layers(self) -> bool:
-        """Whether each decoder layer is a unit; a model's only layer counts as all of them."""
+        """Whether each decoder layer is a unit; False if the model has only one layer."""
         return self.layer != self.layers
 
 
@@ -529,31 +570,32 @@ def split_into_units(
     fp8: Container[str] = (),
     shards: int = 0,
 ) -> FsdpUnits:
-    """Splits a model into the FSDP units of a layout, as large as one rank gathers them.
+    """Splits a model into the FSDP units of a layout, in the size that one rank gathers.
 
     Args:
         architecture: The model.
-        tensors: Its parameters.
+        tensors: The model's parameters.
         sharding: The layout.
         fp8: The names of the weights that are gathered in 8 bits.
-        shards: The ranks that hold one replica; 0 where nobody asks for `unshared`.
+        shards: The number of ranks that hold one replica; 0 leaves `unshared` at 0.
     """
     widest = f"layer {architecture.widest_layer}"
-    embedding = _unit(tensors, "embedding", fp8)
-    layer = _unit(tensors, widest, fp8)
-    tail = _unit(tensors, "tail", fp8)
+    embedding = _count_unit(tensors, "embedding", fp8)
+    layer = _count_unit(tensors, widest, fp8)
+    tail = _count_unit(tensors, "tail", fp8)
     if architecture.is_uniform:
         count = architecture.layers
         layers = Unit(layer.numel * count, layer.trained * count, layer.fp8 * count)
     else:
         layers = Unit(0, 0)
         for index in range(architecture.layers):
-            layers += _unit(tensors, f"layer {index}", fp8)
+            layers += _count_unit(tensors, f"layer {index}", fp8)
     is_layer_wrapped = _is_layer_wrapped(architecture, sharding)
     all_stay = sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD")
     if architecture.tied or sharding.layout == "fsdp1":
         tail += embedding
         embedding = Unit(0, 0)
+    # Every rank holds experts of its own if as many ranks share the experts as hold one replica.
     on_one_rank_alone = [
         tensor for tensor in tensors if tensor.unit == widest and tensor.divided == shards > 1
     ]
@@ -569,15 +611,19 @@ def split_into_units(
 
 
 def _is_layer_wrapped(architecture: Architecture, sharding: Sharding) -> bool:
-    """Whether each decoder layer is a unit of its own; else all layers are one."""
+    """Whether each decoder layer is an FSDP unit of its own; else all layers are in one unit."""
     if sharding.wrapping == "SIZE_BASED_WRAP":
         widest = architecture.layer(architecture.widest_layer)
         return sum(tensor.numel for tensor in widest) > sharding.min_num_params
     return sharding.wrapping != "NO_WRAP"
 
 
-def _unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:
-    own = [tensor for tensor in tensors if tensor.unit == name]
-    trained = (t.numel // t.divided for t in own if t.trainable)
-    in_fp8 = (t.numel for t in own if t.name in fp8)
-    return Unit(sum(t.numel // t.divided for t in own), sum(trained), sum(in_fp8))
+def _count_unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:
+    """Counts the elements of the tensors in unit `name`, as one rank gathers them.
+
+    `fp8`: the names of the weights that are gathered in 8 bits.
+    """
+    in_unit = [tensor for tensor in tensors if tensor.unit == name]
+    trained = (t.numel // t.divided for t in in_unit if t.trainable)
+    in_fp8 = (t.numel for t in in_unit if t.name in fp8)
+    return Unit(sum(t.numel // t.divided for t in in_unit), sum(trained), sum(in_fp8))

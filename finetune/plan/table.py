@@ -1,4 +1,8 @@
-"""The text of a plan: its tables and lines."""
+"""Formats a plan as text.
+
+Each line begins with a label in a column of 11 characters; lines that continue it are indented by
+as many.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,26 +24,31 @@ from finetune.plan.speed import (
 from finetune.plan.temporary_memory import Snapshot
 from finetune.units import GIB, MIB, count, counted, disk_size, gib
 
+# The columns of the memory table: the fields of a snapshot that are bytes, in their order.
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
+# field -> heading, where they differ
 SHORT = {"parameters": "weights", "communication": "reducing", "temporaries": "temp."}
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in a readable unit.
+    """Formats a duration in seconds, minutes, hours or days.
 
     >>> format_duration(0.5), format_duration(150), format_duration(8000), format_duration(200000)
     ('0.50 s', '2.5 min', '2.2 h', '2.3 days')
     """
-    for limit, size, name in ((100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            if seconds < 1:
-                return f"{seconds / size:.2f} {name}"
-            return f"{seconds / size:.1f} {name}"
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.1f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} days"
 
 
 def name_layout(spec: RunSpec) -> str:
-    """The layout and its strategy, and the sizes of a hybrid one."""
+    """Names the layout, its strategy, and the sizes of its groups of ranks."""
     sharding = spec.sharding
     name = sharding.layout if not sharding.is_fsdp else f"{sharding.layout} {sharding.strategy}"
     if sharding.strategy == "HYBRID_SHARD" and sharding.is_fsdp:
@@ -54,56 +63,21 @@ def name_layout(spec: RunSpec) -> str:
 
 
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
-    """The lines on model, layout, precision, method and batch; and one on the number of ranks where
-    that is assumed.
+    """Formats the lines above the memory table: model, layout, precision, method and batch.
+
+    `ranks_assumed`: adds a line which says that the user has not given the number of ranks.
     """
-    architecture = spec.architecture
-    recipe = spec.recipe
-    sharding = spec.sharding
-    trained = spec.trained_numel
-    tokens = spec.tokens_per_step
-    active = ""
-    if architecture.facts.experts:
-        active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
-    group = sharding.ranks_per_batch
-    if group == 1:
-        data_ranks = counted(spec.ranks, "rank")
-    else:
-        data_ranks = f"{counted(spec.data_ranks, 'group')} of {group} ranks"
-    model = recipe.model.model_name_or_path or "model_config"
-    frozen = ""
-    if recipe.lora.use_peft:
-        frozen = f"{_name_frozen(spec)} (frozen), adapters "
-    parameters = frozen + spec.trained_dtype
-    computed = spec.compute_dtype
-    if sharding.fp8 is not None:
-        share = sum(spec.fp8_weights.values()) / architecture.parameters
-        computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
-    if scheme := recipe.quantization_aware.quantization_aware_training:
-        computed += f" of what {scheme} rounds"
-    lora = " (LoRA)" if recipe.lora.use_peft else ""
     lines = [
-        f"model      {model}: {architecture.model_type}, {count(architecture.parameters)} "
-        f"parameters, {active}{count(trained)} trained{lora}, {architecture.layer_names}",
+        _describe_model(spec),
         *_describe_teacher(spec),
         *_describe_reward_models(spec),
-        f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+        *_describe_layout(spec),
+        _describe_precision(spec),
     ]
-    for line in (sharding.describe_sequences(spec.ranks), *sharding.translated):
-        if line:
-            lines.append(f"           {line}")
-    lines.append(
-        f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
-        f"{spec.reduced_dtype}; activation checkpointing {_describe_checkpointing(spec)}"
-    )
-    if recipe.optimization.optim_in_backward:
+    if spec.recipe.optimization.optim_in_backward:
         lines.append("update     each parameter in the backward, its gradient freed at once")
     lines += _describe_method(spec)
-    lines.append(
-        f"batch      {spec.rows_per_step} rows x {recipe.row_tokens:,} tokens a step = "
-        f"{tokens:,} tokens: {data_ranks} x {counted(spec.accumulation, 'micro-batch')} x "
-        f"{counted(spec.rows, 'row')}"
-    )
+    lines.append(_describe_batch(spec))
     if ranks_assumed:
         lines.append(
             f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table "
@@ -112,7 +86,64 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     return "\n".join(lines)
 
 
+def _describe_model(spec: RunSpec) -> str:
+    """The line on the model: name, family, parameters and layers."""
+    architecture = spec.architecture
+    name = spec.recipe.model.model_name_or_path or "model_config"
+    active = ""
+    if architecture.facts.experts:
+        active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
+    lora = " (LoRA)" if spec.recipe.lora.use_peft else ""
+    return (
+        f"model      {name}: {architecture.model_type}, {count(architecture.parameters)} "
+        f"parameters, {active}{count(spec.trained_numel)} trained{lora}, {architecture.layer_names}"
+    )
+
+
+def _describe_layout(spec: RunSpec) -> list[str]:
+    """The line on the layout, then lines on its sequence groups and translated keys, if any."""
+    sharding = spec.sharding
+    details = [sharding.describe_sequences(spec.ranks), *sharding.translated]
+    return [
+        f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+        *(f"           {detail}" for detail in details if detail),
+    ]
+
+
+def _describe_precision(spec: RunSpec) -> str:
+    """The line on dtypes, FP8, quantization-aware training and activation checkpointing."""
+    fp8 = spec.sharding.fp8
+    parameters = spec.trained_dtype
+    if spec.recipe.lora.use_peft:
+        parameters = f"{_name_frozen(spec)} (frozen), adapters {spec.trained_dtype}"
+    computed = spec.compute_dtype
+    if fp8 is not None:
+        share = sum(spec.fp8_weights.values()) / spec.architecture.parameters
+        computed += f" and FP8 ({fp8.recipe_name}; {share:.0%} of the weights)"
+    if scheme := spec.recipe.quantization_aware.quantization_aware_training:
+        computed += f" of what {scheme} rounds"
+    return (
+        f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
+        f"{spec.reduced_dtype}; activation checkpointing {_describe_checkpointing(spec)}"
+    )
+
+
+def _describe_batch(spec: RunSpec) -> str:
+    """The line on the rows and tokens of a step, and on how ranks and micro-batches share them."""
+    ranks_per_group = spec.sharding.ranks_per_batch
+    if ranks_per_group == 1:
+        data_ranks = counted(spec.ranks, "rank")
+    else:
+        data_ranks = f"{counted(spec.data_ranks, 'group')} of {ranks_per_group} ranks"
+    return (
+        f"batch      {spec.rows_per_step} rows x {spec.recipe.row_tokens:,} tokens a step = "
+        f"{spec.tokens_per_step:,} tokens: {data_ranks} x "
+        f"{counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}"
+    )
+
+
 def _describe_checkpointing(spec: RunSpec) -> str:
+    """Names the layers that are checkpointed, what they offload and what they keep; or "off"."""
     if not spec.sharding.activation_checkpointing:
         return "off"
     keys = spec.recipe.model
@@ -126,7 +157,7 @@ def _describe_checkpointing(spec: RunSpec) -> str:
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
-    """The lines on a method whose loss is not the sum over trained tokens; empty for others."""
+    """The lines on the method; empty if its loss is the sum over trained tokens."""
     if not spec.weighs_documents:
         return []
     facts = spec.recipe.method_facts
@@ -134,8 +165,8 @@ def _describe_method(spec: RunSpec) -> list[str]:
         return _describe_sampling(spec)
     method = spec.recipe.method.method
     if facts.scores:
-        scored = f"{counted(spec.architecture.scores, 'score')} of each document, at its last token"
-        return [f"method     {method}: {scored}"]
+        scores = counted(spec.architecture.scores, "score")
+        return [f"method     {method}: {scores} of each document, at its last token"]
     if facts.embeds:
         documents = counted(spec.rows_per_step * (spec.recipe.group_size - 1), "document")
         return [
@@ -146,7 +177,7 @@ def _describe_method(spec: RunSpec) -> list[str]:
 
 
 def _describe_sampling(spec: RunSpec) -> list[str]:
-    """The lines on what is sampled, and what of it is not planned."""
+    """The lines on sampled completions, and on the parts of sampling that are not planned."""
     keys = spec.recipe.rollout
     lines = [
         f"method     {spec.recipe.method.method}: {keys.num_generations} completions of "
@@ -164,6 +195,7 @@ def _describe_sampling(spec: RunSpec) -> list[str]:
     return lines
 
 
+# where the reference comes from (`RunSpec.reference`) -> how the plan says it
 REFERENCES = {
     "adapters off": (
         "the model with its adapters off: one more forward of each micro-batch, without gradients"
@@ -175,7 +207,7 @@ REFERENCES = {
 
 
 def _describe_preferences(spec: RunSpec) -> list[str]:
-    """The answers in a row, and where their reference comes from."""
+    """The lines on a preference method: the answers in a row, and the reference if there is one."""
     is_pair = spec.recipe.method_facts.rows == "pairs"
     answers = "pairs" if is_pair else "an answer and a mismatched one"
     lines = [
@@ -188,44 +220,47 @@ def _describe_preferences(spec: RunSpec) -> list[str]:
 
 
 def _describe_teacher(spec: RunSpec) -> list[str]:
+    """The line on the teacher; empty without one."""
     if spec.teacher is None:
         return []
     architecture = spec.teacher.architecture
     quantization = spec.teacher.quantization
     model = spec.recipe.teacher
-    stored = ""
+    quantized = ""
     if quantization.bits:
-        stored = f", {describe_quantization(quantization)} in linear layers"
+        quantized = f", {describe_quantization(quantization)} in linear layers"
     top_k = spec.recipe.method.distill_top_k
-    asked = ""
+    before_training = ""
     if top_k is not None:
-        asked = f"; asked before training, its {top_k} likeliest of each token kept in files"
+        before_training = (
+            f"; asked before training, its {top_k} likeliest of each token kept in files"
+        )
     return [
         f"teacher    {model and model.model_name_or_path}: {architecture.model_type}, "
         f"{count(architecture.parameters)} parameters, "
-        f"frozen in {spec.compute_dtype}{stored}{asked}"
+        f"frozen in {spec.compute_dtype}{quantized}{before_training}"
     ]
 
 
 def _describe_reward_models(spec: RunSpec) -> list[str]:
-    """The models that pay completions, all of which each rank holds."""
+    """A line for each reward model, then for each judge, which is a model on a server."""
     lines = []
-    for name, architecture in zip(
-        spec.recipe.rollout.reward_models, spec.reward_models, strict=True
-    ):
-        sizes = (
-            f"{architecture.model_type}, {count(architecture.parameters)} parameters, "
-            f"in {spec.compute_dtype}, whole on each rank"
+    names = spec.recipe.rollout.reward_models
+    for name, architecture in zip(names, spec.reward_models, strict=True):
+        lines.append(
+            f"reward     {name}: {architecture.model_type}, {count(architecture.parameters)} "
+            f"parameters, in {spec.compute_dtype}, whole on each rank"
         )
-        lines.append(f"reward     {name}: {sizes}")
     for judge in spec.recipe.rollout.judges:
-        asked = f"asked at {judge.url}, {judge.concurrency} requests at a time"
-        lines.append(f"reward     {judge.title}: {judge.model} {asked}; its time is not counted")
+        lines.append(
+            f"reward     {judge.title}: {judge.model} asked at {judge.url}, {judge.concurrency} "
+            "requests at a time; its time is not counted"
+        )
     return lines
 
 
 def _name_frozen(spec: RunSpec) -> str:
-    """The dtype of a frozen base, and how its linear layers are quantized."""
+    """Names the dtype of a frozen base and, if its linear layers are quantized, how."""
     quantization = spec.recipe.quantization
     dtype = frozen_dtype(spec.sharding, spec.recipe.lora)
     if quantization.bits:
@@ -234,51 +269,60 @@ def _name_frozen(spec: RunSpec) -> str:
 
 
 def memory_rows(phases: Sequence[Phase]) -> list[list[str]]:
-    """Each phase's peak on the fullest rank, by part: cells, headings first; in MiB if all are
-    below 1 GiB.
-    """
-    small = max(phase.peak.total for phase in phases) < GIB
-    shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in phases)]
-    parts = [SHORT.get(part, part) for part in shown]
-    head = [f"{'MiB' if small else 'GiB'} on one rank", *parts, "total", "highest at"]
+    """Makes the cells of the memory table, headings first: a row for each phase's peak.
 
-    def cell(bytes_: int) -> str:
-        return f"{bytes_ / MIB:.2f}" if small else gib(bytes_)
+    A column is a part of a snapshot; parts that are 0 in all phases are left out. Cells are in MiB
+    if all peaks are below 1 GiB, else in GiB.
+    """
+    is_in_mib = max(phase.peak.total for phase in phases) < GIB
+    parts = [part for part in PARTS if any(getattr(phase.peak, part) for phase in phases)]
+    headings = [
+        f"{'MiB' if is_in_mib else 'GiB'} on one rank",
+        *(SHORT.get(part, part) for part in parts),
+        "total",
+        "highest at",
+    ]
+
+    def format_cell(bytes_: int) -> str:
+        return f"{bytes_ / MIB:.2f}" if is_in_mib else gib(bytes_)
 
     rows = [
         [
             phase.name,
-            *(cell(getattr(phase.peak, part)) for part in shown),
-            cell(phase.peak.total),
+            *(format_cell(getattr(phase.peak, part)) for part in parts),
+            format_cell(phase.peak.total),
             phase.peak.name,
         ]
         for phase in phases
     ]
-    return [head, *rows]
+    return [headings, *rows]
 
 
 def format_layouts(
     rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequence[int], limit: int | None
 ) -> str:
-    """The peak of one rank for layouts (rows) and numbers of ranks (columns); above `limit` in
-    brackets.
+    """Formats the table of layouts: the peak of one rank in GiB.
+
+    Args:
+        rows: The name of each layout, and its peak bytes for each of `ranks`; None is shown as "-".
+        ranks: The numbers of ranks, which head the columns.
+        limit: Bytes that a device has; larger peaks are in brackets. None: no limit is known.
     """
 
-    def cell(value: int | None) -> str:
-        if value is None:
+    def format_cell(peak_bytes: int | None) -> str:
+        if peak_bytes is None:
             return "-"
-        if limit is not None and value > limit:
-            return f"({gib(value)})"
-        return gib(value)
+        if limit is not None and peak_bytes > limit:
+            return f"({gib(peak_bytes)})"
+        return gib(peak_bytes)
 
-    head = ["GiB on one rank, by ranks", *(str(number) for number in ranks)]
-    return align_columns(
-        [head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,)
-    )
+    headings = ["GiB on one rank, by ranks", *(str(number) for number in ranks)]
+    cells = [[name, *(format_cell(peak_bytes) for peak_bytes in peaks)] for name, peaks in rows]
+    return align_columns([headings, *cells], left=(0,))
 
 
 def format_speed(speed: Speed, ranks: int) -> str:
-    """The time, and the formula behind it."""
+    """Formats the lines on a step's time, on the formula behind it, and on the time's parts."""
     steps = ""
     if speed.steps is not None:
         steps = f"; {counted(speed.steps, 'step')}"
@@ -338,16 +382,17 @@ def format_speed(speed: Speed, ranks: int) -> str:
 
 
 def _describe_communication(speed: Speed) -> list[str]:
-    """Describes the messages between ranks in a step, and their time."""
+    """The lines on the messages between ranks in a step and their time; empty on one rank."""
     if not speed.communication:
         return []
-    calls = Counter[str]()
-    moved = Counter[str]()
-    for each in speed.communication:
-        calls[each.kind] += each.calls
-        moved[each.kind] += each.bytes
-    listed = ", ".join(
-        f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls
+    calls_of_kind = Counter[str]()
+    bytes_of_kind = Counter[str]()
+    for collective in speed.communication:
+        calls_of_kind[collective.kind] += collective.calls
+        bytes_of_kind[collective.kind] += collective.bytes
+    kinds = ", ".join(
+        f"{kind} {disk_size(bytes_of_kind[kind])} in {count(calls)} calls"
+        for kind, calls in calls_of_kind.items()
     )
     seconds = format_duration(speed.communication_seconds)
     awaited = ""
@@ -357,7 +402,7 @@ def _describe_communication(speed: Speed) -> list[str]:
     between = f"{disk_size(round(speed.links.between_nodes))}/s"
     lines = [
         f"not counted in: {seconds} a step of communication if nothing hides it{awaited}",
-        f"a rank's {listed};",
+        f"a rank's {kinds};",
         (
             f"at {within} between GPUs of a node and {between} a node between nodes: --gpu-link "
             "and --network change these"
@@ -372,7 +417,7 @@ def _describe_communication(speed: Speed) -> list[str]:
 
 
 def format_storage(disk: Disk, host: Host) -> str:
-    """The lines on a run's disk, its state in files, and the memory of a host."""
+    """Formats the lines on a run's disk, on optimizer state in files, and on a node's memory."""
     if disk.checkpoints_kept is None:
         kept = "all are kept"
     else:
@@ -389,14 +434,14 @@ def format_storage(disk: Disk, host: Host) -> str:
             f"offload    {gib(disk.offload)} GiB a node in offload_dir, read and written in every "
             "step"
         )
-    parts = {
+    optional_parts = {
         "offloaded state": host.offloaded,
         "buffers": host.buffers,
         "offloaded activations": host.activations,
     }
-    shown = "".join(f", {name} {gib(size)}" for name, size in parts.items() if size)
+    parts = "".join(f", {name} {gib(size)}" for name, size in optional_parts.items() if size)
     lines.append(
-        f"host       {gib(host.total)} GiB a node: processes {gib(host.processes)}{shown}, while "
+        f"host       {gib(host.total)} GiB a node: processes {gib(host.processes)}{parts}, while "
         f"saving {gib(host.saving)}, while exporting {gib(host.export)}"
     )
     return "\n".join(lines)
@@ -405,10 +450,14 @@ def format_storage(disk: Disk, host: Host) -> str:
 def format_advice(
     advice: Advice, room: Room, source: str, *, has_config: bool, uncounted: bool
 ) -> str:
-    """Says whether a run fits, and if not, what to change.
+    """Says whether a run fits, and if not, which changes make it fit.
 
-    Where a part of the room is unknown, or activations are not counted, it says what is required
-    instead. `source` and `has_config` are those of `describe_changes`.
+    Args:
+        advice: The advice.
+        room: What the machine has.
+        source: As in `describe_changes`.
+        has_config: As in `describe_changes`.
+        uncounted: Activations are not counted, so that nobody knows whether the run fits.
     """
     if advice.fits:
         if room.is_known and not uncounted:
@@ -419,23 +468,24 @@ def format_advice(
         if uncounted:
             without = ", without activations, which are not counted"
         return f"{label}{compare_need(advice.need, room)}{without}{name_unknown(room)}"
-    first = f"too large  {compare_need(advice.need, room)}"
-    if advice.changes is None:
+    too_large = f"too large  {compare_need(advice.need, room)}"
+    if advice.changes is None:  # no changes are enough
         ranks = ""
         if advice.ranks:
             ranks = f"; {advice.ranks} ranks would be enough"
         tried = [
             text
-            for each in advice.tried
-            for text in describe_changes([each], source, has_config=has_config)
+            for change in advice.tried
+            for text in describe_changes([change], source, has_config=has_config)
         ]
-        assert advice.after is not None, "what all changes leave"
+        assert advice.after is not None, "the need after all changes"
         after = f"even with all changes that go together {compare_need(advice.after, room)}{ranks}"
-        return f"{first}\n           {after}\n           tried: {', '.join(tried)}"
-    if advice.after is None:
+        return f"{too_large}\n           {after}\n           tried: {', '.join(tried)}"
+    if advice.after is None:  # memory is enough, the disk is not
         less = "a smaller save_total_limit, export_at_end=false, or output_dir on another disk"
-        return f"{first}\n           less disk: {less}"
-    lines = [first, f"           with this {compare_need(advice.after, room)}{name_unknown(room)}:"]
+        return f"{too_large}\n           less disk: {less}"
+    after = f"with this {compare_need(advice.after, room)}{name_unknown(room)}:"
+    lines = [too_large, f"           {after}"]
     texts = describe_changes(advice.changes, source, has_config=has_config)
     lines += [
         f"           {text}   ({change.cost})"
@@ -445,7 +495,9 @@ def format_advice(
 
 
 def compare_need(need: Need, room: Room) -> str:
-    """Compares the run's need of each part of a machine with what that has, where it is known.
+    """Compares what a run needs of each part of a machine with what the machine has.
+
+    A part that is not known is named with the need alone.
 
     >>> compare_need(Need(20 * GIB, 211 * GIB, 45 * GIB), Room(24 * GIB, 62 * GIB))
     '20.00 of 24.00 GiB on each GPU, 211 of 62.00 GiB of host memory, 45.00 GiB of disk'
@@ -455,27 +507,33 @@ def compare_need(need: Need, room: Room) -> str:
         (need.host, room.host, "of host memory"),
         (need.disk, room.disk, "of disk"),
     )
-    shown = (
-        f"{gib(needed)}{'' if has is None else f' of {gib(has)}'} GiB {what}"
-        for needed, has, what in parts
-    )
-    return ", ".join(shown)
+    texts = []
+    for needed, available, name in parts:
+        of_available = "" if available is None else f" of {gib(available)}"
+        texts.append(f"{gib(needed)}{of_available} GiB {name}")
+    return ", ".join(texts)
 
 
 def name_unknown(room: Room) -> str:
-    """Names the flags that give the parts of `room` that are unknown; empty where all are known."""
+    """Names the flags that give the unknown parts of `room`; "" if all parts are known."""
     flags = {"--gpu-memory": room.device, "--host-memory": room.host, "--disk": room.disk}
-    missing = [flag for flag, has in flags.items() if has is None]
+    missing = [flag for flag, available in flags.items() if available is None]
     if missing:
         return f"; compare with {' and '.join(missing)}"
     return ""
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Rows as lines of aligned columns: right-aligned, except those in `left`."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [
-        [row[i].ljust(w) if i in left else row[i].rjust(w) for i, w in enumerate(widths)]
-        for row in rows
-    ]
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    """Formats rows of cells as lines of aligned columns.
+
+    `left`: the indexes of left-aligned columns; all others are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,10 +1,12 @@
-"""What a layout itself holds during a step: gathered units, and gradients until they are reduced.
+"""Memory that a step takes for a moment: gathered units, gradients that are not yet reduced, and
+temporaries of optimizer and quantization.
 
-The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit
-begins with the all-gather of the one before it; at its end it is freed, its gradients are copied
-into the input of a reduce-scatter, and that input is held until the next unit's. Units are the
-embedding, every decoder layer, and the tail (final norm and head), which stays gathered from
-forward to backward (Accelerate's fsdp2_prepare_model).
+FSDP's units are the embedding, every decoder layer, and the tail (final norm and head). The order
+of events is torch's own (torch/distributed/fsdp/_fully_shard). The backward of a unit begins with
+the all-gather of the unit whose backward is next. At the end of the backward the unit is freed, and
+its gradients are copied into the input of a reduce-scatter. That input is held until the next
+unit's reduce-scatter. The tail stays gathered from forward to backward (Accelerate's
+fsdp2_prepare_model).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +26,17 @@ class Snapshot:
     """Bytes that one rank holds at one point of a run."""
 
     name: str
-    parameters: int = 0  # trained and frozen, as sharded
-    teacher: int = 0  # its parameters, as sharded
+    parameters: int = 0  # trained and frozen, this rank's shards
+    teacher: int = 0  # the teacher's parameters, this rank's shards
     rewards: int = 0  # the parameters of reward models
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0  # FSDP units gathered for the computation, or weights cast by autocast
     activations: int = 0
     loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
-    communication: int = 0  # unsharded gradients that are being reduced
-    temporaries: int = 0  # of the optimizer; what is dequantized, cast to FP8, or rounded
-    slack: int = 0  # held by the caching allocator, unusable
+    communication: int = 0  # gradients of whole units and buffers while they are being reduced
+    temporaries: int = 0  # the optimizer's; weights that are dequantized, cast to FP8, or rounded
+    slack: int = 0  # held by the caching allocator, which cannot use it
     context: int = 0  # outside the allocator
 
     @property
@@ -53,22 +55,24 @@ ALLOCATED = tuple(
 )
 
 
-# Bytes per number that is cast to FP8, or multiplied, beside the 8-bit copies
-CAST_BYTES = 2 * FP32 + 1  # without a compiler: two fp32 copies, and 8 bits
-# On a CPU torch multiplies copies in fp32, which take more than the cast.
+# Bytes per element of a tensor that is being cast to FP8, besides the 8-bit copies that are kept.
+# Without a compiler these are two fp32 copies and an 8-bit one.
+CAST_BYTES = 2 * FP32 + 1
+# The same per element on a CPU, where torch multiplies fp32 copies, which take more than the cast.
 CPU_FACTOR_BYTES = 18  # of an input or a weight
 CPU_OUTPUT_BYTES = 12
 
 
 def fp8_bytes(spec: RunSpec, tokens: int) -> int:
-    """The most bytes that a linear layer holds while it multiplies `tokens` tokens in FP8; 0 where
-    none does.
+    """The most bytes that one linear layer takes while it multiplies `tokens` tokens in FP8.
+
+    0 if no layer does.
     """
     return max(_list_fp8_bytes(spec, tokens), default=0)
 
 
 def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
-    """The bytes of the linear layers that multiply in FP8, of one of each size."""
+    """Yields these bytes for every linear layer of `_list_linears` that multiplies in FP8."""
     for linear in _list_linears(spec.architecture):
         if linear.name not in spec.fp8_weights:
             continue
@@ -76,7 +80,8 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
         inputs = tokens * width_in
         outputs = tokens * width_out
         weight = linear.numel
-        # 8-bit copies: one of the input; two, by rows and by columns, of gradient and weight
+        # 8-bit copies: one of the input, and two (by rows and by columns) of output's gradient and
+        # weight
         copies = inputs + 2 * outputs + 2 * weight
         if spec.device == "cpu":
             factors = CPU_FACTOR_BYTES * max(inputs, weight)
@@ -90,23 +95,28 @@ def _list_fp8_bytes(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 
 def _list_linears(architecture: Architecture) -> list[TensorShape]:
-    """Lists linear layers of each size: those of a decoder layer with experts, of one without, and
-    of the last, because in the first one not all multiply in FP8.
+    """Lists the linear layers of a few decoder layers, which stand for those of all layers.
+
+    They are the widest layer, a layer without experts, and the last layer. The last one is there
+    because the model's very first linear layer does not multiply in FP8.
     """
     layers = {architecture.widest_layer, architecture.dense_layer, architecture.layers - 1}
     return [linear for layer in sorted(layers) for linear in architecture.linears(layer)]
 
 
-# tensors in the backward of rounding to whole numbers: scaled, rounded, clamped, a mask, and back
+# tensors in the backward of rounding to integers: scaled, rounded, clamped, mask, scaled back
 ROUNDING_TENSORS = 5
-# bytes per number while torchao rounds to 4 bits in blocks: it computes in fp32 and int32
+# bytes per element while torchao rounds to 4 bits in blocks: it computes in fp32 and int32
 BLOCK_ROUNDING_BYTES = 29
-MERGING_BYTES = 2 * FP32  # per number of a weight to which an adapter is added, in fp32
+# bytes per element of a weight while an adapter is added to it in fp32
+MERGING_BYTES = 2 * FP32
 
 
 def rounded_bytes(spec: RunSpec, tokens: int) -> int:
-    """The most bytes that a linear layer holds while quantization-aware training rounds its weight
-    and its input of `tokens` tokens; 0 where nothing is rounded.
+    """The most bytes that one linear layer takes while quantization-aware training rounds its
+    weight and its input of `tokens` tokens.
+
+    0 without quantization-aware training.
     """
     name = spec.recipe.quantization_aware.quantization_aware_training
     if name is None:
@@ -115,23 +125,24 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
     itemsize = spec.computation.itemsize
     has_adapters = spec.recipe.lora.use_peft
     merging = MERGING_BYTES if has_adapters else 0
-    # bytes per number of the weight, and of the input
+    # `per_weight` and `per_input`: bytes for each element of the weight, and of the input
     if scheme.block:
         per_weight = BLOCK_ROUNDING_BYTES + merging
         per_input = BLOCK_ROUNDING_BYTES
-    elif scheme.is_ternary:  # in fp32, of which other dtypes need a copy first
+    elif scheme.is_ternary:  # rounds in fp32; a smaller dtype is copied to fp32 first
         copies = 1 if itemsize == FP32 else 2
         per_weight = copies * FP32 + merging
         per_input = copies * FP32
-    else:  # in the backward; under LoRA with the gradient of base and adapter together
+    else:  # the most is in the backward; under LoRA with the gradient of base plus adapter
         weight_tensors = ROUNDING_TENSORS + 1 if has_adapters else ROUNDING_TENSORS
         per_weight = itemsize * weight_tensors
         per_input = 0 if scheme.input_bits is None else itemsize * ROUNDING_TENSORS
     sizes = []
     for linear in _list_linears(spec.architecture):
+        width_in = linear.shape[1]
         of_weight = per_weight * linear.numel
-        of_input = per_input * tokens * linear.shape[1]
-        if scheme.block:  # one is rounded after the other
+        of_input = per_input * tokens * width_in
+        if scheme.block:  # weight and input are rounded one after the other
             sizes.append(max(of_weight, of_input))
         else:
             sizes.append(of_weight + of_input)
@@ -140,17 +151,18 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFactors:
-    """Bytes of the copies of experts' adapters that grouped products take, whatever the tokens.
+    """Bytes of copies of the experts' LoRA matrices that grouped matmuls read, on one rank.
 
-    B always, to have each expert's in one piece; A where it is cast or its rank is padded.
+    B is always copied, to make each expert's matrix contiguous. A is copied if autocast casts it or
+    its rank is padded. The number of tokens does not matter.
     """
 
-    kept: int = 0  # of all layers that are not computed again
+    kept: int = 0  # until the backward: of all layers that are not recomputed
     layer: int = 0  # of the layer with the most
 
 
 def expert_factor_bytes(architecture: Architecture, computation: Computation) -> ExpertFactors:
-    """The copies that all layers' experts take of their adapters, on one rank; 0 without any."""
+    """Counts the copies of the experts' LoRA matrices in all layers; 0 if experts have none."""
     if computation.lora is None or not computation.lora.lora_target_parameters:
         return ExpertFactors()
     sizes = [
@@ -160,72 +172,76 @@ def expert_factor_bytes(architecture: Architecture, computation: Computation) ->
     every = computation.checkpoint_every
     if every is None:
         kept = sum(sizes)
-    else:  # every `every`-th layer is computed again
+    else:  # layers 0, every, 2 * every, ... are recomputed
         kept = sum(size for layer, size in enumerate(sizes) if layer % every)
     return ExpertFactors(kept=kept, layer=max(sizes))
 
 
 def _factor_bytes_of_layer(architecture: Architecture, computation: Computation, layer: int) -> int:
-    """The bytes of the copies of one layer, on one rank."""
+    """Bytes of the copies of the experts' LoRA matrices in one layer, on one rank."""
     size = 0
-    for tensor in architecture.experts(layer):
-        lora_rank, padded = expert_adapter_rank(tensor.name, computation)
-        width_out, width_in = architecture.expert_widths(tensor)
-        copied = width_out  # of B
-        if padded > lora_rank or computation.autocast:
-            copied += width_in  # of A
-        numbers = tensor.shape[0] * padded * copied
-        size += computation.itemsize * numbers // computation.expert_ranks
+    for weights in architecture.experts(layer):
+        lora_rank, padded_rank = expert_adapter_rank(weights.name, computation)
+        width_out, width_in = architecture.expert_widths(weights)
+        copied_width = width_out  # B is [width_out, rank]
+        if padded_rank > lora_rank or computation.autocast:
+            copied_width += width_in  # A is [rank, width_in]
+        experts = weights.shape[0]
+        elements = experts * padded_rank * copied_width
+        size += computation.itemsize * elements // computation.expert_ranks
     return size
 
 
 def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> int:
-    """Numbers that are dequantized at once: of the largest linear layer, or of a rank's experts of
-    a layer.
+    """The most elements (not bytes) of quantized weights that are dequantized at the same time.
+
+    They are those of the largest linear layer, or of the experts that one of `expert_ranks` ranks
+    has of a layer.
     """
     layer = architecture.widest_layer
     experts = sum(weight.numel for weight in architecture.experts(layer)) // expert_ranks
     return max([experts, *(linear.numel for linear in architecture.linears(layer))])
 
 
-FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
+FP64 = 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateMemory:
-    """Bytes on one rank while the optimizer updates one part within the backward."""
+    """Bytes on one rank while the optimizer updates one part of the model within the backward."""
 
-    gradients: int  # whole; read only where nothing is sharded
+    gradients: int  # whole, not sharded: only layouts without sharding read it
     temporaries: int
-    waiting: int = 0  # of `gradients`, those that wait for a later update
+    waiting: int = 0  # the part of `gradients` that waits for a later update
 
 
 def update_temporaries(spec: RunSpec) -> int:
-    """Returns the bytes that norm and update of all gradients allocate at once."""
+    """Bytes of temporaries in the optimizer step: those of the gradients' norm or of the update,
+    whichever are more.
+    """
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
-    # of second moments, if the optimizer allocates their roots
+    # bytes of the roots of the second moments, if the optimizer allocates them
     if spec.files() is not None:
-        # of one tensor after another: the root of its second moment, and that over the correction
+        # One tensor is updated after another: the root, and the root over the bias correction.
         roots = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
     elif spec.sharding.cpu_offload:
-        roots = 0  # the host updates
-    else:  # of all together, as large as the gradients
+        roots = 0  # the host runs the update
+    else:  # all tensors are updated together, and their roots are as large as the gradients
         roots = spec.state().gradients
     return _count_temporaries(spec, trained, roots)
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
-    """Plans the memory of an update within the backward, on the rank with the most: of "head",
-    "layer" and "embedding".
+    """Plans the memory of the updates within the backward, on the rank with the most.
 
-    A tied head is updated with the embedding.
+    The keys are "head", "layer" and "embedding". A tied head is updated with the embedding.
     """
     layer = _list_trained(spec, "layer")
     embedding = _list_trained(spec, "embedding")
     tail = _list_trained(spec, "tail")
     waiting = 0
     if spec.part.tied and not spec.sharding.is_fsdp:
-        # the head's gradient waits for the embedding's, whole, as the loss computes it
+        # The loss computes the head's gradient in fp32. It waits, whole, for the embedding's.
         waiting = FP32 * sum(tensor.numel for tensor in embedding)
     if spec.part.tied:
         embedding += tail
@@ -238,36 +254,37 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
 
 
 def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0) -> UpdateMemory:
-    """Plans the memory while one of `tensors`, at worst the largest, is updated by itself.
+    """Plans the memory while the largest of `tensors` is updated; each is updated by itself.
 
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-    own_shard = ceil_div(largest, spec.shards)
+    shard = ceil_div(largest, spec.shards)
     return UpdateMemory(
         gradients=waiting + largest,
-        temporaries=_count_temporaries(spec, tensors, roots=own_shard),
+        temporaries=_count_temporaries(spec, tensors, roots=shard),
         waiting=waiting,
     )
 
 
 def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int) -> int:
-    """The most bytes that one gradient's norm, or the optimizer's update of `tensors`, allocates.
+    """The most bytes that the norm of one gradient, or the update of `tensors`, allocates.
 
-    `roots`: bytes of the roots of the second moments that it updates together. Only foreach AdamW
-    allocates them.
+    `roots`: bytes of the roots of all second moments that are updated together. They count only for
+    an optimizer that allocates them.
     """
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
-    largest = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
+    largest_shard = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
     matrices = [tensor.numel for tensor in tensors if is_layers_matrix(tensor.name, tensor.shape)]
-    norm = FP64 * largest if spec.device == "cpu" else 0
-    update = facts.update_copies * FP32 * largest
-    update += facts.update_bytes * max(matrices, default=0)  # of a whole matrix
+    # on a CPU the norm is computed from a copy in fp64
+    norm = FP64 * largest_shard if spec.device == "cpu" else 0
+    update = facts.update_copies * FP32 * largest_shard
+    update += facts.update_bytes * max(matrices, default=0)  # of a whole matrix, not a shard
     return max(norm, update, roots if facts.allocates_roots else 0)
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
-    """The trained tensors of units whose names begin with `unit`; "layer" is all layers."""
+    """Lists the trained tensors of units whose name begins with `unit`; "layer" is all layers."""
     return [
         tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)
     ]
@@ -275,62 +292,63 @@ def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:
 
 @dataclass(frozen=True, slots=True)
 class UnitMemory:
-    """Bytes of one unit on one rank."""
+    """Bytes of one unit on one rank, in each form in which its weights or gradients exist."""
 
-    # Copies of weights in the compute dtype: FSDP's (in FP8 a byte a number), or autocast's where
-    # nothing is sharded.
+    # copies of the weights in the compute dtype: FSDP's gathered ones (FP8 takes a byte per
+    # element), or those that autocast makes where nothing is sharded
     gathered: int = 0
-    arriving: int = 0  # what its all-gather fills before the unit is copied out of it
-    unreduced: int = 0  # gradients as the backward leaves them, of the whole unit
-    reducing: int = 0  # the same as the input of the reduce-scatter
-    shard: int = 0  # this rank's part of the gradients
+    arriving: int = 0  # the buffer of the unit's all-gather, from which `gathered` is copied
+    unreduced: int = 0  # gradients of the whole unit, as its backward leaves them
+    reducing: int = 0  # these gradients as the input of the reduce-scatter
+    shard: int = 0  # this rank's shard of the gradients
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
-    """What each unit of a model takes; `layer` is its widest decoder layer, or all of them where
-    they are one unit.
+    """Bytes of each unit of a model, and of what stays beyond the unit's own forward or backward.
 
-    A tied head, and FSDP1's, has the embedding in its unit (`tail_has_embedding`), which therefore
-    stays gathered in every layer and is reduced after the backward of the embedding.
+    `layer` is the widest decoder layer, or all layers together if they are one unit.
+
+    The unit of a tied head, and of any head under FSDP1, includes the embedding
+    (`tail_has_embedding`). Such a tail stays gathered during every layer, and is reduced after the
+    backward of the embedding.
     """
 
     embedding: UnitMemory
     layer: UnitMemory
     tail: UnitMemory
-    layers: int  # how many units such as `layer`; 1 where all layers are one
-    # Where layers stay gathered after their forward. Under autocast with activation checkpointing
-    # they stay until the loss alone: the backward casts each one again.
+    layers: int  # how many units like `layer` there are; 1 if all layers are one unit
+    # The next two are 0 unless layers stay gathered after their forward. Under autocast with
+    # activation checkpointing they stay only until the loss: the backward casts each layer again.
     all_layers_until_loss: int = 0  # bytes of all layers
-    each_layer_until_backward: int = 0  # bytes of each layer, until its own backward
-    staying_embedding: int = 0  # bytes of the embedding, until its own backward
+    each_layer_until_backward: int = 0  # bytes of one layer, until its own backward
+    staying_embedding: int = 0  # bytes of the embedding, if it stays until its own backward
     tail_has_embedding: bool = False  # then `embedding` is empty
-    buckets: int = 0  # of DDP, an fp32 number for each trained number
-    # of a tied head where nothing is sharded, beside the embedding's own until they are added
+    buckets: int = 0  # DDP's: an fp32 number for each trained one
+    # without sharding: the gradient of a tied head, until it is added to the embedding's
     tied_head_gradient: int = 0
 
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
-    """Plans the memory that the layout of `spec` holds for each unit."""
+    """Plans the memory of each unit in the layout of `spec`."""
     if spec.sharding.is_fsdp:
         return _plan_units(spec)
     return _plan_unsharded(spec)
 
 
 def _plan_units(spec: RunSpec) -> LayoutMemory:
-    """Plans the memory of each unit of FSDP."""
+    """Plans the memory of each unit under FSDP."""
     units = split_into_units(
         spec.part, _list_gathered(spec), spec.sharding, fp8=spec.fp8_gathered, shards=spec.shards
     )
     tail_has_embedding = spec.part.tied or spec.sharding.layout == "fsdp1"
     if units.wraps_layers:
-        count = spec.part.layers
-        names = [f"layer {spec.part.widest_layer}"]
-    else:
-        count = 1
-        names = [f"layer {i}" for i in range(spec.part.layers)]
-    # unshared: the experts of this rank alone, for which no all-gather needs a buffer
-    layer = _plan_unit(spec, units.layer, names, units.unshared)
+        layer_units = spec.part.layers
+        layer_names = [f"layer {spec.part.widest_layer}"]
+    else:  # FSDP makes one unit of all layers
+        layer_units = 1
+        layer_names = [f"layer {i}" for i in range(spec.part.layers)]
+    layer = _plan_unit(spec, units.layer, layer_names, units.unshared)
     if tail_has_embedding:
         embedding = UnitMemory()
         tail = _plan_unit(spec, units.tail, ["tail", "embedding"])
@@ -341,7 +359,7 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
         embedding=embedding,
         layer=layer,
         tail=tail,
-        layers=count,
+        layers=layer_units,
         all_layers_until_loss=(
             units.layers.gathered(spec.computation.itemsize) if units.stay_gathered else 0
         ),
@@ -352,9 +370,10 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
 
 
 def _list_gathered(spec: RunSpec) -> tuple[StateTensor, ...]:
-    """The tensors that FSDP copies when it gathers a unit.
+    """Lists the tensors that FSDP copies when it gathers a unit.
 
-    All, but on one rank FSDP2 uses a frozen tensor in place if it has the dtype of the computation.
+    They are all tensors, with one exception: on one rank, FSDP2 uses a frozen tensor in place if
+    the tensor already has the compute dtype.
     """
     always_copies = spec.sharding.cpu_offload or bool(spec.fp8_gathered)
     if spec.shards > 1 or spec.sharding.layout != "fsdp2" or always_copies:
@@ -370,9 +389,11 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
 
     Args:
         spec: The run.
-        unit: What is gathered, and what of it is trained.
-        names: The names by which its tensors know the unit.
-        unshared: How many of its numbers (experts) this rank alone has: no all-gather brings them.
+        unit: The sizes of the unit, as FSDP gathers it.
+        names: The `StateTensor.unit` names that belong to the unit. They are several if FSDP makes
+            one unit of several parts of the model.
+        unshared: How many of the unit's elements are experts that only this rank holds. They need
+            no all-gather, and so no buffer.
     """
     itemsize = spec.computation.itemsize
     gathered = unit.gathered(itemsize)
@@ -387,10 +408,11 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
 
 
 def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
-    """Plans the memory of each unit under DDP and single, which shard nothing.
+    """Plans the memory of each unit under DDP and on a single device, where nothing is sharded.
 
-    Autocast caches a cast copy of every trained parameter until the forward ends, or until its
-    backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed).
+    Autocast caches a cast copy of every trained weight of a layer. Each copy stays until the
+    layer's backward, or only until the end of the forward if layers are recomputed. DDP holds a
+    bucket entry for every gradient (torch.nn.parallel.distributed).
     """
     computation = spec.computation
     architecture = spec.architecture
@@ -403,27 +425,28 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     )
     is_cast = (
         computation.autocast
-        and computation.lora is None  # the base under LoRA is frozen, in the compute dtype
-        # else products read rounded weights, not the parameters
+        # under LoRA the base is frozen, and in the compute dtype already
+        and computation.lora is None
+        # matmuls of quantization-aware training read rounded weights, not the parameters
         and not spec.recipe.quantization_aware.quantization_aware_training
     )
-    cast = computation.itemsize * layer_weights if is_cast else 0
+    cast_layer = computation.itemsize * layer_weights if is_cast else 0
 
     embedding = _trained_bytes(spec, "embedding")
     layer = _trained_bytes(spec, f"layer {architecture.widest_layer}")
     return LayoutMemory(
         embedding=UnitMemory(shard=embedding),
-        layer=UnitMemory(gathered=cast, shard=layer),
+        layer=UnitMemory(gathered=cast_layer, shard=layer),
         tail=UnitMemory(shard=_trained_bytes(spec, "tail")),
         layers=architecture.layers,
-        all_layers_until_loss=cast * architecture.layers,
-        each_layer_until_backward=cast if computation.checkpoint_every is None else 0,
+        all_layers_until_loss=cast_layer * architecture.layers,
+        each_layer_until_backward=cast_layer if computation.checkpoint_every is None else 0,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         tied_head_gradient=embedding if architecture.tied else 0,
     )
 
 
 def _trained_bytes(spec: RunSpec, unit: str) -> int:
-    """The bytes of a unit's trained parameters, whole."""
+    """Bytes of a unit's trained parameters, which are not sharded."""
     tensors = [tensor for tensor in spec.part_tensors if tensor.unit == unit]
     return sum(tensor.numel * tensor.itemsize for tensor in tensors if tensor.trainable)

@@ -1,14 +1,13 @@
-"""From prompts to a step batch: completions are sampled, rewarded and compared, and become the rows
-of a step.
+"""From prompts to a step batch: samples completions, rewards them, and makes the rows of a step.
 
-A group is the completions of one prompt, of which there are `generations`; it is flat if their
-rewards are all equal. `generations.py` says what is sampled together, and on the prompts of which
-step, the `prompts_step`, a step trains. An episode is a completion within an environment, which may
-change its prompt and reward it.
+A group is the `generations` completions of one prompt. A group is flat if its rewards are all
+equal. An episode is a completion within an environment, which may extend the prompt and may reward
+the completion. A step trains on completions of the prompts of its `prompts_step`; `generations.py`
+says which step that is, and which completions are sampled together.
 
 The rollouts of a step are a pure function of the seed, the step and the weights, on any number of
-ranks. A resumed run samples them again, unless the weights have moved since: a checkpoint between
-two updates on the same rollouts holds them.
+ranks. A resumed run samples them again. But if the weights have had an update since the rollouts
+were sampled, the checkpoint holds the rollouts.
 """
 
 import json
@@ -58,36 +57,38 @@ from finetune.units import counted
 
 WriteLines = Callable[[list[dict[str, Any]]], None]
 MeasureTokens = Callable[[StepBatch], list[dict[str, Tensor]]]
-"""A step's batch -> for each micro-batch, fp32[positions] by name: "old", "reference", "values"
-(`OF_TOKENS` in engine.py).
+"""Takes a step's batch and returns for each micro-batch the columns "old", "reference" and "values"
+(`OF_TOKENS` in engine.py), as far as the loss needs them: name -> fp32[positions].
 """
-ROLLOUTS = "rollouts.jsonl"  # of a checkpoint: what the steps after it are still to train on
-IN_FLIGHT = "in_flight.jsonl"  # what has been begun for them, and is not rewarded yet
+# Files of a checkpoint:
+ROLLOUTS = "rollouts.jsonl"  # the rewarded completions that later steps still train on
+IN_FLIGHT = "in_flight.jsonl"  # requests for later steps, and the server's answers so far
 
 
 @dataclass(slots=True)
 class RequestBatch:
     """Requests for completions of some prompts, and the messages of their turns so far.
 
-    Only the main rank has rows and messages; they are empty on others.
+    `rows` and `messages` are empty except on the main rank.
     """
 
-    example_ids: Ids  # [completions]: the prompts'
+    example_ids: Ids  # [completions]: the example of each completion's prompt
     generations: int  # completions of each prompt
-    requests: list[Request]
-    rows: list[dict[str, Any]]  # [completions]
-    episodes: Episodes | None  # one for each completion
-    messages: list[list[Message]] = field(init=False)  # [completions]
+    requests: list[Request]  # [completions]
+    rows: list[dict[str, Any]]  # [completions]: the data row of each completion's prompt
+    episodes: Episodes | None  # of all completions; None: the recipe has no environment
+    # [completions]: the messages after the prompt; they stay empty if there are no tools
+    messages: list[list[Message]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.messages = [[] for _ in self.rows]
 
     def list_prompts(self) -> list[list[int]]:
-        """The prompt ids of each completion."""
+        """Returns the token ids of each completion's prompt: [completions][tokens]."""
         return [list(request.prompt_ids) for request in self.requests]
 
     def replace_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Replaces the prompt ids: environments have added to the prompts when they began."""
+        """Replaces the prompt ids by `prompts`, to which environments may have added text."""
         self.requests = [
             request._replace(prompt_ids=tuple(ids))
             for request, ids in zip(self.requests, prompts, strict=True)
@@ -101,23 +102,24 @@ class Sampler:
     recipe: Recipe
     world: World
     tokenizer: Any
-    engine: Engine | None  # None: nothing is sampled
+    engine: Engine | None  # None: this sampler only scores
     rewards: Rewards
-    steps: int  # in the whole run
-    shares_prompts: bool = False  # whether a step computes the prompt of a group once
-    tools: ToolTurns | None = None  # None: no tool is called
+    steps: int  # of the whole run
+    # whether training computes a prompt once for several completions of its group
+    shares_prompts: bool = False
+    tools: ToolTurns | None = None  # None: each completion is a single turn
     reward_models: Sequence[RewardModel] = ()
 
     @property
     def reward_names(self) -> list[str]:
-        """The metrics' names of the recipe's rewards, then of those that environments give."""
-        named = [name_of_reward(name) for name in self.recipe.rollout.rewards]
-        return named + self.environment_rewards
+        """The names that metrics give to the recipe's rewards, then to the environments' own."""
+        recipe_rewards = [name_of_reward(name) for name in self.recipe.rollout.rewards]
+        return recipe_rewards + self.environment_rewards
 
     @property
     def environment_rewards(self) -> list[str]:
-        """The metrics' names of the rewards that environments give themselves."""
-        # load_tokenizer sets them where the recipe has some
+        """The names that metrics give to the rewards that the environments themselves compute."""
+        # `load_tokenizer` sets this attribute only if the recipe has environments.
         return list_environment_rewards(getattr(self.tokenizer, "environments", {}))
 
     def roll_out(
@@ -130,20 +132,21 @@ class Sampler:
         greedy: bool = False,
         prompts_before: int = 0,
     ) -> Rollout:
-        """Samples and rewards completions of the prompts `example_ids`. All ranks call it; each
-        samples a share, and every rank returns all.
+        """Samples and rewards completions of the prompts `example_ids`.
+
+        All ranks call it. Each samples a share, and each returns all completions.
 
         Args:
-            examples: The prompts' store.
+            examples: The examples that are the prompts.
             example_ids: [prompts].
             step: Part of the completions' seeds; reward functions read it.
             generations: Completions of each prompt.
-            greedy: Whether the likeliest tokens are taken.
-            prompts_before: How many prompts were sampled for the step before these; part of the
-                seeds.
+            greedy: Whether each token is the likeliest one instead of a random one.
+            prompts_before: The number of prompts already sampled for this step; part of the seeds.
 
         Raises:
-            UserError: On all ranks, for what a reward function does wrong.
+            UserError: A reward or an environment fails, and `on_bad_reward` is error. All ranks
+                raise it.
         """
         batch = self.make_requests(examples, example_ids, step, generations, prompts_before)
         sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
@@ -153,15 +156,16 @@ class Sampler:
     def sample_alone(
         self, batch: RequestBatch, sample: Callable[[Sequence[Request]], list[Sampled]]
     ) -> list[Sampled]:
-        """Samples completions by `sample` on the main rank alone, in a thread, while all ranks
-        train. No other rank gets them from here.
+        """Samples completions by `sample`, without the other ranks; only the main rank calls it.
+
+        It runs in a thread while all ranks train, so it uses no collectives.
         """
         return self._sample_turns(batch, sample, on_main=lambda action: action())
 
     def reward(self, batch: RequestBatch, sampled: list[Sampled], step: int) -> Rollout:
-        """Scores the completions of a batch. All ranks call it.
+        """Scores the completions of a batch, and makes a rollout of them. All ranks call it.
 
-        Raises `UserError` on all ranks for what a reward function does wrong.
+        Raises `UserError` on all ranks if a reward fails and `on_bad_reward` is error.
         """
         scores, failures = self._score_all(batch, sampled, step)
         rollout = Rollout(
@@ -169,11 +173,11 @@ class Sampler:
             prompts=batch.list_prompts(),
             sampled=sampled,
             scores=scores,
-            rewards=self._weigh(scores),
+            rewards=self._weigh_scores(scores),
             failures=failures,
             generations=batch.generations,
             sampled_groups=len(sampled) // batch.generations,
-            flat_groups=0,  # known once the rollout has its rewards
+            flat_groups=0,  # replaced below: counting needs the rollout's rewards
         )
         return replace(rollout, flat_groups=_count_flat_groups(rollout))
 
@@ -183,12 +187,14 @@ class Sampler:
         sample: Callable[[Sequence[Request]], list[Sampled]],
         on_main: Callable[[Callable[[], Any]], Any],
     ) -> list[Sampled]:
-        """Samples a completion of each request; where there are tools, with their turns.
+        """Samples a completion of each request: one turn, or several if there are tools.
 
         Args:
-            batch: The requests. Environments may give them other prompts.
-            sample: Samples one turn of each request.
-            on_main: Runs a function on the main rank, and returns its result on all ranks.
+            batch: The requests. If there are environments, the batch's prompts are replaced by
+                those that the environments begin with.
+            sample: Samples one turn for each request.
+            on_main: Runs a function on the main rank, and returns its result on every rank that
+                takes part.
         """
         episodes = batch.episodes
         if episodes is not None:
@@ -203,22 +209,23 @@ class Sampler:
             messages=batch.messages,
             first_place=0 if episodes is None else episodes.first_place,
         )
-        calling_turns = self.recipe.rollout.max_tool_calling_iterations  # one more may follow
-        return take_turns(batch.requests, sample, conversations, calling_turns, on_main)
+        # The last of these turns is answered too, so one more turn may follow it.
+        most_calling_turns = self.recipe.rollout.max_tool_calling_iterations
+        return take_turns(batch.requests, sample, conversations, most_calling_turns, on_main)
 
     def _score_all(
         self, batch: RequestBatch, sampled: Sequence[Sampled], step: int
     ) -> tuple[Floats, int]:
-        """Scores completions by functions, environments and reward models.
+        """Scores completions by functions, environments and reward models. All ranks call it.
 
         Returns:
-            (the scores in the order of `reward_names`, fp64[completions, rewards]; the number of
-            completions of which one score or more failed and became 0), on every rank.
+            (fp64[completions, rewards], the scores in the order of `reward_names`; the number of
+            completions with at least one score that failed and became 0), on every rank.
         """
         scored = RankGroup(self.world).on_main(
             lambda: asdict(self.score(batch.rows, sampled, batch.messages, step, batch.episodes))
         )
-        names = self.rewards.names + self.environment_rewards  # of functions, then of environments
+        names = self.rewards.names + self.environment_rewards  # the order of `Scores.by_reward`
         by_name = dict(zip(names, scored["by_reward"], strict=True))
         failed = set(scored["failed"])
         for model in self.reward_models:
@@ -229,18 +236,22 @@ class Sampler:
         ordered = [by_name[name] for name in self.reward_names]
         return np.array(ordered, np.float64).T.reshape(len(sampled), len(ordered)), len(failed)
 
-    def _weigh(self, scores: Floats) -> Floats:
-        """Returns fp64[completions]: the weighted sum of each one's scores [completions, rewards];
-        nan where no function has scored it.
+    def _weigh_scores(self, scores: Floats) -> Floats:
+        """Computes each completion's reward, the weighted sum of its scores: fp64[completions].
+
+        A completion without any score has the reward nan. An environment's own reward has weight 1.
+
+        scores: [completions, rewards]; nan: no score.
         """
         keys = self.recipe.rollout
-        of_recipe = keys.reward_weights or (1.0,) * len(keys.rewards)
-        of_environments = (1.0,) * len(self.environment_rewards)
-        weights = np.array([*of_recipe, *of_environments])
-        return np.where(np.isnan(scores).all(1), np.nan, np.nansum(scores * weights, 1))
+        recipe_weights = keys.reward_weights or (1.0,) * len(keys.rewards)
+        environment_weights = (1.0,) * len(self.environment_rewards)
+        weights = np.array([*recipe_weights, *environment_weights])
+        has_no_score = np.isnan(scores).all(1)
+        return np.where(has_no_score, np.nan, np.nansum(scores * weights, 1))
 
     def choose_sampling(self, *, greedy: bool = False) -> Sampling:
-        """The recipe's settings of sampling; `greedy` takes the likeliest tokens instead."""
+        """Makes the recipe's settings for sampling; under `greedy` each token is the likeliest."""
         return Sampling(
             max_tokens=self.recipe.rollout.max_completion_length,
             temperature=self.recipe.method.temperature,
@@ -257,47 +268,49 @@ class Sampler:
     ) -> RequestBatch:
         """Makes the requests for `generations` completions of each prompt.
 
-        A request's seed is made of the run's seed, the step, the place of its prompt (counted from
-        `prompts_before`) and the number of its completion.
+        A request's seed consists of the run's seed, the step, the prompt's number in the step
+        (`prompts_before` for the first one), and the completion's number in its group.
         """
         requests = []
-        for place, example_id in enumerate(example_ids.tolist(), prompts_before):
-            prompt = tuple(examples[example_id].input_ids.tolist())
+        for prompt_number, example_id in enumerate(example_ids.tolist(), prompts_before):
+            prompt_ids = tuple(examples[example_id].input_ids.tolist())
             images = tuple(examples.read_images(example_id))
-            requests += [
-                Request(prompt, (self.recipe.run.seed, step, place, number), images=images)
-                for number in range(generations)
-            ]
+            for number in range(generations):
+                seed = (self.recipe.run.seed, step, prompt_number, number)
+                requests.append(Request(prompt_ids, seed, images=images))
         completion_ids = np.repeat(example_ids, generations)
         rows = read_rows(examples, completion_ids) if self.world.is_main else []
         episodes = None
         if self.recipe.rollout.environment:
-            # Environments live in the rewards' process, in places that are numbered over the whole
-            # run. The main rank alone has it; the episodes of others have no rows.
+            # Environments live in the main rank's reward process, and are numbered over the whole
+            # run. The episodes of other ranks have no rows, and are never asked.
             first_place = self.rewards.reserve_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
     def make_row_options(self, prompts: StoredBatches) -> RowOptions:
-        """The options by which this rank lays out its share of the completions of `prompts`."""
+        """Makes the options for laying out this rank's share of the completions of `prompts`."""
+        # A tokenizer may lack a pad token; then padding has the id 0.
         pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
         return RowOptions(
             self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts, prompts
         )
 
     def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """A completion of each request. Each tensor parallel group samples a share, which all of
-        its ranks compute.
+        """Samples a completion of each request. All ranks call it, and each returns all.
+
+        Each tensor parallel group samples a share of the requests; its ranks compute it together.
         """
         assert self.engine is not None
         groups = self.world.tensor_group_count
         index = self.world.tensor_group_index
         first = len(requests) * index // groups
         end = len(requests) * (index + 1) // groups
-        own = self.engine.sample(requests[first:end], sampling)
-        by_rank = self.world.gather([completion.as_json() for completion in own])
-        # A group's ranks are neighbors and have the same completions; its first rank's are taken.
-        # The ranks of the first pipeline stage come first; the later stages repeat its groups.
+        completions = self.engine.sample(requests[first:end], sampling)
+        by_rank = self.world.gather([completion.as_json() for completion in completions])
+        # The completions of each group are taken from its first rank. A group's ranks are
+        # consecutive. The ranks of the first pipeline stage come first; later stages have the same
+        # groups again.
         ranks_in_group = self.world.stage_size // groups
         by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
         return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
@@ -312,25 +325,26 @@ class Sampler:
     ) -> Scores:
         """Scores each completion by the functions, then by the environments' own rewards.
 
-        Environments end before the functions are called, which read their states.
+        The main rank calls it. The environments end first, because functions may read the states
+        in which they ended.
 
         Args:
-            rows: [completions]: the prompts' rows.
+            rows: [completions]: the data row of each completion's prompt.
             sampled: [completions].
-            messages: [completions]: the turns of each; an empty list where no tool could be called.
+            messages: [completions]: the messages after each prompt; empty if there are no tools.
             step: 0-based.
-            episodes: The completions' environments.
+            episodes: The completions' environments; None: the recipe has none.
         """
         ended = None
-        rewards_of_environments: list[list[float | None]] = []
-        lost: list[bool] = []  # [completions]: whether the environment failed; counts as a failure
+        environment_scores: list[list[float | None]] = []
+        lost: list[bool] = []  # [completions]: whether the environment was lost; [] without any
         if episodes is not None:
             ended = episodes.end()
-            rewards_of_environments = list(ended.rewards.values())
+            environment_scores = list(ended.rewards.values())
             lost = ended.lost
         if not self.rewards.names:
             failed = [place for place, is_lost in enumerate(lost) if is_lost]
-            return Scores(rewards_of_environments, failed)
+            return Scores(environment_scores, failed)
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -342,10 +356,10 @@ class Sampler:
         }
         if ended is not None:
             columns["environments"] = ended.states
-        token_ids = [s.token_ids for s in sampled]
+        token_ids = [completion.token_ids for completion in sampled]
         prompts = [row["prompt"] for row in rows]
         scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state, lost)
-        return replace(scores, by_reward=scores.by_reward + rewards_of_environments)
+        return replace(scores, by_reward=scores.by_reward + environment_scores)
 
     def read_completions(
         self,
@@ -353,9 +367,13 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> list[Any]:
-        """Each completion as text, or as messages where its prompt is a conversation."""
+        """Reads each completion as text, or as messages if its prompt is a conversation.
+
+        messages: [completions]: the messages after each prompt; empty if there are no tools. Then
+            the completion's text is its only message.
+        """
         texts = self.tokenizer.batch_decode(
-            [s.token_ids for s in sampled], skip_special_tokens=True
+            [completion.token_ids for completion in sampled], skip_special_tokens=True
         )
         completions: list[Any] = []
         for row, turns, text in zip(rows, messages, texts, strict=True):
@@ -372,20 +390,20 @@ class Sampler:
         sampled: Sequence[Sampled],
         messages: Sequence[list[Message]],
     ) -> tuple[list[float], list[int]]:
-        """Scores completions by a reward model. All ranks compute.
+        """Scores completions by a reward model. All ranks call it; each scores a share.
 
         Args:
             model: The reward model.
-            rows: The prompts' rows, on the main rank.
+            rows: [completions]: the rows of the prompts; on the main rank only.
             sampled: [completions].
-            messages: The turns of each completion, on the main rank.
+            messages: [completions]: the messages after each prompt; on the main rank only.
 
         Returns:
-            (the scores; the places of those that were not finite, which became 0).
+            (the scores, with 0 for those that are not finite; the places of these), on every rank.
 
         Raises:
-            UserError: On all ranks: a score is not finite, and `on_bad_reward` is error; or the
-                chat template rejects a conversation.
+            UserError: A score is not finite, and `on_bad_reward` is error; or the reward model's
+                chat template rejects a conversation. All ranks raise it.
         """
 
         def encode() -> list[list[int]]:
@@ -396,11 +414,10 @@ class Sampler:
         documents = RankGroup(self.world).on_main(encode)
         ranks = self.world.size
         scores = [0.0] * len(documents)
-        for rank, own in enumerate(
-            self.world.gather(model.score(documents[self.world.rank :: ranks]))
-        ):
-            scores[rank::ranks] = own
-        numbers = [score if math.isfinite(score) else 0.0 for score in scores]
+        by_rank = self.world.gather(model.score(documents[self.world.rank :: ranks]))
+        for rank, scores_of_rank in enumerate(by_rank):
+            scores[rank::ranks] = scores_of_rank
+        finite_scores = [score if math.isfinite(score) else 0.0 for score in scores]
         failed = [place for place, score in enumerate(scores) if not math.isfinite(score)]
         if failed and self.recipe.rollout.on_bad_reward == "error":
             raise UserError(
@@ -408,11 +425,11 @@ class Sampler:
                 "that is no finite number (on_bad_reward: zero counts such completions and "
                 "continues)"
             )
-        return numbers, failed
+        return finite_scores, failed
 
 
 def read_rows(examples: Examples, ids: Ids) -> list[dict[str, Any]]:
-    """[completions]: the rows of the prompts `ids`."""
+    """Reads the data row of each example in `ids`, each distinct example once."""
     row_by_id = {
         example_id: examples.read_row(example_id) for example_id in np.unique(ids).tolist()
     }
@@ -420,7 +437,7 @@ def read_rows(examples: Examples, ids: Ids) -> list[dict[str, Any]]:
 
 
 def _count_flat_groups(rollout: Rollout) -> int:
-    """Counts the flat groups of a rollout, without those that it has dropped."""
+    """Counts the groups of a rollout whose rewards are all equal."""
     return int((rollout.deviations() == 0).sum())
 
 
@@ -430,34 +447,42 @@ class RolloutBatches:
 
     sampler: Sampler
     prompts: StoredBatches
-    # runs before the first update on a rollout; None where the loss needs nothing of before it
+    # Measures the sampled tokens before the first update on them; None: the loss needs no such
+    # columns.
     measure_tokens: MeasureTokens | None = None
-    # by prompts_step: what is still trained on; what is sampled ahead, and not rewarded yet
+    # By `prompts_step`: the rollouts of the current generation, and the requests that a server
+    # samples ahead of training.
     _held: dict[int, Rollout] = field(default_factory=dict)
     _requested: dict[int, RequestBatch] = field(default_factory=dict)
 
     def batches(
         self, from_step: int = 0, record: WriteLines = lambda lines: None
     ) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end, each made when it is asked for; the first
-        of a generation samples for all of it, or takes what was sampled ahead.
+        """Yields the step batches from `from_step` to the end, each made when it is asked for.
 
-        All ranks ask together.
+        All ranks ask together, because they sample together.
 
-        `record`: gets the lines of completions.jsonl of each step, on the main rank.
+        record: Called on the main rank with lines of completions.jsonl; see `step_batch`.
         """
         for step in range(from_step, self.prompts.steps):
             yield self.step_batch(step, record)
 
     def step_batch(self, step: int, record: WriteLines = lambda lines: None) -> StepBatch:
-        """This rank's share of the step, whose completions all ranks have sampled together."""
+        """Makes this rank's share of a step. At the first step of a generation, samples all of it.
+
+        All ranks call it.
+
+        record: Called on the main rank with the lines of completions.jsonl, at the first step that
+            trains on these completions.
+        """
         if self.schedule.begins_at(step):
             self._sample_generation(step)
         prompts_step, times_trained = self.schedule.find_prompts_step(step)
         rollout = self._held[prompts_step]
         if self.sampler.world.is_main and times_trained == 0:
             record(list(self._describe_lines(rollout, step)))
-        if self._samples_ahead:  # the weights of the next hand-over have had this step's update
+        if self._samples_ahead:
+            # The next hand-over of weights comes after this step's update.
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)
@@ -479,33 +504,35 @@ class RolloutBatches:
 
     @property
     def _engine(self) -> ServedEngine:
-        return cast(ServedEngine, self.sampler.engine)  # rules ask for a server
+        """The sampler's engine as that of a server. Only runs with a server use it."""
+        return cast(ServedEngine, self.sampler.engine)
 
     def _sample_generation(self, step: int) -> None:
         """Replaces the held rollouts by those of the generation that begins at `step`.
 
-        They are sampled now, or taken where the server has begun them at an earlier step, under
-        older weights.
+        The completions are sampled now, or taken from the server if it samples ahead.
         """
         self._held.clear()
-        taken: dict[int, list[Sampled]] = {}
+        sampled_ahead: dict[int, list[Sampled]] = {}
         if self._samples_ahead:
-            taken = self._take_and_submit_next(step)
+            sampled_ahead = self._take_and_submit_next(step)
         for prompts_step, first_trained_at in self.schedule.list_shares(step):
-            rollout = self._sample_step(prompts_step, first_trained_at, taken.get(prompts_step))
+            rollout = self._sample_step(
+                prompts_step, first_trained_at, sampled_ahead.get(prompts_step)
+            )
             if self.sampler.recipe.rollout.vllm_server_base_url is not None:
-                # the seconds of the latest hand-over: this share's own where it is sampled now
+                # The seconds of the latest hand-over, which may have been for a later generation.
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
             self._held[prompts_step] = rollout
 
     def _take_and_submit_next(self, step: int) -> dict[int, list[Sampled]]:
-        """Returns the completions that were sampled ahead for the generation at `step`, by the
-        steps of their prompts, and has the server begin those of the next generations that it has
-        not begun.
+        """Takes the completions of the generation at `step`, then submits the next generations.
 
-        Where nothing of this generation has begun, at the start of a run or after a resume, it is
-        submitted here too. After a resume the engine answers its requests from the checkpoint's
-        lines (`resume`), as far as they go.
+        At the start of a run and after a resume the generation at `step` is not in flight, and is
+        submitted here too. After a resume the engine answers requests from the checkpoint's lines
+        (`resume`) if they hold the completion. The next `max_staleness` generations are submitted.
+
+        Returns the completions by their `prompts_step`.
         """
         engine = self._engine
         engine.version = step
@@ -514,17 +541,17 @@ class RolloutBatches:
         if not has_begun:
             engine.hand_over()
             self._submit(shares)
-        taken = {share.prompts_step: engine.take(share.prompts_step) for share in shares}
-        engine.hand_over()  # what begins from here on has these weights
+        sampled = {share.prompts_step: engine.take(share.prompts_step) for share in shares}
+        engine.hand_over()  # the next generations begin with the current weights
         max_staleness = self.sampler.recipe.rollout.max_staleness
-        for later in self.schedule.list_later(step, max_staleness):
-            self._submit(self.schedule.list_shares(later))
-        return taken
+        for later_step in self.schedule.list_later(step, max_staleness):
+            self._submit(self.schedule.list_shares(later_step))
+        return sampled
 
     def _submit(self, shares: Iterable[Share]) -> None:
-        """Has the server begin completions of those shares that it has not begun.
+        """Has the server begin the completions of `shares`, except those that are in flight.
 
-        A share may be passed several times, once by each earlier generation. All ranks call it.
+        A share is in flight if an earlier generation has already submitted it. All ranks call it.
         """
         sampler = self.sampler
         for prompts_step, first_trained_at in shares:
@@ -540,28 +567,29 @@ class RolloutBatches:
                 sampling = sampler.choose_sampling()
                 if sampler.tools is None and batch.episodes is None:
                     self._engine.submit(prompts_step, batch.requests, sampling)
-                else:  # a thread of the main rank takes the turns, while all ranks train
+                else:  # a thread of the main rank samples turn by turn, while all ranks train
                     converse = partial(sampler.sample_alone, batch)
                     self._engine.converse(prompts_step, converse, sampling)
 
     def _sample_step(
-        self, prompts_step: int, first_trained_at: int, taken: list[Sampled] | None = None
+        self, prompts_step: int, first_trained_at: int, sampled_ahead: list[Sampled] | None = None
     ) -> Rollout:
-        """Samples and rewards completions of the prompts of a step, and measures their tokens where
-        the loss asks for that.
+        """Samples and rewards completions of the prompts of a step, and measures their tokens if
+        the loss needs that. All ranks call it.
 
         Args:
             prompts_step: The step whose prompts are drawn.
-            first_trained_at: The step that seeds the completions, the first that trains on them.
-            taken: On every rank the completions, if they were sampled ahead; None: they are sampled
-                now.
+            first_trained_at: The first step that trains on the completions; part of their seeds.
+            sampled_ahead: The completions, on every rank, if they were sampled ahead; None: they
+                are sampled now.
         """
         example_ids = np.concatenate(self.prompts.rows_of(prompts_step))
-        if taken is not None:
+        if sampled_ahead is not None:
             batch = self._requested.pop(prompts_step)
-            if batch.episodes is not None:  # they have changed the prompts, on the main rank alone
+            if batch.episodes is not None:
+                # Environments have changed the prompts, on the main rank alone.
                 batch.replace_prompts(RankGroup(self.sampler.world).on_main(batch.list_prompts))
-            rollout = self.sampler.reward(batch, taken, first_trained_at)
+            rollout = self.sampler.reward(batch, sampled_ahead, first_trained_at)
         else:
             rollout = self.sampler.roll_out(
                 self.prompts.examples,
@@ -576,18 +604,19 @@ class RolloutBatches:
         return replace(rollout, **self._collect_tokens(self.measure_tokens, rollout))
 
     def _replace_flat_groups(self, rollout: Rollout, example_ids: Ids, step: int) -> Rollout:
-        """Replaces flat groups by groups of other prompts, which may be flat too, until no group is
-        flat, no other prompt is left or the step has sampled `max_num_gen_batches` times. Then
-        drops the flat groups, unless all are flat.
+        """Replaces flat groups by groups of other prompts, then drops those that are still flat.
+
+        It samples other prompts until no group is flat, no prompt is left, or the step has sampled
+        `max_num_gen_batches` times. If all groups are flat at the end, it keeps them.
         """
         keys = self.sampler.recipe.rollout
         examples = self.prompts.examples
         generator = make_generator(self.sampler.recipe.run.seed, "other prompts", step)
-        drawn = generator.permutation(len(examples))
-        other_ids = iter(drawn[~np.isin(drawn, example_ids)])
+        shuffled_ids = generator.permutation(len(examples))
+        other_ids = iter(shuffled_ids[~np.isin(shuffled_ids, example_ids)])
         for _ in range(1, keys.max_num_gen_batches):
             ids = np.fromiter(islice(other_ids, _count_flat_groups(rollout)), np.int64)
-            if not len(ids):
+            if not len(ids):  # no group is flat, or no prompt is left
                 break
             more = self.sampler.roll_out(
                 examples, ids, step, keys.num_generations, prompts_before=rollout.sampled_groups
@@ -599,28 +628,30 @@ class RolloutBatches:
         return rollout.select(not_flat) if len(not_flat) else rollout
 
     def _collect_tokens(self, measure: MeasureTokens, rollout: Rollout) -> dict[str, Any]:
-        """Returns what `measure` finds by name, [completions][trained tokens] each, on every rank.
+        """Collects the columns of `measure` from all ranks: name -> [completions][trained tokens].
 
-        A resumed run may have other ranks, to which completions are dealt otherwise: so a number is
-        kept by its completion, not by its place in a micro-batch.
+        All ranks call it, and each returns all. Values are kept by completion rather than by place
+        in a micro-batch, because a run that resumes on other ranks deals completions differently.
         """
         batch = lay_out(rollout, self._row_options)
-        own: list[tuple[str, int, list[float]]] = []  # of this rank: name, completion, its numbers
-        for micro_batch, by_name in zip(batch.micro_batches, measure(batch), strict=True):
-            for name, values in by_name.items():
-                by_completion = collect_by_completion(micro_batch, values)
-                own += [(name, completion, each) for completion, each in by_completion.items()]
+        # (column's name, completion's place in the rollout, values), of this rank's completions
+        measured: list[tuple[str, int, list[float]]] = []
+        for micro_batch, columns in zip(batch.micro_batches, measure(batch), strict=True):
+            for name, column in columns.items():
+                for completion, values in collect_by_completion(micro_batch, column).items():
+                    measured.append((name, completion, values))
         collected: dict[str, dict[int, list[float]]] = {}
-        for name, completion, numbers in chain.from_iterable(self.sampler.world.gather(own)):
-            collected.setdefault(name, {})[completion] = numbers
+        for name, completion, values in chain.from_iterable(self.sampler.world.gather(measured)):
+            collected.setdefault(name, {})[completion] = values
         return {
             name: [by_completion[i] for i in range(len(rollout.sampled))]
             for name, by_completion in collected.items()
         }
 
     def describe_files(self, step: int) -> dict[str, bytes]:
-        """Returns the files of a checkpoint after `step` steps: the rollouts that later steps are
-        still to train on. Has the engine forget what only an older checkpoint needs.
+        """Returns a checkpoint's files by name: the completions that steps from `step` on need.
+
+        Also has the engine drop records that only older checkpoints need. The main rank calls it.
         """
         assert self.sampler.engine is not None
         self.sampler.engine.forget()
@@ -638,14 +669,14 @@ class RolloutBatches:
         return files
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Takes the rollouts of a verified checkpoint of `step` steps.
+        """Reads the completions of a verified checkpoint after `step` steps. All ranks call it.
 
-        Raises `UserError` where it lacks them.
+        Raises `UserError` if the checkpoint lacks completions that this generation still needs.
         """
         self._held.clear()
         if self._samples_ahead:
             self._engine.version = step
-            # submitted again, these requests are answered from here
+            # When these requests are submitted again, the engine answers them from the lines.
             self._engine.recall(_read_lines(checkpoint / IN_FLIGHT))
         if self.schedule.begins_at(step) or step >= self.prompts.steps:
             return
@@ -667,47 +698,49 @@ class RolloutBatches:
                 )
 
     def _describe_lines(self, rollout: Rollout, step: int) -> Iterator[dict[str, Any]]:
-        """A line of completions.jsonl for each completion of the first `log_completions` prompts;
-        `step` is 0-based.
+        """Yields a line of completions.jsonl for each completion of the first `log_completions`
+        prompts.
+
+        step: 0-based.
         """
         keys = self.sampler.recipe.rollout
         tokenizer = self.sampler.tokenizer
         names = self.sampler.reward_names
         advantages = describe_advantages(rollout, self.sampler.recipe)
-        logged = min(keys.log_completions * rollout.generations, len(rollout.sampled))
-        for i in range(logged):
-            each = rollout.sampled[i]
+        log_count = min(keys.log_completions * rollout.generations, len(rollout.sampled))
+        for i in range(log_count):
+            completion = rollout.sampled[i]
+            # nan is no JSON
             scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])
             line = {
                 "step": step + 1,
                 "prompt": tokenizer.decode(rollout.prompts[i]),
-                "completion": tokenizer.decode(each.token_ids),
-                "token_ids": each.token_ids,
-                "ended": each.ended.value,
+                "completion": tokenizer.decode(completion.token_ids),
+                "token_ids": completion.token_ids,
+                "ended": completion.ended.value,
             }
-            if each.tool_mask:
-                parts = _split_by_speaker(each, tokenizer)
-                line |= {"tool_mask": each.tool_mask, "parts": parts}
+            if completion.tool_mask:
+                parts = _split_by_speaker(completion, tokenizer)
+                line |= {"tool_mask": completion.tool_mask, "parts": parts}
             line["rewards"] = dict(zip(names, scores, strict=True))
             line["advantage"] = float(advantages[i])
             yield line
 
 
 def _encode_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
-    """The bytes of a file of JSON lines."""
+    """Encodes `lines` as the content of a JSON-lines file."""
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of a checkpoint; none where it has no such file."""
+    """Reads a JSON-lines file of a checkpoint; returns [] if there is no such file."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _split_by_speaker(completion: Sampled, tokenizer: Any) -> list[str]:
-    """Splits a completion into the model's words and the tools' answers (0 in `tool_mask`), in
-    turn.
-    """
-    parts = groupby(zip(completion.tool_mask, completion.token_ids, strict=True), itemgetter(0))
-    return [tokenizer.decode([token for _, token in each]) for _, each in parts]
+    """Splits a completion's text into what the model wrote and what tools answered, in order."""
+    masked_ids = zip(completion.tool_mask, completion.token_ids, strict=True)
+    parts = groupby(masked_ids, key=itemgetter(0))  # runs of tokens with the same speaker
+    return [tokenizer.decode([token for _, token in part]) for _, part in parts]

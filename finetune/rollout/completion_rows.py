@@ -1,8 +1,9 @@
 """Makes the rows of a step from completions: packs them behind their prompts, deals them to ranks,
-and adds the loss's columns.
+and adds the columns that the loss reads.
 
-A row may hold a prompt once for several completions of its group. Then the prompt is a document,
-and each completion is one that begins with the prompt's last token, which predicts its first.
+A row may hold a prompt once for several completions of its group. Then the prompt, without its last
+token, is a document. Each completion is a document that continues the prompt: it begins with the
+prompt's last token, which predicts the completion's first token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,26 +33,32 @@ from finetune.distributed.world import DataParallelRank
 from finetune.rollout.critic import find_targets
 from finetune.rollout.engine import Ended, Rollout, find_advantages
 
-# The fewest rows of a rank: with fewer and longer rows some ranks would get much less work.
+# Every rank keeps this many rows. With fewer and longer rows some ranks would get much less work.
 ROWS_OF_RANK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A prompt with its completion; or one of the two, where completions share a prompt."""
+    """A prompt with its completion; or only one of them, if completions share the prompt."""
 
     tokens: Example
-    first: int  # position of the first token; above 0 the document continues the prompt before it
+    # The first token's position in the prompt with its completion; above 0: this document continues
+    # the prompt document before it.
+    first: int
     completion: int | None  # the completion's place in the rollout; None for a prompt alone
     experts: NDArray[np.int16] | None = None  # [tokens, layers, chosen], as in `Sampled`
 
     @property
     def length(self) -> int:
+        """The number of tokens."""
         return len(self.tokens.input_ids)
 
 
 Piece = list[Document]
-"""One completion, or a prompt and all completions that share it. A piece lies in one row."""
+"""One completion behind its prompt, or a prompt and all completions that share it.
+
+A row holds a piece as a whole.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +69,50 @@ class RowOptions:
     rank: DataParallelRank
     pad_token_id: int
     shares_prompts: bool  # whether a row holds a prompt once for several completions
-    prompts: StoredBatches | None = None  # the data set of prompts, with their images
+    prompts: StoredBatches | None = None  # the prompts' data set, whose images are read
 
     @property
     def images(self) -> ImageProcessor | None:
-        """Reads the prompts' images; None where prompts have none."""
+        """The processor of the prompts' images; None if prompts have no images."""
         return None if self.prompts is None else self.prompts.images
 
 
 def make_step_batch(rollout: Rollout, options: RowOptions) -> StepBatch:
     """Makes this rank's micro-batches of completions, with the columns for loss and metrics."""
     batch = lay_out(rollout, options)
-    columns = _describe(rollout, options.recipe)
-    is_ahead = options.recipe.rollout.max_staleness > 0
-    of_tokens = rollout.of_tokens
+    completion_columns = _make_columns(rollout, options.recipe)
+    samples_ahead = options.recipe.rollout.max_staleness > 0
+    token_columns = dict(rollout.of_tokens)
     if options.recipe.method_facts.has_critic:
         targets = find_targets(rollout, options.recipe)
-        of_tokens |= {"token_advantages": targets.advantages, "returns": targets.returns}
-        explained = np.full(len(rollout.sampled), targets.explained_variance, np.float32)
-        columns["explained_variance"] = explained
+        token_columns |= {"token_advantages": targets.advantages, "returns": targets.returns}
+        # One number of the rollout, repeated for each completion.
+        explained_variance = np.full(len(rollout.sampled), targets.explained_variance, np.float32)
+        completion_columns["explained_variance"] = explained_variance
     micro_batches = tuple(
-        _attach(micro_batch, rollout, columns, of_tokens, is_ahead=is_ahead)
+        _add_columns(
+            micro_batch, rollout, completion_columns, token_columns, samples_ahead=samples_ahead
+        )
         for micro_batch in batch.micro_batches
     )
     return replace(batch, micro_batches=micro_batches)
 
 
 def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
-    """Makes this rank's micro-batches of completions without columns.
+    """Makes this rank's micro-batches of completions, without the columns of the loss.
 
-    Where completions share prompts, several rows of `max_length` may be packed as one longer row.
-    The `example_ids` of a micro-batch are places in the rollout, and each completion is a group.
+    The `example_ids` of a micro-batch are the completions' places in the rollout. In the batch's
+    count of groups each completion is one group. If completions share prompts, several rows of
+    `max_length` may be packed as one longer row.
     """
     rows_together = _count_rows_together(rollout, options)
-    row_tokens = rows_together * options.recipe.data.max_length
-    groups = _cut_groups(rollout, row_tokens if options.shares_prompts else 0)
-    pieces = [_make_piece(places, rollout, options) for places in groups]
+    most_tokens = 0
+    if options.shares_prompts:
+        most_tokens = rows_together * options.recipe.data.max_length
+    pieces = [_make_piece(places, rollout, options) for places in _cut_groups(rollout, most_tokens)]
     micro_batches = []
-    for dealt in _deal_pieces(pieces, rows_together, options):
-        micro_batch = _make_micro_batch(dealt, options)
+    for micro_batch_pieces in _deal_pieces(pieces, rows_together, options):
+        micro_batch = _make_micro_batch(micro_batch_pieces, options)
         micro_batches.append(_add_images(micro_batch, rollout, options))
     documents = [document for piece in pieces for document in piece]
     trained_tokens = sum(
@@ -113,6 +125,7 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
         tokens=sum(document.length for document in documents),
         trained_tokens=trained_tokens,
         chosen_tokens=trained_tokens,
+        # A completion that continues a prompt attends to the prompt's tokens too.
         squared_tokens=sum((each.first + each.length) ** 2 - each.first**2 for each in documents),
         groups=len(rollout.sampled),
     )
@@ -121,9 +134,9 @@ def lay_out(rollout: Rollout, options: RowOptions) -> StepBatch:
 def _deal_pieces(
     pieces: Sequence[Piece], rows_together: int, options: RowOptions
 ) -> Iterator[list[Piece]]:
-    """Packs `pieces` into rows and yields those of each of this rank's micro-batches.
+    """Packs `pieces` into rows, and yields the pieces of each of this rank's micro-batches.
 
-    rows_together: How many rows of `max_length` are packed as one.
+    rows_together: How many rows of `max_length` are packed as one longer row.
     """
     recipe = options.recipe
     rank = options.rank
@@ -134,60 +147,67 @@ def _deal_pieces(
         max_length=rows_together * recipe.data.max_length,
         global_batch_size=len(pieces),
     )
-    rows = arrange_epoch(lengths, config, 1, 0)
-    size = recipe.batch.per_device_train_batch_size // rows_together
-    for ids in deal_rows([rows[row] for row in range(len(rows))], rank.rank, rank.size, size):
+    # The pieces are an epoch of a single step, in which no pieces have to stay side by side.
+    rows = arrange_epoch(lengths, config, group_size=1, epoch=0)
+    micro_batch_rows = recipe.batch.per_device_train_batch_size // rows_together
+    for ids in deal_rows(
+        [rows[row] for row in range(len(rows))], rank.rank, rank.size, micro_batch_rows
+    ):
         yield [pieces[i] for i in ids]
 
 
 def _count_rows_together(rollout: Rollout, options: RowOptions) -> int:
-    """Counts the rows of a micro-batch that are packed as one longer row.
+    """Chooses how many rows of a micro-batch are packed as one longer row.
 
-    A longer row holds more of the completions that share a prompt. Each rank keeps at least
-    ROWS_OF_RANK rows.
+    A longer row can hold more of the completions that share a prompt. The number divides the
+    micro-batch, and by the sampled tokens leaves each rank at least ROWS_OF_RANK rows.
     """
     if not options.shares_prompts:
         return 1
     recipe = options.recipe
     tokens = sum(len(completion.token_ids) for completion in rollout.sampled)
-    size = recipe.batch.per_device_train_batch_size
-    most = tokens // (ROWS_OF_RANK * options.rank.size * recipe.data.max_length)
+    micro_batch_rows = recipe.batch.per_device_train_batch_size
+    most_rows = tokens // (ROWS_OF_RANK * options.rank.size * recipe.data.max_length)
     return max(
-        rows for rows in range(1, size + 1) if rows == 1 or (rows <= most and size % rows == 0)
+        rows
+        for rows in range(1, micro_batch_rows + 1)
+        if rows == 1 or (rows <= most_rows and micro_batch_rows % rows == 0)
     )
 
 
-def _cut_groups(rollout: Rollout, most: int) -> Iterator[list[int]]:
-    """Yields the places of completions that share a prompt: those of a group that fit together.
+def _cut_groups(rollout: Rollout, most_tokens: int) -> Iterator[list[int]]:
+    """Cuts each group into completions that share a prompt within one row, and yields their places.
 
-    most: The tokens into which they fit with their prompt once.
+    most_tokens: The most tokens of a prompt and the completions that share it; 0: none share one.
     """
-    for group in range(0, len(rollout.sampled), rollout.generations):
+    for group_start in range(0, len(rollout.sampled), rollout.generations):
         together: list[int] = []
         tokens = 0
-        for place in range(group, group + rollout.generations):
+        for place in range(group_start, group_start + rollout.generations):
             prompt = rollout.prompts[place]
-            # An environment may give each completion another prompt.
-            is_shared = len(prompt) > 1 and rollout.prompts[(*together, place)[0]] == prompt
-            # The prompt's last token predicts the completion's first one.
-            own = 1 + len(rollout.sampled[place].token_ids)
-            if together and (not is_shared or tokens + own > most):
-                yield together
-                together = []
+            # The prompt's last token comes again before each completion, whose first it predicts.
+            completion_tokens = 1 + len(rollout.sampled[place].token_ids)
+            if together:
+                # An environment may give each completion of a group another prompt. Of a prompt of
+                # one token nothing is left to share.
+                can_share = len(prompt) > 1 and rollout.prompts[together[0]] == prompt
+                if not can_share or tokens + completion_tokens > most_tokens:
+                    yield together
+                    together = []
             if not together:
                 tokens = len(prompt) - 1
-            tokens += own
+            tokens += completion_tokens
             together.append(place)
         yield together
 
 
 def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) -> Piece:
-    """Makes the documents of the completions at `places`, which have one prompt.
+    """Makes the documents of the completions at `places`, which have the same prompt.
 
-    The prompt of one completion is the beginning of its document. The prompt of several is a
+    A single completion is one document with its prompt. Several completions get the prompt as a
     document before theirs.
     """
-    *prompt, last = rollout.prompts[places[0]]
+    *prompt, last_prompt_id = rollout.prompts[places[0]]
     prompt_labels = [IGNORE_INDEX] * len(prompt)
     is_shared = len(places) > 1
     masks_truncated = options.recipe.rollout.mask_truncated_completions
@@ -200,11 +220,11 @@ def _make_piece(places: Sequence[int], rollout: Rollout, options: RowOptions) ->
     for place in places:
         completion = rollout.sampled[place]
         is_learned = not (masks_truncated and completion.ended is Ended.CUT)
-        ids = [last, *completion.token_ids]
-        # A completion ends where the model samples an image's token. Nothing reads that token; as
-        # an input it would need an image.
+        ids = [last_prompt_id, *completion.token_ids]
+        # A completion ends where the model samples an image token. As an input, this token would
+        # need an image, so another id takes its place: no label follows the last input.
         if ids[-1] in image_ids:
-            ids[-1] = last
+            ids[-1] = last_prompt_id
         labels = [*completion.labels(is_learned=is_learned), IGNORE_INDEX]
         if not is_shared:
             ids = prompt + ids
@@ -221,22 +241,22 @@ def _make_document(
     completion: int | None,
     experts: NDArray[np.int16] | None,
 ) -> Document:
-    """Makes a document of `ids`.
+    """Makes a document of the tokens `ids` of a prompt, of a completion, or of both.
 
     Args:
-        ids: The tokens of a prompt, of a completion, or of both.
-        labels: The labels of `ids`.
+        ids: The token ids.
+        labels: One for each of the `ids`.
         first: The position of `ids[0]` in the prompt with its completion.
         completion: The completion's place in the rollout; None for a prompt alone.
-        experts: The experts of all tokens of the prompt and the completion.
+        experts: [tokens, layers, chosen], of the prompt with its completion; None: not recorded.
     """
-    own = None if experts is None else experts[first : first + len(ids)]
+    document_experts = None if experts is None else experts[first : first + len(ids)]
     tokens = Example(np.array(ids, np.int32), np.array(labels, np.int32))
-    return Document(tokens, first, completion, own)
+    return Document(tokens, first, completion, document_experts)
 
 
 def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatch:
-    """Makes a micro-batch whose examples are the completions of `pieces`; without any, a filler."""
+    """Makes a micro-batch whose examples are the completions of `pieces`; a filler if empty."""
     documents = [document for piece in pieces for document in piece]
     tokens = [document.tokens for document in documents]
     packing = options.recipe.data.packing
@@ -252,13 +272,13 @@ def _make_micro_batch(pieces: Sequence[Piece], options: RowOptions) -> MicroBatc
     micro_batch = replace(
         micro_batch, example_ids=completions, experts=_lay_out_experts(micro_batch, documents)
     ).with_documents()
-    if len(completions) == len(documents):
+    if len(completions) == len(documents):  # no prompt is a document
         return micro_batch
     return _continue_prompts(micro_batch, documents)
 
 
 def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) -> MicroBatch:
-    """Adds the images of the completions' prompts, where prompts have images."""
+    """Adds the images of the completions' prompts, if prompts have images."""
     if options.prompts is None or options.images is None:
         return micro_batch
     ids = rollout.example_ids[list(micro_batch.example_ids)].tolist()
@@ -266,41 +286,51 @@ def _add_images(micro_batch: MicroBatch, rollout: Rollout, options: RowOptions) 
 
 
 def _lay_out_experts(micro_batch: MicroBatch, documents: Sequence[Document]) -> Tensor | None:
-    """Returns the experts of `documents` at their tokens' places, -1 elsewhere.
+    """Lays out the documents' experts as the micro-batch's tokens lie.
 
-    Returns int16[rows, tokens, layers, chosen], or None where no document has experts.
+    Returns int16[rows, tokens, layers, chosen], or None if no document has recorded experts. Tokens
+    without recorded experts have -1.
     """
-    known = [document.experts for document in documents if document.experts is not None]
-    if not known:
+    recorded = [document.experts for document in documents if document.experts is not None]
+    if not recorded:
         return None
     rows, tokens = micro_batch.input_ids.shape
-    laid_out = torch.full((rows * tokens, *known[0].shape[1:]), -1, dtype=torch.int16)
+    _, layers, chosen = recorded[0].shape
+    experts = torch.full((rows * tokens, layers, chosen), -1, dtype=torch.int16)
     start = 0
-    for row, document in enumerate(documents):
-        if not micro_batch.packed_lengths:
-            start = row * tokens
+    for index, document in enumerate(documents):
+        if micro_batch.packed_lengths is None:  # each document has a row
+            start = index * tokens
         if document.experts is not None:
-            laid_out[start : start + document.length] = torch.from_numpy(document.experts)
+            experts[start : start + document.length] = torch.from_numpy(document.experts)
         start += document.length
-    return laid_out.view(rows, tokens, *laid_out.shape[1:])
+    return experts.view(rows, tokens, layers, chosen)
 
 
 def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) -> MicroBatch:
-    """Lets the completions of a packed micro-batch continue the prompt before them."""
+    """Marks the completions of a packed micro-batch as continuing the prompt before them.
+
+    Positions continue, too, and only completions stay examples: prompts that are documents do not
+    count in `document_lengths` and `trained_documents`.
+    """
     assert micro_batch.packed_lengths is not None and micro_batch.trained_documents is not None
-    padding = len(micro_batch.packed_lengths) - len(documents)  # a document of its own, or none
-    firsts = np.array([document.first for document in documents] + [0] * padding)
+    # The row's padding is a document; there is none if the tokens fill the row.
+    padding_documents = len(micro_batch.packed_lengths) - len(documents)
+    firsts = np.array([document.first for document in documents] + [0] * padding_documents)
     positions = micro_batch.position_ids + torch.from_numpy(
         np.repeat(firsts, micro_batch.packed_lengths)
     )
     continued: list[int | None] = []
-    prompt = 0
-    for place, first in enumerate(firsts.tolist()):
-        prompt = prompt if first else place
-        continued.append(prompt if first else None)
+    prompt_index = 0
+    for index, first in enumerate(firsts.tolist()):
+        if first > 0:
+            continued.append(prompt_index)
+        else:
+            prompt_index = index
+            continued.append(None)
     is_completion = np.array([document.completion is not None for document in documents])
-    # each document's place among the completions; of a prompt any
-    place_of_document = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))
+    # Each document's index among the completions. A prompt has no labels, so any index will do.
+    completion_index = torch.from_numpy(np.maximum(is_completion.cumsum() - 1, 0))
     return replace(
         micro_batch,
         position_ids=positions,
@@ -308,14 +338,14 @@ def _continue_prompts(micro_batch: MicroBatch, documents: Sequence[Document]) ->
         document_lengths=tuple(
             document.length for document in documents if document.completion is not None
         ),
-        trained_documents=place_of_document[micro_batch.trained_documents],
+        trained_documents=completion_index[micro_batch.trained_documents],
     )
 
 
-def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """Returns the columns that the loss and the metrics read.
+def _make_columns(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
+    """Makes the columns of completions that the loss and the metrics read: fp32[completions].
 
-    They are fp32[completions], "scores" is fp32[completions, functions].
+    "scores" is fp32[completions, rewards]. A number of the whole rollout is repeated.
     """
     count = len(rollout.sampled)
     columns = {
@@ -338,45 +368,56 @@ def _describe(rollout: Rollout, recipe: Recipe) -> dict[str, NDArray[np.float32]
     return {name: np.asarray(values, np.float32) for name, values in columns.items()}
 
 
-def _attach(
+def _add_columns(
     micro_batch: MicroBatch,
     rollout: Rollout,
-    columns: Mapping[str, NDArray[np.float32]],
-    of_tokens: Mapping[str, Sequence[Sequence[float]]],
+    completion_columns: Mapping[str, NDArray[np.float32]],
+    token_columns: Mapping[str, Sequence[Sequence[float]]],
     *,
-    is_ahead: bool,
+    samples_ahead: bool,
 ) -> MicroBatch:
-    """Adds columns to a micro-batch of `lay_out`, and makes prompts its examples.
+    """Adds the columns of a micro-batch's completions and tokens, and makes prompts its examples.
 
-    Columns of tokens are fp32[positions]: "sampled", the log-probability under the sampler, and
-    "versions", the step whose weights sampled the token.
+    Columns of tokens are fp32[positions]. Besides `token_columns` they are "sampled", the token's
+    log-probability under the sampler, and "versions", the step whose weights sampled the token.
 
     Args:
-        micro_batch: Its examples are places in the rollout.
+        micro_batch: One of `lay_out`, whose `example_ids` are places in the rollout.
         rollout: The step's completions.
-        columns: By name, a value for each completion of the rollout.
-        of_tokens: By name, a value for each token of each completion; without any, no column.
-        is_ahead: Whether sampling runs ahead of training, so that "versions" is needed.
+        completion_columns: Name -> a value for each completion of the rollout.
+        token_columns: Name -> a value for each trained token of each completion; an empty one is
+            left out.
+        samples_ahead: Whether completions may come from older weights; only then "versions" is
+            added.
     """
     places = list(micro_batch.example_ids)
     tensors = {
         "sampled": _spread(micro_batch, [each.log_probabilities for each in rollout.sampled])
     }
-    if is_ahead:
+    if samples_ahead:
         tensors["versions"] = _spread(micro_batch, [each.versions for each in rollout.sampled])
-    tensors |= {name: _spread(micro_batch, values) for name, values in of_tokens.items() if values}
-    tensors |= {name: torch.from_numpy(values[places]) for name, values in columns.items()}
+    for name, values in token_columns.items():
+        if values:
+            tensors[name] = _spread(micro_batch, values)
+    for name, column in completion_columns.items():
+        tensors[name] = torch.from_numpy(column[places])
     return replace(
         micro_batch, columns=tensors, example_ids=tuple(rollout.example_ids[places].tolist())
     )
 
 
 def _spread(micro_batch: MicroBatch, by_completion: Sequence[Sequence[float]]) -> Tensor:
-    """Puts each completion's values at the positions of its trained tokens: fp32[positions]."""
+    """Spreads each completion's values over the positions of its trained tokens.
+
+    by_completion: [completions of the rollout][sampled tokens].
+
+    Returns fp32[positions], 0 at positions without a label.
+    """
     has_label, counts = _count_labels(micro_batch)
     values: list[float] = []
     for place, count in zip(micro_batch.example_ids, counts, strict=True):
-        values += by_completion[place][:count]  # `count` is 0 where a completion is not trained on
+        # All values, or none: a completion that is not trained on has values but no labels.
+        values += by_completion[place][:count]
     return torch.zeros(len(has_label)).masked_scatter(
         has_label, torch.tensor(values, dtype=torch.float32)
     )
@@ -389,18 +430,23 @@ def collect_by_completion(micro_batch: MicroBatch, values: Tensor) -> dict[int, 
         micro_batch: One of `lay_out`.
         values: [positions].
 
-    Returns the completion's place in the rollout -> its values.
+    Returns:
+        A completion's place in the rollout -> its values: [trained tokens].
     """
     has_label, counts = _count_labels(micro_batch)
     by_completion = torch.split(values[has_label], counts)
     return {
-        place: own.tolist()
-        for place, own in zip(micro_batch.example_ids, by_completion, strict=True)
+        place: completion_values.tolist()
+        for place, completion_values in zip(micro_batch.example_ids, by_completion, strict=True)
     }
 
 
 def _count_labels(micro_batch: MicroBatch) -> tuple[Tensor, list[int]]:
-    """Returns (which positions have a label, bool[positions]; the labels of each completion)."""
+    """Counts each completion's labels.
+
+    Returns:
+        (bool[positions]: whether the position has a label; [completions]: the number of labels).
+    """
     assert micro_batch.trained_documents is not None
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
     counts = torch.bincount(

@@ -1,5 +1,5 @@
-"""The engines that sample completions, as protocols, and the completions: requests, tokens,
-log-probabilities, rewards, advantages.
+"""The types of sampling: requests, completions, rollouts with their rewards and advantages, and the
+protocols of the engines that sample.
 """
 
 import base64
@@ -24,42 +24,42 @@ class Ended(Enum):
     """Why a completion ended."""
 
     STOPPED = "stopped"  # its last token ends the turn
-    CUT = "cut"  # it has max_completion_length tokens
-    ABORTED = "aborted"  # the weights changed before its end
+    CUT = "cut"  # max_completion_length leaves no room for more
+    ABORTED = "aborted"  # a change of the server's weights interrupted it
 
 
 class Request(NamedTuple):
     """One completion to sample."""
 
     prompt_ids: tuple[int, ...]
-    # The seed of its random numbers, which do not depend on the requests beside it: the run's seed,
-    # the step, the prompt's place in the step, the completion's number, and that of its part.
+    # The run's seed, the step, the prompt's number in the step and the completion's number in its
+    # group. A request that continues a completion has one more number. Random numbers depend on
+    # this seed alone, not on the other requests.
     seed: tuple[int, ...]
-    max_tokens: int | None = None  # where it is less than that of the `Sampling`
-    images: tuple[EncodedImage, ...] = ()  # the prompt's
+    max_tokens: int | None = None  # a limit of this request; None: that of the `Sampling`
+    images: tuple[EncodedImage, ...] = ()  # of the prompt
 
     def draw_uniforms(self, tokens: int) -> Floats:
-        """Draws a number in [0, 1) for each token: float64[tokens]."""
+        """Draws a number in [0, 1) for each token: fp64[tokens]."""
         entropy = np.random.SeedSequence([*self.seed, *b"rollout"])
         return np.random.Generator(np.random.Philox(entropy)).random(tokens)
 
     def draw_seed(self) -> int:
-        """Draws an int64 seed for a server that draws its own numbers."""
-        return int(
-            np.random.SeedSequence([*self.seed, *b"rollout"]).generate_state(1, np.uint64)[0] >> 1
-        )
+        """Draws a seed of 63 bits for a server, which draws the random numbers itself."""
+        entropy = np.random.SeedSequence([*self.seed, *b"rollout"])
+        return int(entropy.generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn: always from the whole vocabulary, which is what is trained."""
+    """How tokens are drawn: always from the whole vocabulary, the distribution that is trained."""
 
-    max_tokens: int
+    max_tokens: int  # of a completion, unless its request has a limit
     temperature: float = 1.0
-    greedy: bool = False
+    greedy: bool = False  # takes the likeliest token
 
     def limit(self, request: Request) -> int:
-        """The most tokens that a completion may have."""
+        """Returns the most tokens that the completion of `request` may have."""
         return request.max_tokens or self.max_tokens
 
 
@@ -67,24 +67,28 @@ class Sampling:
 class Sampled:
     """A completion. It may have several sampled turns with the answers of tools between them."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # those of tools' answers included
     # of each sampled token, under the distribution from which it was sampled
     log_probabilities: list[float]
     entropy: float  # nats, summed over the sampled tokens
     ended: Ended
-    tool_mask: list[int] = field(default_factory=list)  # 1 sampled, 0 a tool's; empty: all sampled
+    # for each token 1 if it was sampled, 0 if a tool answered it; empty: all were sampled
+    tool_mask: list[int] = field(default_factory=list)
     calls: int = 0  # calls of tools
-    failed_calls: int = 0  # calls that an error answered
-    # For each sampled token the step whose weights sampled it; empty: those of the step itself.
+    failed_calls: int = 0  # calls whose answer is an error
+    # for each sampled token the step whose weights sampled it; empty: nothing is sampled ahead
     versions: list[int] = field(default_factory=list)
-    cuts: int = 0  # how often a change of weights or the end of a run interrupted it
-    dropped: int = 0  # tokens that were sampled before an interruption and are not part of it
-    # int16[tokens of prompt and completion, layers, chosen]: the experts of each token, -1 for the
-    # last, which the model has not read; None where the recipe does not replay them
+    cuts: int = 0  # how often a change of weights or the end of a run interrupted the sampling
+    dropped: int = 0  # tokens that were sampled before an interruption, and then dropped
+    # int16[tokens of prompt and completion, layers, chosen]: the experts of each token; -1 for the
+    # last token, which the model has not read. None: the recipe does not replay experts.
     experts: NDArray[np.int16] | None = field(default=None, compare=False)
 
     def labels(self, *, is_learned: bool) -> list[int]:
-        """The labels: sampled tokens, IGNORE_INDEX for a tool's; none unless it `is_learned`."""
+        """Returns the labels: a sampled token is its label, a tool's token has IGNORE_INDEX.
+
+        is_learned: Whether the completion is trained on; if not, all labels are IGNORE_INDEX.
+        """
         if not is_learned:
             return [IGNORE_INDEX] * len(self.token_ids)
         mask = self.tool_mask or [1] * len(self.token_ids)
@@ -94,26 +98,28 @@ class Sampled:
         ]
 
     def last_turn(self) -> list[int]:
-        """The tokens sampled after the last answer of a tool."""
-        return self.token_ids[max(np.flatnonzero(np.array(self.tool_mask) == 0), default=-1) + 1 :]
+        """Returns the tokens sampled after the last answer of a tool; all tokens without any."""
+        tool_places = np.flatnonzero(np.array(self.tool_mask) == 0)
+        last_tool_place = max(tool_places, default=-1)
+        return self.token_ids[last_tool_place + 1 :]
 
-    def extend(self, given: list[int], more: "Sampled") -> "Sampled":
-        """Appends tokens `given` to the model, such as a tool's answer, and the turn after them."""
+    def extend(self, answer_ids: list[int], more: "Sampled") -> "Sampled":
+        """Appends the tokens of a tool's answer, and then the turn that was sampled after it."""
         mask = self.tool_mask or [1] * len(self.token_ids)
         return replace(
             self,
-            token_ids=self.token_ids + given + more.token_ids,
+            token_ids=self.token_ids + answer_ids + more.token_ids,
             log_probabilities=self.log_probabilities + more.log_probabilities,
             entropy=self.entropy + more.entropy,
             ended=more.ended,
-            tool_mask=mask + [0] * len(given) + [1] * len(more.token_ids),
+            tool_mask=mask + [0] * len(answer_ids) + [1] * len(more.token_ids),
             versions=self.versions + more.versions,
             cuts=self.cuts + more.cuts,
             dropped=self.dropped + more.dropped,
         )
 
     def join(self, more: "Sampled") -> "Sampled":
-        """Appends what was sampled after an interruption."""
+        """Appends the tokens that were sampled after an interruption of the same turn."""
         return replace(
             self,
             token_ids=self.token_ids + more.token_ids,
@@ -124,7 +130,7 @@ class Sampled:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The completion as values of JSON, for `of_json`."""
+        """Returns the completion as values of JSON, which `of_json` reads."""
         values = {name: getattr(self, name) for name in self.__slots__}
         values |= {"ended": self.ended.value}
         del values["experts"]
@@ -134,78 +140,79 @@ class Sampled:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:
-        """Reads what `as_json` returned."""
-        read: dict[str, Any] = {**values, "ended": Ended(values["ended"])}
-        if read.get("experts") is not None:
-            read["experts"] = _read_experts(read["experts"])
-        return cls(**read)
+        """Makes the completion from the values that `as_json` returned."""
+        fields: dict[str, Any] = {**values, "ended": Ended(values["ended"])}
+        if fields.get("experts") is not None:
+            fields["experts"] = _read_experts(fields["experts"])
+        return cls(**fields)
 
 
 def _write_experts(experts: NDArray[np.int16]) -> dict[str, Any]:
+    """Writes an array as values of JSON: its shape, and its little-endian bytes in base64."""
     data = base64.b64encode(experts.astype("<i2").tobytes()).decode()
     return {"shape": list(experts.shape), "int16": data}
 
 
-def _read_experts(written: Mapping[str, Any]) -> NDArray[np.int16]:
-    data = np.frombuffer(base64.b64decode(written["int16"]), "<i2")
-    return data.reshape(written["shape"]).astype(np.int16)
+def _read_experts(values: Mapping[str, Any]) -> NDArray[np.int16]:
+    """Reads the array that `_write_experts` wrote."""
+    data = np.frombuffer(base64.b64decode(values["int16"]), "<i2")
+    return data.reshape(values["shape"]).astype(np.int16)
 
 
 class Engine(Protocol):
-    """Samples completions from the weights in training, as they are now."""
+    """Samples completions from the current weights of the model in training."""
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """Samples a completion for each request, in order.
 
-        All ranks call it, each with its own requests.
+        All ranks call it, each with its own requests; ranks of one tensor parallel group have the
+        same ones.
         """
 
     def forget(self) -> None:
-        """Drops records from before the last checkpoint, which no resumed run needs any more.
-
-        The main rank calls it.
-        """
+        """Drops records that no resumed run will need. The main rank calls it."""
 
 
 Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]
-"""Samples completions in several turns. Its argument is a function that samples for requests."""
+"""Samples completions of several turns, by the function that it gets: requests -> one turn each."""
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine with a server that gets copies of the weights and samples while the model trains.
+    """An engine with a server that gets copies of the weights, and samples while the model trains.
 
-    prompts_step: The step whose prompts the completions continue.
+    In its methods, `prompts_step` is the step whose prompts the completions continue.
     """
 
     hand_over_seconds: float  # how long the last hand-over took
-    version: int  # the number of optimizer steps after which the current weights were taken
+    version: int  # the number of optimizer steps that the model's current weights have had
 
     def hand_over(self) -> None:
         """Gives the server the current weights, unless it has them. All ranks call it."""
 
     def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample completions of `requests` from the weights handed over."""
+        """Begins to sample a completion of each request from the weights that the server has."""
 
     def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
         """Begins to sample completions by `converse`, in a thread of the main rank."""
 
     def is_in_flight(self, prompts_step: int) -> bool:
-        """Whether completions of that step have been begun."""
+        """Returns whether completions of that step have been begun. All ranks call it."""
 
     def take(self, prompts_step: int) -> list[Sampled]:
         """Waits for the completions of that step; returns them on every rank. All ranks call it."""
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields a line of JSON for each completion that was begun, on the main rank."""
+        """Yields a line of JSON for each request that was begun, on the main rank."""
 
     def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Takes completions from a checkpoint's lines, so that they are not sampled again."""
+        """Reads completions from the lines of a checkpoint, so that they are not sampled again."""
 
 
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation before a division by it, as in TRL
-# the fields of a rollout that are one number
+# Fields of `Rollout` that are one number of all completions:
 OF_ALL = ("failures", "generations", "sampled_groups", "flat_groups")
-OF_TOKENS = ("old", "reference", "values")  # the fields with a number for each trained token
+# Fields of `Rollout` with a number for each trained token:
+OF_TOKENS = ("old", "reference", "values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,41 +222,44 @@ class Rollout:
     A group is the completions of one prompt.
     """
 
-    example_ids: NDArray[np.int64]  # [completions]: the prompts' places in the data set
+    example_ids: NDArray[np.int64]  # [completions]: the places of their prompts in the data set
     prompts: list[list[int]]  # [completions][tokens]
-    sampled: list[Sampled]
-    scores: Floats  # [completions, reward functions]; nan: no score
-    rewards: Floats  # [completions]: the weighted sum of the scores; nan: no score
-    failures: int  # completions of which a score failed: a function, an environment or a model
-    generations: int
-    sampled_groups: int  # with the groups that were dropped
+    sampled: list[Sampled]  # [completions]
+    scores: Floats  # [completions, rewards]; nan: no score
+    rewards: Floats  # [completions]: the weighted sum of the scores; nan: no score at all
+    failures: int  # completions with at least one score that failed and became 0
+    generations: int  # completions of each prompt
+    sampled_groups: int  # the groups that were sampled, including those that were dropped
     flat_groups: int  # sampled groups whose rewards are all equal
     hand_over_seconds: float = 0.0  # how long the server's last hand-over of weights took
-    # [completions][trained tokens], from before the first update on them; empty where the loss
-    # needs none: log-probabilities in training and of the reference, and the critic's values.
-    old: list[list[float]] = field(default_factory=list)
-    reference: list[list[float]] = field(default_factory=list)
-    values: list[list[float]] = field(default_factory=list)
+    # [completions][trained tokens], measured before the first update on the rollout; empty if the
+    # loss does not need them:
+    old: list[list[float]] = field(default_factory=list)  # log-probabilities of the trained model
+    reference: list[list[float]] = field(default_factory=list)  # those of the reference
+    values: list[list[float]] = field(default_factory=list)  # of the critic
 
     @property
     def of_tokens(self) -> dict[str, list[list[float]]]:
-        """The fields of `OF_TOKENS` by name."""
+        """The fields of `OF_TOKENS` by name, in a new dict."""
         return {name: getattr(self, name) for name in OF_TOKENS}
 
     def select(self, groups: NDArray[np.int64]) -> "Rollout":
-        """The rollout of the groups at these places."""
-        kept = (groups[:, None] * self.generations + np.arange(self.generations)).ravel()
+        """Returns a rollout of only the groups at the places `groups`, in that order.
+
+        The counts of sampled and flat groups and of failures stay.
+        """
+        places = (groups[:, None] * self.generations + np.arange(self.generations)).ravel()
         return replace(
             self,
-            example_ids=self.example_ids[kept],
-            prompts=[self.prompts[i] for i in kept],
-            sampled=[self.sampled[i] for i in kept],
-            scores=self.scores[kept],
-            rewards=self.rewards[kept],
+            example_ids=self.example_ids[places],
+            prompts=[self.prompts[i] for i in places],
+            sampled=[self.sampled[i] for i in places],
+            scores=self.scores[places],
+            rewards=self.rewards[places],
         )
 
     def join(self, more: "Rollout") -> "Rollout":
-        """Appends the groups of `more`."""
+        """Appends the groups of `more`, and adds its counts."""
         return replace(
             self,
             example_ids=np.concatenate((self.example_ids, more.example_ids)),
@@ -263,26 +273,27 @@ class Rollout:
         )
 
     def deviations(self) -> Floats:
-        """The standard deviation of each group's rewards: [groups]."""
-        return np.array([_deviation(group) for group in self.rewards.reshape(-1, self.generations)])
+        """Computes the standard deviation of each group's rewards: fp64[groups]; 0: it is flat."""
+        groups = self.rewards.reshape(-1, self.generations)
+        return np.array([_deviation(group) for group in groups])
 
     def describe_lines(self, tokenizer: Any) -> Iterator[dict[str, Any]]:
-        """Yields a line for each completion.
+        """Yields a line of JSON for each completion.
 
-        `finetune inspect` reads it as a row with a prompt and a completion, `of_lines` as part of
-        the rollout.
+        `of_lines` makes the rollout of the lines. `finetune inspect` reads a line as a data row,
+        with a prompt and a completion.
         """
         of_all = {name: getattr(self, name) for name in OF_ALL}
-        for i, each in enumerate(self.sampled):
+        for i, completion in enumerate(self.sampled):
             of_tokens = {
                 name: values[i] if values else None for name, values in self.of_tokens.items()
             }
             yield {
                 "prompt": tokenizer.decode(self.prompts[i]),
-                "completion": tokenizer.decode(each.token_ids),
+                "completion": tokenizer.decode(completion.token_ids),
                 "example_id": int(self.example_ids[i]),
                 "prompt_ids": self.prompts[i],
-                "sampled": each.as_json(),
+                "sampled": completion.as_json(),
                 "scores": [_none_for_nan(score) for score in self.scores[i].tolist()],
                 "reward": _none_for_nan(float(self.rewards[i])),
                 **of_tokens,
@@ -291,7 +302,7 @@ class Rollout:
 
     @classmethod
     def of_lines(cls, lines: Sequence[Mapping[str, Any]]) -> Self:
-        """Makes the rollout from the lines of `describe_lines`."""
+        """Makes a rollout of the lines that `describe_lines` yielded; there is at least one."""
         of_tokens: dict[str, Any] = {}
         for name in OF_TOKENS:
             of_tokens[name] = [line[name] for line in lines if line.get(name) is not None]
@@ -311,29 +322,28 @@ def _none_for_nan(value: float) -> float | None:
 
 
 def compute_advantages(rewards: Floats, generations: int, baseline: str, scale: str) -> Floats:
-    """Computes by how much each reward is above its baseline; 0 where there is no reward.
+    """Computes by how much each reward is above its baseline: fp64[completions].
+
+    The advantage is 0 for a completion without a reward.
 
     Args:
-        rewards: [completions], group after group; nan where there is none.
+        rewards: [completions], group after group; nan: no reward.
         generations: The completions of a group.
-        baseline: The loss's `PolicyLoss.baseline`.
-        scale: The recipe's `scale_rewards`.
-
-    Returns:
-        [completions].
+        baseline: `PolicyLoss.baseline`: the mean of the group's other rewards ("others"), of all
+            rewards ("step"), or else of the group's rewards.
+        scale: The recipe's `scale_rewards`, which applies to the last of these baselines.
     """
     groups = rewards.reshape(-1, generations)
-    known = ~np.isnan(groups)
-    number = known.sum(1, keepdims=True)
-    total = np.nansum(groups, 1, keepdims=True)
+    counts = (~np.isnan(groups)).sum(1, keepdims=True)  # [groups, 1]: completions with a reward
+    totals = np.nansum(groups, 1, keepdims=True)
     if baseline == "others":
-        others = (total - groups) / np.maximum(number - 1, 1)
-        # A reward without others has nothing to be compared with.
-        advantages = np.where(number > 1, groups - others, 0.0 * groups)
+        means_of_others = (totals - groups) / np.maximum(counts - 1, 1)
+        # A group's only reward has nothing to be compared with.
+        advantages = np.where(counts > 1, groups - means_of_others, 0.0 * groups)
     elif baseline == "step":
         advantages = (groups - _mean(rewards)) / (_deviation(rewards) + SMALLEST_DEVIATION)
     else:
-        advantages = groups - total / np.maximum(number, 1)
+        advantages = groups - totals / np.maximum(counts, 1)
         if scale == "group":
             deviations = np.array([[_deviation(group)] for group in groups])
             advantages = advantages / (deviations + SMALLEST_DEVIATION)
@@ -343,25 +353,28 @@ def compute_advantages(rewards: Floats, generations: int, baseline: str, scale: 
 
 
 def _mean(values: Floats) -> float:
+    """Computes the mean of the values that are not nan; 0 if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else 0.0
 
 
 def _deviation(values: Floats) -> float:
-    """The standard deviation of a sample, with n - 1 as divisor; nan is left out.
+    """Computes the sample standard deviation (n - 1) of the values that are not nan.
+
+    It is exactly 0 if they are equal, and for fewer than two.
 
     >>> _deviation(np.full(3, 0.1)), _deviation(np.array([1.0, 3.0, np.nan])).__round__(3)
     (0.0, 1.414)
     """
     known = values[~np.isnan(values)]
-    # By rounding, the mean of equal numbers may differ from them.
+    # By rounding, the mean of equal numbers may differ from them, and the deviation from 0.
     if len(known) < 2 or (known == known[0]).all():
         return 0.0
     return float(known.std(ddof=1))
 
 
 def find_advantages(rollout: Rollout, recipe: Recipe) -> Floats:
-    """The completions' advantages under the recipe's loss: [completions]."""
+    """Computes the completions' advantages under the recipe's loss: fp64[completions]."""
     baseline = POLICY_LOSSES[recipe.method.loss_type].baseline
     return compute_advantages(
         rollout.rewards, rollout.generations, baseline, recipe.rollout.scale_rewards

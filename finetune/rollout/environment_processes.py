@@ -1,8 +1,8 @@
-"""The environments of completions, shared out to processes.
+"""Processes in which the environments of completions live.
 
-The process of the rewards forks these processes, which therefore do not load the recipe's files
-again. A process answers one question after another, each within a time limit. If it does not
-answer, it is killed and its environments are lost. No torch here.
+The reward process forks these processes, so that they need not load the recipe's files again. A
+process answers one question after another, each item within a time limit. If it does not answer, it
+is killed, and its environments are lost. Imports no torch.
 """
 
 import json
@@ -41,32 +41,32 @@ from finetune.rollout.user_calls import (
     time_limit,
 )
 
-MOST_BYTES = 1 << 26  # an answer with more ends its process
-STATE_BYTES = 1 << 20  # an attribute of an environment with more is not sent to reward functions
+MOST_BYTES = 1 << 26  # of an answer; a process that sends more is ended
+STATE_BYTES = 1 << 20  # of a pickled attribute of an environment; larger ones are not copied
 
-Item = Mapping[str, Any]  # what is asked about one completion: its `place`, and arguments
+Item = Mapping[str, Any]
+"""What a question asks about one completion: its `place`, and arguments."""
 Answer = dict[str, Any]
-"""The answer to an `Item`: what `EnvironmentHost` returns, or under `problem` a sentence that says
-what the environment did wrong.
-"""
+"""The answer to an `Item`: what `EnvironmentHost` returns, or {"problem": what went wrong}."""
 
 
 @dataclass(slots=True)
 class Living:
-    """The environment of one completion, with a random state of its own."""
+    """The environment of one completion, with its own random state."""
 
-    name: str
+    name: str  # as recipes name the environment
     environment: Any
-    random_state: Any
-    numpy_state: Any = None  # where numpy is loaded
+    random_state: Any  # of the module `random`
+    numpy_state: Any = None  # of `numpy.random`; None until a block with numpy loaded has ended
 
     @contextmanager
     def own_random_state(self) -> Iterator[None]:
-        """Restores the environment's random state for the block, and keeps it afterwards."""
+        """Sets the environment's random state for the block, and saves its state at the end."""
         random.setstate(self.random_state)
-        numpy = sys.modules.get("numpy")
+        numpy = sys.modules.get("numpy")  # user code may have loaded it meanwhile
         if numpy is not None and self.numpy_state is None:
-            numpy.random.seed(random.Random(str(self.random_state[1][:4])).getrandbits(32))
+            _, internal_state, _ = self.random_state
+            numpy.random.seed(random.Random(str(internal_state[:4])).getrandbits(32))
         elif numpy is not None:
             numpy.random.set_state(self.numpy_state)
         try:
@@ -78,9 +78,9 @@ class Living:
 
 
 class EnvironmentHost:
-    """The environments in one process, where `serve` answers the questions about them.
+    """The environments of one process. `serve` answers questions about them.
 
-    `reset`, `call` and `finish` are what a question may ask for; `_reset`, `_call` and `_finish`
+    A question asks for `reset`, `call` or `finish`. The methods `_reset`, `_call` and `_finish`
     answer one item of it.
     """
 
@@ -89,12 +89,14 @@ class EnvironmentHost:
     ) -> None:
         self._factories = factories
         self._tools = tools
-        # environments without a completion, first the one that has been free for longest
+        # By name: environments whose episode has ended, the earliest first, for the next resets.
         self._free: dict[str, deque[Any]] = {name: deque() for name in factories}
-        self._living: dict[int, Living] = {}  # by the place of the completion
+        self._living: dict[int, Living] = {}  # by the completion's place
 
     def serve(self, pipe: Connection) -> None:
-        """Answers each item as soon as it is done. Raises `EOFError` when the pipe is closed."""
+        """Answers questions, with one message for each item. Raises `EOFError` once the pipe is
+        closed.
+        """
         while True:
             question = json.loads(pipe.recv_bytes())
             for item in question["items"]:
@@ -106,7 +108,10 @@ class EnvironmentHost:
                 pipe.send_bytes(json.dumps(answer).encode())
 
     def _reset(self, item: Item, seconds: float) -> Answer:
-        """Resets a free environment, or a new one; `said`: what the model reads first, or None."""
+        """Resets a free environment, or a new one.
+
+        Returns `said`: the text that the environment appends to the prompt, or None.
+        """
         name = item["environment"]
         factory = self._factories[name]
         free = self._free[name]
@@ -115,32 +120,39 @@ class EnvironmentHost:
                 free.append(factory())
             living = Living(name, free[0], random.Random(item["seed"]).getstate())
             with living.own_random_state():
-                said = settle(living.environment.reset(**item["row"]))
-            if said is not None and not isinstance(said, str):
-                raise TypeError(f"reset returned {type(said).__name__}; text or None is expected")
-            check_size(said or "")
-        free.popleft()
+                text = settle(living.environment.reset(**item["row"]))
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"reset returned {type(text).__name__}; text or None is expected")
+            check_size(text or "")
+        free.popleft()  # only now: an environment whose reset fails stays free
         self._living[item["place"]] = living
-        return {"said": said}
+        return {"said": text}
 
     def _call(self, item: Item, seconds: float) -> Answer:
-        """Calls a tool; `said`: what the model reads, `failed`: whether that is an error."""
+        """Calls a tool of the environment or of the recipe.
+
+        Returns `said`: the text that the model reads; `failed`: whether it is an error.
+        """
         living = self._find(item)
         tools = {**self._tools, **list_tools(living.environment)}
         with living.own_random_state():
-            [(said, failed)] = call_tools(tools, [item], seconds, counts=False)
-        return {"said": said, "failed": failed}
+            [(text, failed)] = call_tools(tools, [item], seconds, counts_failures=False)
+        return {"said": text, "failed": failed}
 
     def _finish(self, item: Item, seconds: float) -> Answer:
-        """Ends an episode; `reward`: the environment's own, `state`: as `freeze`, if asked for."""
+        """Ends an episode. The environment is free afterwards.
+
+        Returns `reward`: the environment's own, or None; `state`: what `freeze` returns, if the
+        item asks for it, else None.
+        """
         living = self._find(item)
         environment = living.environment
         del self._living[item["place"]]
         self._free[living.name].append(environment)
         reward = None
         if hasattr(type(environment), "get_reward"):
-            what = f"{living.name}, an environment: get_reward"
-            with explained(what, type(environment), is_isolated=True), time_limit(seconds):
+            title = f"{living.name}, an environment: get_reward"
+            with explained(title, type(environment), is_isolated=True), time_limit(seconds):
                 with living.own_random_state():
                     reward = settle(environment.get_reward())
                 if not is_score(reward):
@@ -151,6 +163,10 @@ class EnvironmentHost:
         }
 
     def _find(self, item: Item) -> Living:
+        """Finds the environment of the item's completion.
+
+        Raises `UserError` if it was lost, for instance because its reset failed.
+        """
         living = self._living.get(item["place"])
         if living is None:
             raise UserError("environment: it was lost by a failure that was reported before")
@@ -158,27 +174,30 @@ class EnvironmentHost:
 
 
 def freeze(environment: Any) -> str:
-    """Returns an object as text for `thaw`: its class, and the attributes that can be copied."""
-    kept = {}
+    """Copies an environment as text for `thaw`: its class, and the attributes that can be pickled.
+
+    An attribute of more than STATE_BYTES is left out.
+    """
+    attributes = {}
     for name, value in getattr(environment, "__dict__", {}).items():
-        with suppress(Exception):  # an attribute may raise anything where it cannot be copied
-            pickled = pickle.dumps(value)  # dill would open files again, and make new locks
+        with suppress(Exception):  # pickling an attribute may raise anything
+            pickled = pickle.dumps(value)  # not dill, which would open files again and make locks
             if len(pickled) <= STATE_BYTES:
-                kept[name] = pickled
-    return b64encode(dill.dumps((type(environment), kept))).decode()
+                attributes[name] = pickled
+    return b64encode(dill.dumps((type(environment), attributes))).decode()
 
 
 def thaw(state: str | None) -> Any:
-    """Makes the object that `freeze` described, with the attributes that could be copied.
+    """Makes the object that `freeze` copied, with the attributes that could be pickled.
 
-    Returns None for None.
+    It does not call the class's `__init__`. Returns None for None.
     """
     if state is None:
         return None
-    kind, kept = dill.loads(b64decode(state))  # noqa: S301 - `freeze` wrote it in our process
-    environment = object.__new__(kind)
-    for name, pickled in kept.items():
-        with suppress(Exception):  # an attribute may raise anything where it cannot be made again
+    class_, attributes = dill.loads(b64decode(state))  # noqa: S301 - `freeze` wrote it
+    environment = object.__new__(class_)
+    for name, pickled in attributes.items():
+        with suppress(Exception):  # unpickling an attribute may raise anything
             object.__setattr__(environment, name, pickle.loads(pickled))  # noqa: S301
     return environment
 
@@ -189,12 +208,14 @@ class Process:
 
     pid: int
     pipe: Connection
-    asked: list[int] = field(default_factory=list)  # the items' numbers in the question, in order
-    seconds_each: float = 0.0  # for one item
-    deadline: float = 0.0  # of the first of the items
+    # The indexes of these items among those that `EnvironmentProcesses.ask` asks about, in the
+    # order in which the process answers.
+    unanswered: list[int] = field(default_factory=list)
+    seconds_each: float = 0.0  # the time limit of one item
+    deadline: float = 0.0  # of the first unanswered item
 
     def set_deadline(self) -> None:
-        """Gives the process its seconds for the next item, from now on."""
+        """Gives the process the time of one item, counted from now."""
         self.deadline = time.monotonic() + self.seconds_each + SECONDS_TO_STOP
 
     def end(self) -> int:
@@ -207,61 +228,62 @@ class Process:
 
 
 class EnvironmentProcesses:
-    """The processes of environments, each of which starts at the first reset of one of its own.
+    """The processes of environments. Each starts at the first reset of one of its environments.
 
-    The completion at `place` has its environment in process `place` modulo the number of
-    processes.
+    The environment of the completion at `place` lives in process number `place` modulo `count`.
 
     Args:
         names: The environments, as recipes name them.
         tools: The recipe's tools by name.
-        most: The number of processes.
-        counts: Whether an environment's failure is counted; else it is raised.
+        count: The number of processes.
+        counts_failures: Whether a failure of an environment is only counted; else it is raised.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         tools: Mapping[str, Callable[..., Any]],
-        most: int,
+        count: int,
         *,
-        counts: bool,
+        counts_failures: bool,
     ) -> None:
         factories = {name: load_environment(name) for name in names}
-        self._host = EnvironmentHost(factories, tools)
-        self._most = most
-        self._counts = counts
-        self._processes: dict[int, Process] = {}
+        self._host = EnvironmentHost(factories, tools)  # every process is forked with a copy
+        self._count = count
+        self._counts_failures = counts_failures
+        self._processes: dict[int, Process] = {}  # the running ones, by number
 
     def ask(self, do: str, items: Sequence[Item], seconds: float) -> list[Answer]:
-        """Asks about all items, and waits for the answer to each.
+        """Asks the processes about all items, and waits for the answer to each, in order.
 
         Args:
             do: reset, call or finish.
-            items: One for each completion.
-            seconds: The time for all items together. A process divides it by its number of items.
+            items: What is asked about each completion. Calls may ask about one several times.
+            seconds: The time for all items together. Each process shares it out evenly to its
+                items.
 
         Raises:
-            UserError: The first problem, unless failures are counted. All processes are ended.
+            UserError: There is a problem, and failures are not counted. All processes have then
+                been ended.
         """
         answers: list[Answer] = [{} for _ in items]
-        asked: list[Process] = []
-        for number, item in enumerate(items):
+        processes: list[Process] = []
+        for index, item in enumerate(items):
             process = self._find(item["place"], starts=do == "reset")
             if process is None:
-                answers[number] = {"problem": "environment: its process has ended"}
+                answers[index] = {"problem": "environment: its process has ended"}
                 continue
-            if not process.asked:
-                asked.append(process)
-            process.asked.append(number)
-        for process in asked:
-            process.seconds_each = limit_of_one(seconds, len(process.asked))
+            if not process.unanswered:
+                processes.append(process)
+            process.unanswered.append(index)
+        for process in processes:
+            process.seconds_each = limit_of_one(seconds, len(process.unanswered))
             process.set_deadline()
-            own = [items[number] for number in process.asked]
-            question = {"do": do, "items": own, "seconds": process.seconds_each}
-            with suppress(OSError):  # the process has ended, as reading will show
+            process_items = [items[index] for index in process.unanswered]
+            question = {"do": do, "items": process_items, "seconds": process.seconds_each}
+            with suppress(OSError):  # the process has ended, which reading its answer will notice
                 process.pipe.send_bytes(json.dumps(question).encode())
-        self._wait_for_answers(asked, answers, items)
+        self._wait_for_answers(processes, answers, items)
         self._report(answers)
         return answers
 
@@ -272,57 +294,62 @@ class EnvironmentProcesses:
         self._processes.clear()
 
     def _find(self, place: int, *, starts: bool) -> Process | None:
-        """Returns the process of a completion, which `starts` if missing; None: it has ended."""
-        number = place % self._most
+        """Returns the process with the environment of a completion; None: it has ended.
+
+        starts: Whether the process is started if it does not run.
+        """
+        number = place % self._count
         if number not in self._processes and starts:
             self._processes[number] = self._fork()
         return self._processes.get(number)
 
     def _fork(self) -> Process:
         """Starts a process that serves until this one closes its end of the pipe."""
-        ours, its_own = Pipe()
+        parent_end, child_end = Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's about threads and forks
             pid = os.fork()
-        if pid == 0:
+        if pid == 0:  # in the child
             try:
+                # Ends that the child kept open would keep the other processes' pipes open.
                 for other in self._processes.values():
                     other.pipe.close()
-                ours.close()
-                self._host.serve(its_own)
+                parent_end.close()
+                self._host.serve(child_end)
             except EOFError:
                 pass
             finally:
                 os._exit(0)
-        its_own.close()
-        return Process(pid, ours)
+        child_end.close()
+        return Process(pid, parent_end)
 
     def _wait_for_answers(
         self, processes: Sequence[Process], answers: list[Answer], items: Sequence[Item]
     ) -> None:
-        """Puts the answer to each item into `answers`, a problem where its process is lost."""
+        """Puts the answer to each item into `answers`; a problem if its process ends or is late."""
         waiting = {process.pipe: process for process in processes}
         while waiting:
-            left = min(each.deadline for each in waiting.values()) - time.monotonic()
-            ready = wait(list(waiting), max(0.0, left))
+            first_deadline = min(process.deadline for process in waiting.values())
+            ready = wait(list(waiting), max(0.0, first_deadline - time.monotonic()))
             for pipe, process in waiting.items():
                 if pipe in ready:
                     self._read(process, answers, items)
-                if process.asked and process.deadline < time.monotonic():
-                    self._lose(process, answers, items, is_late=True)
-            waiting = {pipe: each for pipe, each in waiting.items() if each.asked}
+                if process.unanswered and process.deadline < time.monotonic():
+                    self._end_failed(process, answers, items, is_late=True)
+            waiting = {pipe: process for pipe, process in waiting.items() if process.unanswered}
 
     def _read(self, process: Process, answers: list[Answer], items: Sequence[Item]) -> None:
-        """Reads the answer to the next item of a process, or finds that it has ended."""
+        """Reads the answer to a process's first unanswered item, or finds that it has ended."""
         try:
             answer = json.loads(process.pipe.recv_bytes(MOST_BYTES))
         except (EOFError, OSError, ValueError):
-            self._lose(process, answers, items)
+            self._end_failed(process, answers, items)
             return
-        answers[process.asked.pop(0)] = answer
+        index = process.unanswered.pop(0)
+        answers[index] = answer
         process.set_deadline()
 
-    def _lose(
+    def _end_failed(
         self,
         process: Process,
         answers: list[Answer],
@@ -330,30 +357,35 @@ class EnvironmentProcesses:
         *,
         is_late: bool = False,
     ) -> None:
-        """Ends a process, and answers its items with a problem: the first of them caused it."""
+        """Ends a process, and answers its items with problems. The first unanswered item caused it.
+
+        is_late: Whether an item took too long; else the pipe was closed, or the answer is faulty.
+        """
         self._processes = {
-            number: each for number, each in self._processes.items() if each is not process
+            number: other for number, other in self._processes.items() if other is not process
         }
-        if not is_late:  # the pipe was closed, and the process is about to end with its own code
-            patience = time.monotonic() + 1.0
-            while not has_ended(process.pid) and time.monotonic() < patience:
+        if not is_late:  # wait up to a second, so that the process ends with its own exit code
+            deadline = time.monotonic() + 1.0
+            while not has_ended(process.pid) and time.monotonic() < deadline:
                 time.sleep(0.01)
         code = process.end()
-        first, *others = process.asked
-        process.asked.clear()
-        what = items[first].get("name") or "an environment"
+        first, *others = process.unanswered
+        process.unanswered.clear()
+        title = items[first].get("name") or "an environment"  # a call has the tool's name
         if is_late:
-            why = "no answer in its time, in code that Python cannot interrupt"
+            reason = "no answer in its time, in code that Python cannot interrupt"
         else:
-            why = f"its process ended with {code}"
-        answers[first] = {"problem": f"environment: {what}: {why}"}
-        for number in others:
-            answers[number] = {"problem": "environment: its process has ended"}
+            reason = f"its process ended with {code}"
+        answers[first] = {"problem": f"environment: {title}: {reason}"}
+        for index in others:
+            answers[index] = {"problem": "environment: its process has ended"}
 
     def _report(self, answers: Sequence[Answer]) -> None:
-        """Prints the problems, or raises the first unless failures are counted."""
-        problems = [each["problem"] for each in answers if "problem" in each]
-        if problems and not self._counts:
+        """Prints each distinct problem; or ends all processes and raises the first problem, if
+        failures are not counted.
+        """
+        problems = [answer["problem"] for answer in answers if "problem" in answer]
+        if problems and not self._counts_failures:
             self.end()
             raise UserError(problems[0])
         for problem in dict.fromkeys(problems):

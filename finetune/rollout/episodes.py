@@ -1,5 +1,5 @@
-"""The episodes of a step's completions on the main rank: environments are reset before sampling,
-and their rewards are read after it.
+"""The episodes of completions, on the main rank: environments are reset before sampling, and their
+rewards and states are read after it.
 """
 
 import sys
@@ -16,38 +16,40 @@ from finetune.errors import UserError
 from finetune.rollout.engine import Request
 from finetune.rollout.rewards import Rewards
 
-Row = dict[str, Any]  # as rewards read it
+Row = dict[str, Any]  # a data row with its `prompt` and `columns`, as rewards read it
 
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisodes:
-    """The results of the environments of some completions: every list is [completions]."""
+    """The results of the environments of some completions. Every list is [completions]."""
 
-    # by the metric's name of an environment's own reward; None: the completion had another one
+    # The rewards of each environment, by their name in metrics; None: the completion had another
+    # environment.
     rewards: dict[str, list[float | None]]
-    states: list[str | None]  # as `freeze` returns them; None: not asked for, or lost
-    lost: list[bool]  # the environment failed, or the prompt was too long
+    states: list[str | None]  # as `freeze` returns them; None: no function reads them, or lost
+    lost: list[bool]  # whether the environment failed, or the prompt became too long
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """The environments of the completions of some prompts, one each."""
+    """The environments of some completions, one for each."""
 
     recipe: Recipe
     tokenizer: Any
-    rewards: Rewards
-    first_place: int  # what `Rewards.reserve_places` returned
-    rows: list[Row]  # [completions]; `begin` appends what `reset` says to their prompts
-    overlong: set[int] = field(default_factory=set)  # completions whose prompt became too long
+    rewards: Rewards  # its process runs the environments
+    first_place: int  # of the completions' environments, from `Rewards.reserve_places`
+    rows: list[Row]  # [completions]; `begin` appends the text that `reset` returns to the prompts
+    overlong: set[int] = field(default_factory=set)  # places of completions with too long a prompt
 
     def begin(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Resets all environments; returns the prompt's token ids for each completion.
+        """Resets all environments, and appends the texts that they return to the prompts.
 
-        The completions of one prompt have the same seed: their environments begin alike.
+        Returns the token ids of each completion's prompt. The environments of one prompt's
+        completions get the same seed, so that they begin alike.
 
         Raises:
-            UserError: An environment fails, or its prompt is too long, while `on_bad_reward` is
-                error.
+            UserError: The text of a reset cannot be rendered; or an environment fails, or its
+                prompt is too long, and `on_bad_reward` is error.
         """
         items = []
         for place, request in enumerate(requests):
@@ -56,22 +58,22 @@ class Episodes:
         encoder = make_encoder(self.tokenizer)
         prompts = [list(request.prompt_ids) for request in requests]
         for place, answer in enumerate(self.rewards.ask_environments("reset", items)):
-            if answer.get("said") is None:
+            if answer.get("said") is None:  # a failure, or `reset` returned no text
                 continue
             row = _append(self.rows[place], answer["said"])
             try:
                 ids = encode_prompt(row, renderer, encoder)
             except BadRow as error:
                 raise UserError(f"environment: what reset said: {error}") from None
-            if self._has_room(place, len(ids)):
+            if self._accept_length(place, len(ids)):
                 self.rows[place] = row
                 prompts[place] = ids
         return prompts
 
     def end(self) -> EndedEpisodes:
-        """Ends all episodes; returns their rewards and states.
+        """Ends all episodes; returns their rewards and states. A lost environment's reward is 0.
 
-        Raises `UserError` where an environment fails and `on_bad_reward` is error.
+        Raises `UserError` if an environment fails and `on_bad_reward` is error.
         """
         items = [{"place": self.first_place + place} for place in range(len(self.rows))]
         answers = self.rewards.ask_environments("finish", items)
@@ -85,41 +87,48 @@ class Episodes:
             state = None if is_lost else answer["state"]
             lost.append(is_lost)
             states.append(state)
-            own_reward = self._facts[self._choose(place)].reward
-            if own_reward is not None:
-                rewards[own_reward][place] = 0.0 if is_lost else answer["reward"]
+            reward_name = self._facts[self._choose(place)].reward
+            if reward_name is not None:
+                rewards[reward_name][place] = 0.0 if is_lost else answer["reward"]
         return EndedEpisodes(rewards, states, lost)
 
     def _describe_reset(self, place: int, request: Request) -> dict[str, Any]:
-        """Returns the item that asks for the reset of a completion's environment."""
-        chosen = self._choose(place)
+        """Makes the item that asks for the reset of a completion's environment."""
+        environment_key = self._choose(place)
         columns = dict(self.rows[place]["columns"])
-        if chosen:
-            del columns["environment"]  # as TRL
+        if environment_key:  # the row's column has chosen it; TRL does not pass this column on
+            del columns["environment"]
+        # Without the completion's number, so that completions of one prompt begin alike.
+        prompt_seed = request.seed[:3]
         return {
             "place": self.first_place + place,
-            "environment": self.recipe.rollout.environments[chosen],
+            "environment": self.recipe.rollout.environments[environment_key],
             "row": {"prompt": self.rows[place]["prompt"], **columns},
-            "seed": str(request.seed[:3]),
+            "seed": str(prompt_seed),
         }
 
     def _choose(self, place: int) -> str:
-        """Returns the key of `_facts` that the completion's row chooses."""
+        """Returns the key of the environment that the completion's row chooses, as in `_facts`."""
         return choose_environment(self._facts, self.rows[place]["columns"])
 
     @property
     def _facts(self) -> Environments:
+        """Facts about the recipe's environments, by key; `load_tokenizer` keeps them."""
         facts: Environments = self.tokenizer.environments
         return facts
 
-    def _has_room(self, place: int, tokens: int) -> bool:
-        """Returns whether a prompt of `tokens` leaves room for a completion; else marks it."""
-        most = self.recipe.data.max_length - self.recipe.rollout.max_completion_length
-        if tokens <= most:
+    def _accept_length(self, place: int, tokens: int) -> bool:
+        """Returns whether a prompt of `tokens` tokens leaves room for a completion.
+
+        If not, it prints the problem and adds the completion's place to `overlong`; or it raises
+        `UserError` if `on_bad_reward` is error.
+        """
+        most_tokens = self.recipe.data.max_length - self.recipe.rollout.max_completion_length
+        if tokens <= most_tokens:
             return True
         problem = (
-            f"environment: with what reset says the prompt has {tokens} tokens, and "
-            f"max_length less max_completion_length is {most}; raise max_length, or let it say less"
+            f"environment: with what reset says the prompt has {tokens} tokens, and max_length "
+            f"less max_completion_length is {most_tokens}; raise max_length, or let it say less"
         )
         if self.recipe.rollout.on_bad_reward == "error":
             raise UserError(f"{problem}; on_bad_reward: zero counts such completions and continues")
@@ -129,11 +138,11 @@ class Episodes:
 
 
 def list_environment_rewards(environments: Environments) -> list[str]:
-    """Lists the names that metrics give to the environments' own rewards, each once."""
+    """Lists the names that metrics give to the environments' own rewards, without repetitions."""
     return list(dict.fromkeys(each.reward for each in environments.values() if each.reward))
 
 
-def _append(row: Row, said: str) -> Row:
-    """Returns the row with `said` at the end of its prompt's last message."""
-    *before, last = row["prompt"]
-    return {**row, "prompt": [*before, {**last, "content": (last["content"] or "") + said}]}
+def _append(row: Row, text: str) -> Row:
+    """Returns a copy of the row with `text` at the end of the prompt's last message."""
+    *messages, last = row["prompt"]
+    return {**row, "prompt": [*messages, {**last, "content": (last["content"] or "") + text}]}

@@ -1,8 +1,8 @@
-"""Which prompts each optimizer step of a run trains on, and at which step they are sampled.
+"""The schedule of sampling: which prompts each optimizer step trains on, and when they are sampled.
 
-A generation is the steps whose completions are sampled together, before the first of them. Each
-trains on the prompts of one step, its `prompts_step`; with `num_iterations` above 1 several steps
-share one.
+The completions for several consecutive steps, a generation, are sampled together before the first
+of these steps. Each step trains on the prompts of one step, its `prompts_step`. If `num_iterations`
+is above 1, several steps of a generation have the same `prompts_step`.
 """
 
 import math
@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """The prompts of one step, and the step that first trains on their completions."""
+    """A part of a generation: the prompts of one step, and when training first uses them."""
 
     prompts_step: int
-    first_trained_at: int
+    first_trained_at: int  # the step that first trains on their completions
 
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """The generations of a run: each trains on the prompts of all its shares in turn, and then on
-    all of them again, `num_iterations` times.
+    """The generations of a run.
+
+    The steps of a generation train on its `steps_per_generation` shares in turn, one share a step,
+    and pass over them `num_iterations` times.
 
     >>> run = Generations(steps=8, steps_per_generation=2, num_iterations=2)
     >>> [run.find_prompts_step(step) for step in range(8)]
@@ -40,22 +42,24 @@ class Generations:
         return self.num_iterations * self.steps_per_generation
 
     def begins_at(self, step: int) -> bool:
-        """Whether a generation is sampled before `step`."""
+        """Returns whether `step` is the first step of a generation, before which it is sampled."""
         return step % self.updates_per_generation == 0
 
     def find_prompts_step(self, step: int) -> tuple[int, int]:
-        """Returns (the step of the prompts, how often they have been trained on before) of an
-        optimizer step.
+        """Returns (the `prompts_step` of `step`, how often these prompts were trained on before).
+
+        If the run ends within a generation, this generation has fewer shares, so that each is still
+        trained on `num_iterations` times as far as the remaining steps allow.
         """
         generations_before, update = divmod(step, self.updates_per_generation)
-        updates_left = self.steps - (step - update)  # of this generation and later ones
-        # the run may end within the generation
+        generation_start = step - update
+        updates_left = self.steps - generation_start
         shares = min(self.steps_per_generation, math.ceil(updates_left / self.num_iterations))
-        times_trained, own = divmod(update, shares)
-        return generations_before * self.steps_per_generation + own, times_trained
+        times_trained, share = divmod(update, shares)
+        return generations_before * self.steps_per_generation + share, times_trained
 
     def list_shares(self, sampled_at: int) -> Iterator[Share]:
-        """Yields the shares of the generation that is sampled at the step `sampled_at`."""
+        """Yields the shares of the generation that is sampled before the step `sampled_at`."""
         end = min(sampled_at + self.updates_per_generation, self.steps)
         for step in range(sampled_at, end):
             prompts_step, times_trained = self.find_prompts_step(step)
@@ -64,8 +68,10 @@ class Generations:
             yield Share(prompts_step, first_trained_at=step)
 
     def list_later(self, step: int, count: int) -> Iterator[int]:
-        """Yields the steps at which the next `count` generations after that of `step` are
-        sampled.
+        """Yields the first steps of the `count` generations after the one that begins at `step`.
+
+        There are fewer if the run ends before them.
         """
-        end = min(step + (count + 1) * self.updates_per_generation, self.steps)
-        yield from range(step + self.updates_per_generation, end, self.updates_per_generation)
+        length = self.updates_per_generation
+        end = min(step + (count + 1) * length, self.steps)
+        yield from range(step + length, end, length)

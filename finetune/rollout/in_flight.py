@@ -1,8 +1,8 @@
-"""Requests that a server answers while the model trains, held by threads of the main rank.
+"""Requests that a server answers while the model trains, sent by threads of the main rank.
 
 A change of weights interrupts the requests. Afterwards each continues from its last token, or
 starts over. No request is at the server while the weights change, so that each token's weights are
-known. Where tools or environments answer, one thread for each step asks turn by turn.
+known. If there are tools or environments, one thread for each step samples turn by turn.
 """
 
 import threading
@@ -18,31 +18,36 @@ from typing import Any, NamedTuple
 from finetune.errors import UserError
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
 
-CUT_SECONDS = 0.2  # a request may reach the paused server late; it is interrupted after this time
+# A request may reach the paused server late, so requests are interrupted again after this time.
+CUT_SECONDS = 0.2
 SILENT_SECONDS = 10.0  # a server that is silent for this time is asked whether it still runs
 
 Ask = Callable[[Request, Sampling], Sampled]
-"""Returns a server's answer to a request: `Ended.ABORTED` where a change of weights cut it."""
+"""Sends a request to a server and returns the answer: it is `Ended.ABORTED` if a change of weights
+interrupted it.
+"""
 
 
 def start(action: Callable[[], Any]) -> "Future[Any]":
-    """Runs `action` in a daemon thread; returns the future of its result."""
+    """Starts `action` in a daemon thread; returns the future of its result."""
     future: Future[Any] = Future()
     threading.Thread(target=_settle, args=(future, action), daemon=True).start()
     return future
 
 
 def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Future[Any]]":
-    """Runs actions in at most `threads` daemon threads; returns their futures, in order."""
+    """Starts actions in at most `threads` daemon threads; returns their futures, in order."""
     tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), action) for action in actions]
     waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
     for task in tasks:
         waiting.put(task)
 
     def work() -> None:
+        """Runs waiting actions until none is left."""
         with suppress(Empty):
             while True:
-                _settle(*waiting.get_nowait())
+                future, action = waiting.get_nowait()
+                _settle(future, action)
 
     for _ in range(min(threads, len(tasks))):
         threading.Thread(target=work, daemon=True).start()
@@ -50,40 +55,43 @@ def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Futur
 
 
 def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:
+    """Runs `action`, and gives `future` its result or exception."""
     try:
         future.set_result(action())
-    except BaseException as error:  # raised where the result is asked for
+    except BaseException as error:  # raised by `future.result()`
         future.set_exception(error)
 
 
-def wait_for(future: "Future[Any]", is_there: Callable[[], object]) -> Any:
-    """Waits for the result of `future`.
+def wait_for(future: "Future[Any]", require_server: Callable[[], object]) -> Any:
+    """Waits for the result of `future`, or raises the exception of its action.
 
-    is_there: Called every SILENT_SECONDS; raises if the server is gone.
+    require_server: Called every SILENT_SECONDS; raises if the server is gone.
     """
     while True:
         try:
             return future.result(SILENT_SECONDS)
         except TimeoutError:
-            if future.done():  # now, or the action itself raised a TimeoutError
+            # The action may have ended in the meantime, or have raised a TimeoutError itself.
+            if future.done():
                 return future.result()
-            is_there()
+            require_server()
 
 
 class Submitted(NamedTuple):
     """A request that was submitted."""
 
     name: str
-    weights: str  # the name of the server's weights at that time
-    answer: "Future[Sampled]"
+    weights: str  # the name of the server's weights when it was submitted
+    answer: "Future[Sampled]"  # the completion
 
 
 @dataclass(slots=True)
 class Flight:
-    """The requests for the completions of one step."""
+    """The requests for the completions of one step's prompts."""
 
     submitted: list[Submitted] = field(default_factory=list)
-    # The completions that `converse` samples; None: each request's answer is a completion.
+    # The completions of several turns that `converse` samples. None: a request's answer is a whole
+    # completion.
     conversation: "Future[list[Sampled]] | None" = None
 
 
@@ -92,33 +100,36 @@ class InFlight:
     """All requests, and a gate that keeps them from the server while its weights change."""
 
     ask: Ask
-    threads: int
+    threads: int  # the most requests that are at the server at once
     keeps: bool  # whether an interrupted request keeps its tokens; else it starts over
-    flights: dict[int, Flight] = field(default_factory=dict)  # by the step of their prompts
+    flights: dict[int, Flight] = field(default_factory=dict)  # by `prompts_step`
+    # Guards the two fields below, and wakes threads that wait for a change of them.
     _gate: threading.Condition = field(default_factory=threading.Condition)
-    # the optimizer steps that the server's weights have had; None: the gate is closed
+    # the number of optimizer steps that the server's weights have had; None: the gate is closed
     _weights_version: int | None = None
-    _sent: int = 0  # requests that the server has not answered yet
+    _sent: int = 0  # the number of requests that are at the server
+    # futures of the requests that no thread has taken yet, with the actions that sample
     _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
         default_factory=SimpleQueue
     )
-    _has_threads: bool = False
+    _has_threads: bool = False  # whether the threads have been started
 
     def open(self, version: int) -> None:
-        """Opens the gate: the server has the weights of `version` optimizer steps."""
+        """Opens the gate. The server's weights have had `version` optimizer steps."""
         with self._gate:
             self._weights_version = version
             self._gate.notify_all()
 
     def close(self, cut: Callable[[], object], seconds: float) -> None:
-        """Closes the gate, and waits until the server has answered all requests that it has.
+        """Closes the gate, and waits until no request is at the server.
 
         Args:
-            cut: Makes the server end its answers; called repeatedly until all have ended.
+            cut: Interrupts the requests at the server; called repeatedly until none is left, and
+                never if none is there.
             seconds: The longest wait.
 
         Raises:
-            UserError: The server has not answered all in that time.
+            UserError: Requests are still at the server after that time.
         """
         deadline = time.monotonic() + seconds
         with self._gate:
@@ -145,17 +156,17 @@ class InFlight:
         """Submits `requests`; returns the futures of their completions, in order.
 
         Args:
-            prompts_step: The step of their prompts.
+            prompts_step: The step whose prompts they have.
             weights: The name of the server's weights.
-            requests: By name.
-            sampling: For all of them.
-            known: Completions by the names of their requests, which are not sampled again. One
-                without tokens, such as LOST, is sampled, and its interruptions are counted.
-            note: Called with the name and the completion as soon as it is sampled.
+            requests: Name -> request.
+            sampling: How tokens are drawn.
+            known: Request's name -> completion that is not sampled again. A completion without
+                tokens, such as LOST, is sampled; its counts of interruptions are kept.
+            note: Called with the request's name and its completion as soon as it is sampled.
         """
         self._start_threads()
         flight = self.flights.setdefault(prompts_step, Flight())
-        answers = []
+        futures = []
         for name, request in requests.items():
             future: Future[Sampled] = Future()
             so_far = known.get(name, NOTHING)
@@ -164,48 +175,49 @@ class InFlight:
             else:
                 task = partial(self._complete_and_note, name, request, sampling, so_far, note)
                 self._waiting.put((future, task))
-            answers.append(future)
+            futures.append(future)
             flight.submitted.append(Submitted(name, weights, future))
-        return answers
+        return futures
 
     def converse(self, prompts_step: int, conversation: Callable[[], list[Sampled]]) -> None:
-        """Runs `conversation` in a thread.
+        """Starts `conversation` in a thread.
 
-        It samples the completions of the prompts of `prompts_step`, and submits requests for them.
+        It returns the completions of the prompts of `prompts_step`, and calls `submit` for each
+        turn.
         """
         flight = Flight()
-        self.flights[prompts_step] = flight  # before the thread calls `submit`, which looks for it
+        self.flights[prompts_step] = flight  # before the thread starts, which adds requests to it
         flight.conversation = start(conversation)
 
-    def take(self, prompts_step: int, is_there: Callable[[], object]) -> list[Sampled]:
+    def take(self, prompts_step: int, require_server: Callable[[], object]) -> list[Sampled]:
         """Waits for the completions of the prompts of `prompts_step`, and removes their flight.
 
-        Raises the error of a completion that failed.
+        Raises the exception of a completion that failed.
 
-        is_there: As in `wait_for`.
+        require_server: Raises if the server is gone; see `wait_for`.
         """
         flight = self.flights[prompts_step]
-        taken: list[Sampled]
+        completions: list[Sampled]
         if flight.conversation is not None:
-            taken = wait_for(flight.conversation, is_there)
+            completions = wait_for(flight.conversation, require_server)
         else:
-            taken = [wait_for(request.answer, is_there) for request in flight.submitted]
+            completions = [wait_for(request.answer, require_server) for request in flight.submitted]
         del self.flights[prompts_step]
-        return taken
+        return completions
 
     def list_weights(self) -> Iterator[str]:
-        """Yields for each request the name of the weights with which it was submitted."""
+        """Yields the name of the weights with which each request was submitted."""
         for flight in self.flights.values():
-            for request in tuple(flight.submitted):
+            for request in tuple(flight.submitted):  # a copy: a conversation may add requests
                 yield request.weights
 
     def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields a line of a checkpoint for each request, for `read_lines`.
+        """Yields a line of a checkpoint for each request; `read_lines` reads them.
 
-        `sampled` is the completion, None until the server has answered.
+        `sampled` is the completion; None if it has not ended yet or has failed.
         """
         for prompts_step, flight in self.flights.items():
-            for name, weights, answer in tuple(flight.submitted):
+            for name, weights, answer in tuple(flight.submitted):  # a copy, as in `list_weights`
                 is_answered = answer.done() and answer.exception() is None
                 yield {
                     "prompts_step": prompts_step,
@@ -215,6 +227,7 @@ class InFlight:
                 }
 
     def _start_threads(self) -> None:
+        """Starts the threads that sample, at the first call."""
         with self._gate:
             missing = 0 if self._has_threads else self.threads
             self._has_threads = True
@@ -222,6 +235,7 @@ class InFlight:
             threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
+        """Samples one waiting request after another, forever."""
         while True:
             future, task = self._waiting.get()
             _settle(future, task)
@@ -234,16 +248,20 @@ class InFlight:
         so_far: Sampled,
         note: Callable[[str, Sampled], None],
     ) -> Sampled:
+        """Samples a completion and notes it."""
         sampled = self._complete(request, sampling, so_far)
         note(name, sampled)
         return sampled
 
     def _complete(self, request: Request, sampling: Sampling, so_far: Sampled) -> Sampled:
-        """Asks the server again after each change of weights, until the completion has ended."""
-        most = sampling.limit(request)
+        """Samples the rest of a completion; asks the server again after each interruption.
+
+        so_far: The tokens and the counts of interruptions up to now.
+        """
+        most_tokens = sampling.limit(request)
         while True:
             with self._count_request() as version:
-                answer = self.ask(_continue(request, so_far, most), sampling)
+                answer = self.ask(_continue(request, so_far, most_tokens), sampling)
             answer = replace(answer, versions=[version] * len(answer.token_ids))
             if answer.ended is not Ended.ABORTED:
                 return so_far.join(answer)
@@ -252,14 +270,15 @@ class InFlight:
             else:
                 so_far = replace(so_far, dropped=so_far.dropped + len(answer.token_ids))
             so_far = replace(so_far, cuts=so_far.cuts + 1)
-            if len(so_far.token_ids) == most:  # cut after its last token
+            if len(so_far.token_ids) == most_tokens:  # interrupted after the last possible token
                 return replace(so_far, ended=Ended.CUT)
 
     @contextmanager
     def _count_request(self) -> Iterator[int]:
-        """Waits for the gate; yields the version of the server's weights.
+        """Waits until the gate is open, and counts a request as being at the server for the block.
 
-        Within the block a request is at the server, and `close` waits for it.
+        Yields the version of the server's weights, which stay until `close` has waited for the end
+        of the block.
         """
         with self._gate:
             self._gate.wait_for(lambda: self._weights_version is not None)
@@ -274,26 +293,31 @@ class InFlight:
                 self._gate.notify_all()
 
 
-NOTHING = Sampled([], [], 0.0, Ended.CUT)
-LOST = replace(NOTHING, cuts=1)  # the end of a run interrupted the request
+NOTHING = Sampled([], [], 0.0, Ended.CUT)  # a completion before its first token
+LOST = replace(NOTHING, cuts=1)  # the same, once interrupted by the end of a run
 
 
-def _continue(request: Request, so_far: Sampled, most: int) -> Request:
+def _continue(request: Request, so_far: Sampled, most_tokens: int) -> Request:
     """Makes the request for the tokens after `so_far`.
 
-    Its seed differs, because the server would draw the first tokens' random numbers again.
+    Its seed differs from the original one, with which the server would draw the random numbers of
+    the first tokens again.
 
-    most: The largest number of tokens of the completion, with those `so_far`.
+    most_tokens: The most tokens of the completion, including those of `so_far`.
     """
     sampled_ids = so_far.token_ids
     if not sampled_ids:
         return request
+    prompt_ids = (*request.prompt_ids, *sampled_ids)
     seed = (*request.seed, len(sampled_ids))
-    return Request((*request.prompt_ids, *sampled_ids), seed, most - len(sampled_ids))
+    return Request(prompt_ids, seed, most_tokens - len(sampled_ids))
 
 
 def read_lines(lines: Sequence[Mapping[str, Any]]) -> dict[str, Sampled]:
-    """Reads the lines of `describe_lines`: request's name -> completion, or LOST without one."""
+    """Reads the lines of `describe_lines`.
+
+    Returns a request's name -> its completion, or LOST if the line has none.
+    """
     return {
         line["request"]: Sampled.of_json(line["sampled"]) if line["sampled"] else LOST
         for line in lines

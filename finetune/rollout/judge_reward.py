@@ -18,12 +18,17 @@ from finetune.errors import UserError, printable
 from finetune.files.network import send
 
 WAITS = (0.5, 1.0)  # seconds before the second and the third try
-SPARE = 0.5  # seconds that a judge stops before the time limit, which could not say what was slow
-SHOWN = 100  # characters of an answer in an error
+# Seconds by which a judge stops before the reward process's time limit, whose error could not say
+# what was slow.
+SPARE = 0.5
+SHOWN = 100  # the most characters of an answer that an error quotes
 
 
 class Fault(str):
-    """The reason why a completion has no score. `is_score` accepts no text."""
+    """The reason why a completion has no score, in place of the score.
+
+    As a text it is no score by `is_score`.
+    """
 
     __slots__ = ()
 
@@ -31,15 +36,17 @@ class Fault(str):
 class JudgeReward:
     """A judge as a reward function.
 
-    Its signature has the columns that the judge's prompt names.
+    Its signature names the data's columns that the judge's prompt reads, so that the reward process
+    passes them.
     """
 
     def __init__(self, judge: Judge, seconds: float) -> None:
-        """Raises `UserError` where the environment does not have the judge's key.
+        """Makes the function. Raises `UserError` if the judge's key is not in the environment.
 
         seconds: The time for all completions of a step together.
         """
         names = dict.fromkeys(("prompts", "completions", *judge.places))
+        # The places {prompt} and {completion} are filled from `prompts` and `completions`.
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
             for name in names
@@ -53,7 +60,10 @@ class JudgeReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | Fault]:
-        """Returns for each completion the judge's score, or a fault."""
+        """Asks the judge about each completion; returns its score or a fault for each.
+
+        columns: Name -> a value for each completion.
+        """
         deadline = time.monotonic() + max(0.5 * self._seconds, self._seconds - SPARE)
         questions = []
         for place, completion in enumerate(completions):
@@ -63,7 +73,10 @@ class JudgeReward:
             return list(pool.map(partial(self._score, deadline), questions))
 
     def _score(self, deadline: float, question: str) -> float | Fault:
-        """Asks the judge; returns the number in its answer, by the judge's regex, or a fault."""
+        """Asks the judge a question; returns the score in its answer, or a fault.
+
+        The score is the last match of the judge's regex: its first group, or all of it.
+        """
         url = f"{self._judge.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         body = {
             "model": self._judge.model,
@@ -79,27 +92,28 @@ class JudgeReward:
             text = json.loads(answer)["choices"][0]["message"]["content"] or ""
             matches = list(re.finditer(self._judge.regex, text))
         except (ValueError, LookupError, TypeError):
-            said = printable(answer[:SHOWN].decode(errors="replace"))
-            return Fault(f"{url}: no answer of a chat completion: {said}")
+            excerpt = printable(answer[:SHOWN].decode(errors="replace"))
+            return Fault(f"{url}: no answer of a chat completion: {excerpt}")
         try:
-            last = matches[-1]
-            return float(last[1] if last.groups() else last[0])
+            last_match = matches[-1]
+            return float(last_match[1] if last_match.groups() else last_match[0])
         except (LookupError, ValueError, TypeError):
             return Fault(f"{url}: no number for {self._judge.regex} in {text[-SHOWN:]!r}")
 
     def _ask(self, url: str, body: Mapping[str, Any], deadline: float) -> bytes:
-        """Returns the server's answer; tries again after an error, until `deadline`.
+        """Sends a request and returns the server's answer; tries again after an error.
 
-        Raises `UserError` where the last try fails.
+        Raises `UserError` if the last try fails, or `deadline` has passed before the request.
         """
-        for wait in (*WAITS, None):
-            left = deadline - time.monotonic()
-            if left <= 0:
+        for wait in (*WAITS, None):  # None: after the last try
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 raise UserError(
                     f"{url}: not asked: reward_timeout_seconds was over; raise it, or concurrency"
                 )
+            timeout = min(seconds_left, self._judge.timeout_seconds)
             try:
-                return send(url, body, min(left, self._judge.timeout_seconds), self._headers)
+                return send(url, body, timeout, self._headers)
             except UserError:
                 if wait is None or time.monotonic() + wait >= deadline:
                     raise
@@ -108,7 +122,10 @@ class JudgeReward:
 
 
 def _read_key(judge: Judge) -> dict[str, str]:
-    """Returns the header with the judge's key. Raises `UserError` where it is not set."""
+    """Makes the HTTP header with the judge's key, which an environment variable holds.
+
+    Returns {} if the judge has no key. Raises `UserError` if the variable is not set.
+    """
     if judge.api_key_env is None:
         return {}
     key = os.environ.get(judge.api_key_env)

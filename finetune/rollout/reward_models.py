@@ -41,7 +41,8 @@ class RewardModel:
 
     text: RewardText
     model: nn.Module
-    most_tokens: int  # limit of a forward with several documents; 0: one document a forward
+    # The most tokens of a forward with several documents; 0: each document has its own forward.
+    most_tokens: int
 
     @property
     def name(self) -> str:
@@ -50,19 +51,22 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, documents: Sequence[Sequence[int]]) -> list[float]:
-        """Scores each of the `documents`, lists of token ids. No other rank takes part."""
+        """Scores documents of token ids. Each rank calls it for its own documents.
+
+        Returns a score for each document, in order.
+        """
         pad_id = find_pad_id(self.text.tokenizer)
         device = next(self.model.parameters()).device
         scores: list[float] = []
         for batch in self._split_batches(documents):
             micro_batch = pack_documents([_mark_scored(ids, pad_id) for ids in batch]).to(device)
-            # a score for each label, then for the padding of labels
+            # [positions, outputs]: one position for each document's label, then padding
             label_scores = self.model(**micro_batch.inputs, head_function=head_scores)
             scores += label_scores[: len(batch), 0].tolist()
         return scores
 
     def _split_batches(self, documents: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-        """Yields the documents of each forward, in order."""
+        """Yields the documents of each forward: as many as fit into `most_tokens`, at least one."""
         batch: list[Sequence[int]] = []
         for ids in documents:
             if batch and sum(map(len, batch)) + len(ids) > self.most_tokens:
@@ -74,22 +78,23 @@ class RewardModel:
 
 
 def _mark_scored(ids: Sequence[int], pad_id: int | None) -> Example:
-    """Makes an example with one label, at the last token that is not padding.
+    """Makes an example with one label, at the token where transformers' class reads the score.
 
-    There transformers' class reads the score.
+    It is the last token that is not padding, or the last one if all are. The label's value does not
+    matter.
     """
     input_ids = np.array(ids, np.int32)
     labels = np.full(len(input_ids), IGNORE_INDEX, np.int32)
-    own = np.flatnonzero(input_ids != pad_id)
-    scored = own[-1] if len(own) else -1
-    labels[scored] = 0
+    text_positions = np.flatnonzero(input_ids != pad_id)
+    score_position = text_positions[-1] if len(text_positions) else -1
+    labels[score_position] = 0
     return Example(input_ids, labels)
 
 
 def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
     """Loads the recipe's reward models in the run's compute dtype.
 
-    Raises `UserError` where a model is unreachable, or its files do not match its config.
+    Raises `UserError` if a model is unreachable, or its files do not match its config.
     """
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     models = []
@@ -108,7 +113,10 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
 
 
 def check_reward_models(recipe: Recipe) -> None:
-    """Raises `UserError` for problems in the files of reward models; reads only their headers."""
+    """Checks the files of those reward models that are on this machine; reads only headers.
+
+    Raises `UserError` as `build_reward_model` does.
+    """
     for name in recipe.rollout.reward_models:
         keys = keys_of_reward(name, recipe)
         if is_here(keys):
@@ -116,9 +124,10 @@ def check_reward_models(recipe: Recipe) -> None:
 
 
 def build_reward_model(keys: Model, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Returns (a reward model on the meta device, its parameters' values).
+    """Builds a frozen reward model on the meta device.
 
-    Raises `UserError` as `load_reward_models` does, and for quantized weights.
+    Returns (the model, the values of its parameters, which are not read yet). Raises `UserError` as
+    `load_reward_models` does, and for quantized weights.
     """
     config = load_config(keys)
     forget_quantization(config)

@@ -1,11 +1,11 @@
-"""The process that runs the users' reward functions, tools and environments. No torch here.
+"""The process that runs the users' reward functions, tools and environments. Imports no torch.
 
-It reads questions and writes answers as JSON lines. The first question names the functions.
+It reads questions and writes answers as JSON lines. The first question names the functions;
 `Functions.answer` describes the others. Each question has a random word, which its answer repeats.
 
-User code cannot answer by mistake: the pipe of the answers is no standard stream, is closed in
-child processes, and takes only answers with the question's word. What user code prints goes to
-stderr. The process leads a process group, which it kills when the run has ended.
+User code cannot answer by mistake: the pipe of the answers is not a standard stream, is closed in
+child processes, and the run accepts only answers with the question's word. What user code prints
+goes to stderr. The process leads a process group, which it kills when the run has ended.
 """
 
 import fcntl
@@ -41,26 +41,34 @@ from finetune.rollout.user_calls import (
 )
 
 Scores = list[float | None]
-FIRST_FILE = 256  # the lowest number of a file that `_hide` draws
-FILES = 512  # how many numbers it draws from
-ENVIRONMENTS = "environments"  # the argument with the completions' environments
-LISTS = ("prompts", "completions", "completion_ids")  # the arguments with an entry a completion
-CALLBACKS = ("log_extra", "log_metric")  # arguments that TRL gives; here they do nothing
+# `_hide_descriptor` draws a number from the FILES numbers that begin with FIRST_FILE.
+FIRST_FILE = 256
+FILES = 512
+# The arguments that a reward function may take, besides the data's columns:
+ENVIRONMENTS = "environments"  # the environments of the completions
+LISTS = ("prompts", "completions", "completion_ids")  # lists with an entry for each completion
+CALLBACKS = ("log_extra", "log_metric")  # functions that TRL passes; here they do nothing
 ARGUMENTS = (*LISTS, "trainer_state", *CALLBACKS)
 
 
 class NoScores(UserError):
-    """A function's result is not a score for each completion."""
+    """A function's result is not a list with one value for each completion."""
 
 
 def score(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> list[Any]:
-    """Calls a reward function; returns a value for each completion, which may be no score.
+    """Calls a reward function; returns its value for each completion, which may be no score.
+
+    Args:
+        name: The function's name in metrics.
+        function: The reward function.
+        step: The completions and their columns, from `Rewards.score`.
+        seconds: The time limit.
 
     Raises:
-        NoScores: It did not return one value for each completion.
-        UserError: It raised, or took longer than `seconds`.
+        NoScores: The function did not return one value for each completion.
+        UserError: The function raised, or took longer than `seconds`.
     """
     count = len(step["completions"])
     arguments = _choose_arguments(function, step)
@@ -69,7 +77,7 @@ def score(
         is_list = hasattr(returned, "__iter__") and not isinstance(
             returned, str | bytes | Mapping | set | frozenset
         )
-        scores = list(returned) if is_list else []
+        scores = list(returned) if is_list else []  # within the block: a generator runs here
     if not is_list:
         raise NoScores(
             f"{place_of(function)}{name}: returned {type(returned).__name__}; a list is expected, "
@@ -83,7 +91,7 @@ def score(
 
 
 def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that the function takes: TRL's, and the data's columns."""
+    """Chooses the arguments that the function takes among those of TRL and the data's columns."""
     arguments = {**step["columns"], **{name: step[name] for name in LISTS}}
     arguments["trainer_state"] = SimpleNamespace(**step["state"])
     arguments |= dict.fromkeys(CALLBACKS, lambda *_, **__: None)
@@ -95,13 +103,13 @@ def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> 
 
 def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
     """Raises `UserError` for a required argument that is neither TRL's nor one of the `columns`."""
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    needed = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.default is each.empty and each.kind not in kinds
+    optional_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in optional_kinds
     ]
-    missing = [each for each in needed if each not in (*ARGUMENTS, *columns)]
+    missing = [each for each in required if each not in (*ARGUMENTS, *columns)]
     if missing:
         raise UserError(
             f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such "
@@ -113,10 +121,14 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
 def check_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> Scores:
-    """Returns a function's result as scores. Raises `UserError` for the first that is none."""
+    """Converts the values that a function returned to scores.
+
+    Raises `UserError` for the first value that is no score.
+    """
     for value, completion in zip(returned, step["completions"], strict=True):
         if not is_score(value):
             text = json.dumps(completion, ensure_ascii=False)
+            # A judge returns the fault itself in place of a score.
             fault = value if isinstance(value, Fault) else f"returned {describe_score(value)}"
             raise UserError(f"{place_of(function)}{name}: {fault} for the completion {text[:200]}")
     return [None if value is None else float(value) for value in returned]
@@ -125,17 +137,18 @@ def check_scores(
 def score_each(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], seconds: float
 ) -> tuple[Scores, list[bool]]:
-    """Scores completions, with 0 for those where the function fails.
+    """Scores completions where failures are counted: a completion that fails has score 0.
 
-    Where it raises for all together, it scores one after another. Where it returns anything but a
-    list of one value for each, all fail.
+    If the function raises for all completions together, it is called for one after another. If it
+    does not return a list with one value for each, all completions fail. Failures are printed.
 
     Returns:
-        (the scores, whether each failed).
+        (the scores, whether each completion failed).
     """
     count = len(step["completions"])
     try:
-        return _with_zeros(name, function, step, score(name, function, step, seconds))
+        returned = score(name, function, step, seconds)
+        return _replace_bad_values(name, function, step, returned)
     except NoScores as error:
         print(error, file=sys.stderr)
         return [0.0] * count, [True] * count
@@ -146,18 +159,24 @@ def score_each(
     scores: Scores = []
     failed: list[bool] = []
     for place in range(count):
-        one, is_bad = score_each(
+        one_score, one_failed = score_each(
             name, function, take_one(step, place), limit_of_one(seconds, count)
         )
-        scores += one
-        failed += is_bad
+        scores += one_score
+        failed += one_failed
     return scores, failed
 
 
-def _with_zeros(
+def _replace_bad_values(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
 ) -> tuple[Scores, list[bool]]:
-    """Returns (the scores, with 0 for values that are none; whether each value is none)."""
+    """Converts the values that a function returned to scores, with 0 for those that are no score.
+
+    It prints the first such value.
+
+    Returns:
+        (the scores, whether each value is no score).
+    """
     failed = [not is_score(value) for value in returned]
     if any(failed):
         try:
@@ -169,29 +188,41 @@ def _with_zeros(
 
 
 def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Returns the step with only the completion at `place`."""
+    """Returns a step like `step` with only the completion at `place`."""
     columns = {name: [values[place]] for name, values in step["columns"].items()}
-    return {**step, **{name: [step[name][place]] for name in LISTS}, "columns": columns}
+    lists = {name: [step[name][place]] for name in LISTS}
+    return {**step, **lists, "columns": columns}
 
 
 class Functions:
-    """The functions, tools and environments of a run, and the step that is scored."""
+    """The functions, tools and environments of a run, and the step that is being scored."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Loads the functions that the first question names; `Rewards._start` sends it.
+
+        Raises `UserError` if one cannot be loaded.
+        """
         names: Sequence[str] = settings["names"]
         self._seconds: float = settings["seconds"]
-        self._counts: bool = settings["counts_failures"]
+        self._counts_failures: bool = settings["counts_failures"]
         self._names = [name_of_reward(name) for name in names]
         self._functions = [_load(name, self._seconds) for name in names]
-        self._tools = {name.rpartition(":")[2]: load(name) for name in settings["tools"]}
+        self._tools: dict[str, Callable[..., Any]] = {}
+        for entry in settings["tools"]:  # FILE:FUNCTION
+            _, _, function_name = entry.rpartition(":")
+            self._tools[function_name] = load(entry)
         user_functions = [
             function
             for name, function in zip(names, self._functions, strict=True)
             if name not in FUNCTIONS and not is_judge(name)
         ]
+        # Environments are copied at the end of an episode only if a function reads them.
         self._reads_states = any(map(_takes_environments, user_functions))
         self._processes = EnvironmentProcesses(
-            settings["environments"], self._tools, settings["processes"], counts=self._counts
+            settings["environments"],
+            self._tools,
+            settings["processes"],
+            counts_failures=self._counts_failures,
         )
         self._step: dict[str, Any] = {}
 
@@ -200,14 +231,16 @@ class Functions:
 
         Args:
             request: One of these, all JSON:
-                `known`: the names of the data's columns; checks the functions' arguments.
+                `known`: the names of the data's columns, with which the functions' arguments are
+                checked.
                 `calls` and `seconds`: calls of tools, and their time limit.
                 `do`, `items` and `seconds`: see `EnvironmentProcesses.ask`.
-                `function`: the index of a function; scores the last `step`, or only its completion
-                at `place`. The request may bring the `step`.
+                `function`: the index of a function that scores all completions, or only the one at
+                `place`. `step`: the completions, if they are others than in the last request.
 
         Raises:
-            UserError: A function fails, unless failures are counted.
+            UserError: A function requires an argument that is neither TRL's nor a column; or a
+                function, tool or environment fails, and failures are not counted.
         """
         if "known" in request:
             for name, function in zip(self._names, self._functions, strict=True):
@@ -215,7 +248,9 @@ class Functions:
             return {}
         if "calls" in request:
             seconds = request["seconds"]
-            results = call_tools(self._tools, request["calls"], seconds, counts=self._counts)
+            results = call_tools(
+                self._tools, request["calls"], seconds, counts_failures=self._counts_failures
+            )
             return {"results": results}
         if "do" in request:
             items = [item | {"keeps_state": self._reads_states} for item in request["items"]]
@@ -236,19 +271,24 @@ class Functions:
             step = take_one(step, request["place"])
         name = self._names[request["function"]]
         function = self._functions[request["function"]]
-        if self._counts:
+        if self._counts_failures:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}
-        return {"scores": check_scores(name, function, step, score(name, function, step, seconds))}
+        returned = score(name, function, step, seconds)
+        return {"scores": check_scores(name, function, step, returned)}
 
 
 def _takes_environments(function: Callable[..., Any]) -> bool:
+    """Returns whether a function has an argument `environments`, or takes any argument."""
     parameters = inspect.signature(function).parameters.values()
     return any(each.name == ENVIRONMENTS or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _load(name: str, seconds: float) -> Callable[..., Any]:
-    """Loads the function of an entry of `rewards`. Raises `UserError` where that is impossible."""
+    """Loads the function of an entry of `rewards`: a judge, a shipped one, or one in a file.
+
+    Raises `UserError` if it cannot be loaded.
+    """
     if is_judge(name):
         return JudgeReward(read_judge(name), seconds)
     if name in FUNCTIONS:
@@ -258,8 +298,13 @@ def _load(name: str, seconds: float) -> Callable[..., Any]:
 
 
 def main(questions: int, answers: int) -> None:
-    """Reads questions from one file and writes the answers to another, given by their numbers."""
-    answers = _hide(answers)
+    """Answers questions until the run has ended.
+
+    Args:
+        questions: The file descriptor from which questions are read.
+        answers: The file descriptor to which answers are written.
+    """
+    answers = _hide_descriptor(answers)
     for descriptor in (questions, answers):
         os.register_at_fork(after_in_child=partial(os.close, descriptor))
     watcher = threading.Thread(target=_end_with_the_run, args=(questions,), daemon=True)
@@ -267,40 +312,42 @@ def main(questions: int, answers: int) -> None:
     functions: Functions | None = None
     with os.fdopen(questions, "rb", closefd=False) as lines:
         for line in lines:
-            asked = json.loads(line)
+            question = json.loads(line)
             answer: dict[str, Any] = {}
             try:
                 if functions is None:
                     with explained("rewards", is_isolated=True):
-                        functions = Functions(asked)
+                        functions = Functions(question)
                 else:
-                    answer = functions.answer(asked)
+                    answer = functions.answer(question)
             except UserError as error:
                 answer = {"error": str(error)}
-            _write(answers, json.dumps({**answer, "word": asked["word"]}).encode() + b"\n")
+            _write(answers, json.dumps({**answer, "word": question["word"]}).encode() + b"\n")
     watcher.join()  # the watcher ends this process
 
 
-def _hide(file: int) -> int:
-    """Gives the open file a random number, and has programs that are started from here not get it.
+def _hide_descriptor(descriptor: int) -> int:
+    """Moves an open file to a random descriptor, so that user code does not write there by mistake.
 
-    Returns the number.
+    Programs that are started from here do not inherit it. Returns the new descriptor.
     """
-    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FILE + secrets.randbelow(FILES))
-    os.close(file)
+    lowest = FIRST_FILE + secrets.randbelow(FILES)
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, lowest)
+    os.close(descriptor)
     return moved
 
 
-def _write(file: int, content: bytes) -> None:
+def _write(descriptor: int, content: bytes) -> None:
+    """Writes all of `content`; a single call of `os.write` may write only a part."""
     left = memoryview(content)
     while left:
-        left = left[os.write(file, left) :]
+        left = left[os.write(descriptor, left) :]
 
 
 def _end_with_the_run(questions: int) -> None:
-    """Waits until the run has closed its end of the pipe, then kills this process's group."""
+    """Waits until the run has closed its end of the pipe, then kills this process and its group."""
     poll = select.poll()
-    poll.register(questions, 0)  # no event but a closed pipe
+    poll.register(questions, 0)  # an event mask of 0 still reports a closed pipe
     poll.poll()
     kill_all(list_children(os.getpid()))  # some may have left the process group
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -308,6 +355,7 @@ def _end_with_the_run(questions: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for file in map(int, sys.argv[1:]):
-        os.set_inheritable(file, False)
-    main(*map(int, sys.argv[1:]))
+    questions_descriptor, answers_descriptor = map(int, sys.argv[1:])
+    for descriptor in (questions_descriptor, answers_descriptor):
+        os.set_inheritable(descriptor, False)
+    main(questions_descriptor, answers_descriptor)

@@ -1,4 +1,6 @@
-"""Rewards, tools and environments of a recipe: a separate process runs them within time limits."""
+"""The run's side of rewards, tools and environments: it starts the separate process that runs them
+within time limits, and asks it.
+"""
 
 import json
 import os
@@ -28,17 +30,18 @@ from finetune.rollout.user_calls import (
     list_children,
 )
 
-SECONDS_TO_START = 60.0
-STDERR = 2
+SECONDS_TO_START = 60.0  # that the process has to load the recipe's files
+STDERR = 2  # the file descriptor
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The results of the reward functions, and behind them of the environments' own rewards."""
+    """The scores of completions by the reward functions, then by the environments' own rewards."""
 
-    # [functions, environments' rewards][completions]; None: no score
+    # [reward functions, then environments' own rewards][completions]; None: no score
     by_reward: list[list[float | None]]
-    failed: list[int]  # places of completions with a 0 because a function or environment failed
+    # The places of completions for which a function or the environment failed, which have a 0.
+    failed: list[int]
 
     @property
     def failures(self) -> int:
@@ -47,7 +50,7 @@ class Scores:
 
 
 class ProcessLost(UserError):
-    """The process ended, did not answer in time, or user code wrote in its place.
+    """The process ended, did not answer in time, or user code wrote into the pipe of its answers.
 
     The next question starts a new process.
     """
@@ -55,26 +58,26 @@ class ProcessLost(UserError):
 
 @dataclass(frozen=True, slots=True)
 class RewardProcess:
-    """The process, and the run's ends of its two pipes. It ends when they are closed."""
+    """The process, and the run's ends of its two pipes. The process ends when they are closed."""
 
     handle: subprocess.Popen[bytes]
-    questions: FileIO
-    answers: FileIO
+    questions: FileIO  # to write
+    answers: FileIO  # to read
 
     @classmethod
     def start(cls) -> "RewardProcess":
-        """Starts a process in a process group of its own, which Ctrl-C does not reach."""
-        root = Path(__file__).resolve().parents[2]
+        """Starts a process in its own process group, which Ctrl-C does not reach."""
+        root = Path(__file__).resolve().parents[2]  # the folder with the package `finetune`
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path[1:]])}
-        its_questions, questions = os.pipe()
-        answers, its_answers = os.pipe()
+        child_questions, questions = os.pipe()
+        answers, child_answers = os.pipe()
         command = [sys.executable, "-m", "finetune.rollout.reward_process"]
         try:
             handle = subprocess.Popen(
-                [*command, str(its_questions), str(its_answers)],
+                [*command, str(child_questions), str(child_answers)],
                 stdin=subprocess.DEVNULL,
-                stdout=STDERR,  # a rank's stdout is not for what functions print
-                pass_fds=(its_questions, its_answers),
+                stdout=STDERR,  # what functions print does not belong on a rank's stdout
+                pass_fds=(child_questions, child_answers),
                 start_new_session=True,
                 env=environment,
             )
@@ -83,16 +86,16 @@ class RewardProcess:
             os.close(answers)
             raise
         finally:
-            os.close(its_questions)
-            os.close(its_answers)
+            os.close(child_questions)
+            os.close(child_answers)
         return cls(handle, FileIO(questions, "w"), FileIO(answers))
 
     def end(self) -> int:
-        """Kills the process and its children; returns its exit code."""
+        """Kills the process and all that it has started; returns its exit code."""
         children = list_children(self.handle.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.handle.pid, signal.SIGKILL)
-        kill_all(children)  # some may have left the process group
+        kill_all(children)  # some may not be in the process group
         self.questions.close()
         self.answers.close()
         return self.handle.wait()
@@ -101,18 +104,18 @@ class RewardProcess:
 class Rewards:
     """The reward functions, tools and environments of a recipe.
 
-    Their process starts at the first call, and ends with the run.
+    Their process starts at the first question, and ends with the run.
     """
 
     def __init__(self, keys: RolloutKeys) -> None:
-        self.names = [name_of_reward(name) for name in keys.reward_functions]
+        self.names = [name_of_reward(name) for name in keys.reward_functions]  # in metrics
         self._keys = keys
-        self._counts = keys.on_bad_reward == "zero"
+        self._counts_failures = keys.on_bad_reward == "zero"  # else they are raised
         self._process: RewardProcess | None = None
         self._step: dict[str, Any] = {}  # the completions to score, with their columns
-        self._knows_step = False  # the process has `_step`
-        self._places = 0  # the number of places that were reserved
-        # Threads that sample ahead ask, too. The process answers one question after another.
+        self._knows_step = False  # whether the process has got `_step`
+        self._places = 0  # the number of places that have been reserved
+        # Held while a question is asked, because threads that sample ahead call tools meanwhile.
         self._asking = threading.RLock()
 
     def score(
@@ -124,19 +127,19 @@ class Rewards:
         state: dict[str, Any],
         lost: Sequence[bool] = (),
     ) -> Scores:
-        """Scores completions by one call of each function.
+        """Scores completions by all functions, each of which is called with all completions.
 
         Args:
-            prompts: Text or lists of messages, as TRL gives them.
-            completions: Text or lists of messages, as TRL gives them.
+            prompts: Text or a list of messages for each completion, as TRL passes them.
+            completions: Text or a list of messages for each completion, as TRL passes them.
             completion_ids: The tokens of each completion.
-            columns: The rows' columns: name -> a value for each completion.
+            columns: The data's columns: name -> a value for each completion.
             state: The attributes of the functions' `trainer_state`.
-            lost: Whether each completion's environment has failed; empty: none has.
+            lost: Whether each completion's environment was lost; empty: there are none.
 
         Raises:
-            UserError: A function raised, took too long or returned something else than rewards,
-                and `on_bad_reward` is error.
+            UserError: A function raised, took too long or did not return a score for each
+                completion, and `on_bad_reward` is error.
         """
         self._step = {
             "prompts": prompts,
@@ -148,23 +151,29 @@ class Rewards:
         self._knows_step = False
         by_reward: list[list[float | None]] = []
         failed = {place for place, is_lost in enumerate(lost) if is_lost}
-        for number in range(len(self.names)):
-            answer = self._score_by(number)
+        for index in range(len(self.names)):
+            answer = self._score_by_function(index)
             by_reward.append(answer["scores"])
-            failures = enumerate(answer.get("failed", ()))
+            failures = enumerate(answer.get("failed", ()))  # absent if failures are raised
             failed.update(place for place, is_failed in failures if is_failed)
         return Scores(by_reward, sorted(failed))
 
     def reserve_places(self, completions: int) -> int:
-        """Reserves a place for the environment of each completion; returns the first place."""
-        first = self._places
+        """Reserves a place for the environment of each of `completions` completions.
+
+        Places are consecutive numbers, which no other completion of the run gets. Returns the
+        first.
+        """
+        first_place = self._places
         self._places += completions
-        return first
+        return first_place
 
     def check_arguments(self, columns: Sequence[str]) -> None:
-        """Raises `UserError` where a function or a tool cannot be loaded, or needs another column.
+        """Loads the functions, and checks that the data have the columns that they require.
 
         columns: The names of the data's columns.
+
+        Raises `UserError` if a function or tool cannot be loaded, or requires another column.
         """
         self._start()
         self._exchange({"known": columns}, SECONDS_TO_START)
@@ -184,67 +193,73 @@ class Rewards:
         """
         if self._keys.environment:
             answers = self.ask_environments("call", calls)
-            return [_read_result(each) for each in answers]
-        if not self._counts:
+            return [_read_result(answer) for answer in answers]
+        if not self._counts_failures:
             return self._call(calls, self._keys.reward_timeout_seconds)
+        # One call after another, so that one which ends the process does not lose the others.
         results: list[tuple[str, bool]] = []
-        limit = limit_of_one(self._keys.reward_timeout_seconds, max(1, len(calls)))
-        for each in calls:  # one by one: a call that ends the process does not lose the others
+        seconds_each = limit_of_one(self._keys.reward_timeout_seconds, max(1, len(calls)))
+        for call in calls:
             try:
-                results += self._call([each], limit)
+                results += self._call([call], seconds_each)
             except ProcessLost as error:
                 print(error, file=sys.stderr)
-                results.append((str({"error": f"{each['name']} did not end as it should"}), True))
+                results.append((str({"error": f"{call['name']} did not end as it should"}), True))
         return results
 
     def ask_environments(self, do: str, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Asks the completions' environments, as `EnvironmentProcesses.ask` does.
 
-        Raises `UserError` for the first problem where `on_bad_reward` is error.
+        Returns an answer for each item. Raises `UserError` for the first problem if
+        `on_bad_reward` is error.
         """
         seconds = self._keys.reward_timeout_seconds
         count = max(1, len(items))
-        most = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)  # if one process has them
+        # The longest time: one process has all items, and each takes its limit.
+        most_seconds = count * (limit_of_one(seconds, count) + SECONDS_TO_STOP)
         question = {"do": do, "items": items, "seconds": seconds}
         try:
             with self._asking:
                 self._start()
-                answered = self._exchange(question, most + SECONDS_TO_STOP)
+                answer = self._exchange(question, most_seconds + SECONDS_TO_STOP)
         except ProcessLost as error:
-            if not self._counts:
+            if not self._counts_failures:
                 raise
             print(error, file=sys.stderr)
             return [{"problem": str(error)} for _ in items]
-        answers: list[dict[str, Any]] = answered["answers"]
+        answers: list[dict[str, Any]] = answer["answers"]
         return answers
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, if it runs. The next question would start it again."""
         process = self._process
         self._process = None
         if process is not None:
             process.end()
 
-    def _score_by(self, number: int) -> dict[str, Any]:
-        """Scores all completions with one function: `scores`, and `failed` if failures count.
+    def _score_by_function(self, index: int) -> dict[str, Any]:
+        """Scores all completions of the step with the function at `index`.
 
-        If the function ends the process and failures count, it scores one after another.
+        Returns `scores`, and if failures are counted `failed`: whether each completion failed. If
+        the function ends the process and failures are counted, it scores one completion after
+        another.
         """
-        limit = self._keys.reward_timeout_seconds
+        seconds = self._keys.reward_timeout_seconds
         count = len(self._step["completions"])
-        of_one = limit_of_one(limit, max(1, count))
-        if not self._counts:
-            return self._ask_score({"function": number}, limit)
+        seconds_each = limit_of_one(seconds, max(1, count))
+        if not self._counts_failures:
+            return self._ask_score({"function": index}, seconds)
         try:
-            # The process, too, scores one after another if the function raises over all.
-            return self._ask_score({"function": number}, limit + count * of_one)
+            # The limit includes scoring one completion after another, which the process does if
+            # the function raises for all of them together.
+            return self._ask_score({"function": index}, seconds + count * seconds_each)
         except ProcessLost as error:
             print(error, file=sys.stderr)
         scores: list[float | None] = []
         failed: list[bool] = []
         for place in range(count):
             try:
-                answer = self._ask_score({"function": number, "place": place}, of_one)
+                answer = self._ask_score({"function": index, "place": place}, seconds_each)
             except ProcessLost as error:
                 print(error, file=sys.stderr)
                 answer = {"scores": [0.0], "failed": [True]}
@@ -253,7 +268,10 @@ class Rewards:
         return {"scores": scores, "failed": failed}
 
     def _ask_score(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Asks for scores; sends the step with the question if the process does not have it."""
+        """Asks for scores, and sends the step with the question if the process does not have it.
+
+        seconds: The time limit of the functions; the process has SECONDS_TO_STOP more.
+        """
         with self._asking:
             self._start()
             if not self._knows_step:
@@ -263,14 +281,21 @@ class Rewards:
         return answer
 
     def _call(self, calls: Sequence[Mapping[str, Any]], seconds: float) -> list[tuple[str, bool]]:
+        """Calls tools in the process; returns what `call_tools` returns.
+
+        seconds: The time limit of all calls together.
+        """
         question = {"calls": calls, "seconds": seconds}
         with self._asking:
             self._start()
             answer = self._exchange(question, seconds + SECONDS_TO_STOP)
-        return [tuple(each) for each in answer["results"]]
+        return [tuple(result) for result in answer["results"]]
 
     def _start(self) -> None:
-        """Starts the process, unless it runs. Raises `UserError` if it cannot load a file."""
+        """Starts the process, unless it runs.
+
+        Raises `UserError` if it cannot load a file.
+        """
         if self._process is not None and not has_ended(self._process.handle.pid):
             return
         self.close()
@@ -281,19 +306,20 @@ class Rewards:
             "tools": self._keys.tools,
             "environments": list(dict.fromkeys(self._keys.environments.values())),
             "processes": self._keys.environment_processes,
-            "counts_failures": self._counts,
+            "counts_failures": self._counts_failures,
             "seconds": self._keys.reward_timeout_seconds,
         }
         try:
             self._exchange(settings, SECONDS_TO_START)
-        except UserError as error:  # the next question starts it again
+        except UserError as error:
             self.close()
-            raise UserError(str(error)) from None  # no `ProcessLost`, which may be counted
+            # Not as `ProcessLost`, which callers may count as a failure of a completion.
+            raise UserError(str(error)) from None
 
     def _exchange(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Asks a question; returns its answer.
+        """Asks the process a question; returns the answer.
 
-        An interruption ends the process: its late answer would be read as the next one.
+        seconds: How long to wait for the answer.
 
         Raises:
             ProcessLost: There is no answer.
@@ -302,6 +328,8 @@ class Rewards:
         try:
             answer = self._send(question, seconds)
         except BaseException:
+            # Ended even after Ctrl-C, because a late answer would be read as that of the next
+            # question.
             self.close()
             raise
         if "error" in answer:
@@ -314,30 +342,35 @@ class Rewards:
         return answer
 
     def _describe_files(self, question: Mapping[str, Any]) -> str:
-        """Returns the recipe's key and the files of what a question asks."""
+        """Describes where an error comes from: the recipe's key and the files of what is asked."""
         key = "rewards"
-        named = self._keys.reward_files
+        entries = self._keys.reward_files
         if "calls" in question:
             key = "tools"
-            named = self._keys.tools
+            entries = self._keys.tools
         elif "do" in question:
             key = "environment"
-            named = self._keys.environment_files
-        return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in named))}"
+            entries = self._keys.environment_files
+        return f"{key}: {', '.join(dict.fromkeys(str(file_of(name)) for name in entries))}"
 
     def _send(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Sends a question; returns its answer. Raises `ProcessLost`."""
+        """Sends a question to the process; returns the answer.
+
+        Raises `ProcessLost` if the process ends, does not answer within `seconds`, or the answer is
+        not its own.
+        """
         process = self._process
         assert process is not None
         where = self._describe_files(question)
         word = secrets.token_hex(8)
         deadline = time.monotonic() + seconds
-        sent = json.dumps(question | {"word": word}).encode() + b"\n"
+        message = json.dumps(question | {"word": word}).encode() + b"\n"
         try:
-            _write(process.questions.fileno(), sent, deadline)
+            _write(process.questions.fileno(), message, deadline)
             line = _read_line(process.answers.fileno(), deadline)
         except (BrokenPipeError, EOFError):
-            with suppress(subprocess.TimeoutExpired):  # if it ends by itself, its code says why
+            # Wait, so that the process ends with its own exit code, which says why.
+            with suppress(subprocess.TimeoutExpired):
                 process.handle.wait(SECONDS_TO_STOP)
             self._process = None
             code = process.end()
@@ -362,15 +395,24 @@ class Rewards:
 
 
 def _read_result(answer: Mapping[str, Any]) -> tuple[str, bool]:
+    """Reads an environment's answer to a call.
+
+    Returns (the text that the model reads, whether the call failed).
+    """
     if "problem" in answer:
         return str({"error": answer["problem"]}), True
     return answer["said"], answer["failed"]
 
 
 def _write(file: int, content: bytes, deadline: float) -> None:
-    """Writes all of `content`.
+    """Writes all of `content` to a pipe.
 
-    Raises `TimeoutError`, or `BrokenPipeError` if the reader has ended.
+    Args:
+        file: The file descriptor, which is made non-blocking.
+        content: What is written.
+        deadline: The time by `time.monotonic` at which `TimeoutError` is raised.
+
+    Raises `BrokenPipeError` if the reader has ended.
     """
     os.set_blocking(file, False)
     poll = select.poll()  # select() takes only file numbers up to 1023
@@ -384,15 +426,22 @@ def _write(file: int, content: bytes, deadline: float) -> None:
 
 
 def _read_line(file: int, deadline: float) -> bytes:
-    """Reads a line. Raises `TimeoutError`, or `EOFError` if the writer has ended."""
-    parts = bytearray()
+    """Reads a line, which is all that is in the pipe.
+
+    Args:
+        file: The file descriptor.
+        deadline: The time by `time.monotonic` at which `TimeoutError` is raised.
+
+    Raises `EOFError` if the writer has ended.
+    """
+    line = bytearray()
     poll = select.poll()
     poll.register(file, select.POLLIN)
-    while not parts.endswith(b"\n"):
+    while not line.endswith(b"\n"):
         if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError
         part = os.read(file, 1 << 20)
         if not part:
             raise EOFError
-        parts += part
-    return bytes(parts)
+        line += part
+    return bytes(line)

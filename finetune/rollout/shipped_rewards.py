@@ -1,6 +1,7 @@
-"""The reward functions that ship: each returns a score for every completion.
+"""The reward functions that ship with the package: each returns a score for every completion.
 
-They take the arguments that TRL's reward functions take. Imports no torch.
+They take the arguments that TRL passes to reward functions, and ignore those that they do not need.
+Imports no torch.
 """
 
 import re
@@ -12,17 +13,21 @@ from finetune.config.judge import text_of
 from finetune.config.reward_names import REWARD_PACKAGES
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# The whole completion: a block of reasoning, then an answer, without any of these tags inside.
 FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|"
     r"</?answer>).)*</answer>\s*",
     re.S,
 )
-
+# The beginning of a completion: a block of reasoning, after whose tag no other <think> follows.
 THINKING = re.compile(r"<think>(?!.*<think>).*?</think>", re.S)
 
 
 def _with_reasoning(completion: Any) -> str:
-    """Returns a completion as text, a message's separate reasoning in front in its tags."""
+    """Returns a completion as text, with its reasoning in <think> tags.
+
+    A message may hold the reasoning separately; then it is put in front of the content.
+    """
     text = text_of(completion)
     if isinstance(completion, str):
         return text
@@ -31,59 +36,64 @@ def _with_reasoning(completion: Any) -> str:
 
 
 def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Returns 1 where the completion is the answer, else 0; None without an answer.
+    """Scores 1 if the completion is the row's answer up to spaces around it, else 0.
+
+    The score is None if the row has no answer.
 
     >>> is_exact([" 4\\n", "five"], [4, "5"])
     [1.0, 0.0]
     """
     scores: list[float | None] = []
-    for completion, right in zip(completions, answer, strict=True):
-        if right is None:
+    for completion, expected in zip(completions, answer, strict=True):
+        if expected is None:
             scores.append(None)
         else:
-            scores.append(float(text_of(completion).strip() == str(right).strip()))
+            scores.append(float(text_of(completion).strip() == str(expected).strip()))
     return scores
 
 
 def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Returns 1 where completion and answer have the same last number, else 0; None without answer.
+    """Scores 1 if the completion's last number is the last number of the row's answer, else 0.
 
-    An answer of GSM8K ends with its number.
+    The score is None if the row has no answer. Answers of GSM8K end with the number that counts.
 
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
     scores: list[float | None] = []
-    for completion, right in zip(completions, answer, strict=True):
-        number = _last_number(text_of(completion))
-        if right is None:
+    for completion, expected in zip(completions, answer, strict=True):
+        number = _find_last_number(text_of(completion))
+        if expected is None:
             scores.append(None)
         else:
-            scores.append(float(number is not None and number == _last_number(str(right))))
+            is_right = number is not None and number == _find_last_number(str(expected))
+            scores.append(float(is_right))
     return scores
 
 
 def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """Returns 1 where math-verify finds completion and answer equal, else 0.
+    """Scores 1 if math-verify finds the completion equal to the row's answer, else 0.
 
-    None where it cannot read the answer.
+    The score is None if the row has no answer, or math-verify cannot read it.
     """
     from math_verify import parse, verify
 
     scores: list[float | None] = []
-    # Without math-verify's time limits: they use the same signal as that of the rewards.
-    for completion, right in zip(completions, answer, strict=True):
-        expected = None if right is None else parse(str(right), parsing_timeout=None)
-        if not expected:
+    # Without math-verify's time limits, because they use the same signal as `time_limit`.
+    for completion, expected in zip(completions, answer, strict=True):
+        parsed_answer = None if expected is None else parse(str(expected), parsing_timeout=None)
+        if not parsed_answer:
             scores.append(None)
             continue
-        given = parse(text_of(completion), parsing_timeout=None)
-        scores.append(float(verify(expected, given, timeout_seconds=None)))
+        parsed_completion = parse(text_of(completion), parsing_timeout=None)
+        scores.append(float(verify(parsed_answer, parsed_completion, timeout_seconds=None)))
     return scores
 
 
 def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Returns 1 where the completion is reasoning and then an answer, each once in its tags.
+    """Scores 1 if the completion is <think>...</think><answer>...</answer>, else 0.
+
+    Each tag may come only once.
 
     >>> has_format(["<think>2+2</think><answer>4</answer>", "<answer>4</answer>"])
     [1.0, 0.0]
@@ -92,7 +102,9 @@ def has_format(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Returns 1 where the completion begins with its only reasoning, as TRL's think_format_reward.
+    """Scores 1 if the completion begins with <think>...</think> and has no other <think>, else 0.
+
+    It scores as TRL's think_format_reward.
 
     >>> thinks_first(["<think>2+2</think>4", "4", "<think><think></think>"])
     [1.0, 0.0, 0.0]
@@ -103,14 +115,16 @@ def thinks_first(completions: Sequence[Any], **_: Any) -> list[float]:
 def leaves_room(
     completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
 ) -> list[float]:
-    """Returns the share of max_completion_length that each completion leaves unused."""
+    """Scores the share of max_completion_length that the completion leaves unused, from 0 to 1."""
     return [1 - len(ids) / trainer_state.max_completion_length for ids in completion_ids]
 
 
 def punishes_overlong(
     completion_ids: Sequence[Sequence[int]], trainer_state: Any, **_: Any
 ) -> list[float]:
-    """Returns DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+    """Scores DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13).
+
+    It falls from 0 to -1 over the last `soft_punish_cache` tokens of max_completion_length.
 
     >>> from types import SimpleNamespace
     >>> state = SimpleNamespace(max_completion_length=100, soft_punish_cache=20)
@@ -118,15 +132,17 @@ def punishes_overlong(
     [0.0, -0.5, -1.0]
     """
     cache = trainer_state.soft_punish_cache
-    soft = trainer_state.max_completion_length - cache
-    return [max(-1.0, min(0.0, (soft - len(ids)) / cache)) for ids in completion_ids]
+    unpunished_length = trainer_state.max_completion_length - cache
+    return [max(-1.0, min(0.0, (unpunished_length - len(ids)) / cache)) for ids in completion_ids]
 
 
-def _last_number(text: str) -> float | None:
+def _find_last_number(text: str) -> float | None:
+    """Returns the last number in `text`, in which commas group digits; None without a number."""
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
+# By the name in a recipe's `rewards`.
 FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
     "exact_answer": is_exact,
     "number": has_number,
@@ -139,9 +155,10 @@ FUNCTIONS: Mapping[str, Callable[..., Sequence[float | None]]] = {
 
 
 def load_shipped(name: str) -> Callable[..., Any]:
-    """Returns the shipped function `name`.
+    """Returns the shipped function that a recipe calls `name`.
 
-    Imports its package now, so that the time limit of a step does not include the import.
+    If it needs a package, this is imported here, so that the time limit of a step does not include
+    the import.
     """
     if name in REWARD_PACKAGES:
         import_module(REWARD_PACKAGES[name])

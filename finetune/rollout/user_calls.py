@@ -1,5 +1,6 @@
-"""Calls of a user's functions within limits of time and size, and the processes that they start. No
-torch here.
+"""Calls users' functions within limits of time and size, and ends the processes that they start.
+
+Imports no torch.
 """
 
 import asyncio
@@ -17,9 +18,10 @@ import psutil
 
 from finetune.config.user_code import explained
 
-SECONDS_TO_STOP = 5.0  # that a process has after a time limit to report where its function was
+# After a time limit, a process has this long to report where its function was, before it is ended.
+SECONDS_TO_STOP = 5.0
 SECONDS_TO_REPEAT = 0.5  # a function that catches `TimeLimit` gets it again after this time
-MOST_CHARACTERS = 1_000_000  # of a tool's result; no completion has room for more
+MOST_CHARACTERS = 1_000_000  # of a tool's or a reset's text; no completion has room for more
 
 
 def has_ended(pid: int) -> bool:
@@ -28,7 +30,7 @@ def has_ended(pid: int) -> bool:
 
 
 def list_children(pid: int) -> list[psutil.Process]:
-    """Lists the processes that a process and its children have started; empty if it has ended."""
+    """Lists all descendants of a process that still run; [] if the process has ended."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process(pid).children(recursive=True)
@@ -36,7 +38,7 @@ def list_children(pid: int) -> list[psutil.Process]:
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """Kills processes, which may have ended."""
+    """Kills processes; those that have ended are skipped."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
@@ -45,7 +47,7 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 class Exceeded(BaseException):
     """A function took too long, or returned too much text.
 
-    It is no `Exception`: a function that catches those does not catch it.
+    It is not an `Exception`, so that a user's `except Exception` does not catch it.
     """
 
 
@@ -57,8 +59,8 @@ class SizeLimit(Exceeded):
     """A function returned too much text."""
 
 
-def is_score(given: Any) -> bool:
-    """Returns whether a reward function's value is a finite number or None. No text is a number.
+def is_score(value: Any) -> bool:
+    """Returns whether a reward function's value is a finite number or None. A text is neither.
 
     >>> (
     ...     is_score(True),
@@ -69,24 +71,27 @@ def is_score(given: Any) -> bool:
     ... )
     (True, True, False, False, False)
     """
-    if given is None:
+    if value is None:
         return True
-    if not hasattr(given, "__float__") and not hasattr(given, "__index__"):
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
         return False
     try:
-        return math.isfinite(float(given))
+        return math.isfinite(float(value))
     except Exception:  # an array of several numbers, or a number that is too large
         return False
 
 
-def describe_score(given: Any) -> str:
-    """Describes a value that is no score, in a few words."""
-    is_plain = isinstance(given, str | bytes | int | float)
-    return repr(given)[:100] if is_plain else type(given).__name__
+def describe_score(value: Any) -> str:
+    """Describes a value that is no score: the beginning of its repr, or only its type."""
+    is_plain = isinstance(value, str | bytes | int | float)
+    return repr(value)[:100] if is_plain else type(value).__name__
 
 
 def limit_of_one(seconds: float, completions: int) -> float:
-    """Returns the seconds for one completion, where all of a step together have `seconds`."""
+    """Returns the time limit of one of `completions` that have `seconds` together.
+
+    It is at least a second.
+    """
     return max(1.0, seconds / completions)
 
 
@@ -95,54 +100,60 @@ def call_tools(
     calls: Sequence[Mapping[str, Any]],
     seconds: float,
     *,
-    counts: bool,
+    counts_failures: bool,
 ) -> list[tuple[str, bool]]:
-    """Calls tools one after another.
+    """Calls tools one after another. A call that raises has failed; its text is then the error.
 
     Args:
-        tools: By name.
-        calls: The `name` and the `arguments` of each.
-        seconds: For all calls together, or for each where failures are counted.
-        counts: Whether a call over its time or size is a failed call; else it is raised.
+        tools: Name -> function.
+        calls: The `name` and the `arguments` of each call.
+        seconds: The time for each call if `counts_failures`, else for all together.
+        counts_failures: Whether a call over its time or size has failed, too; else it is raised.
 
     Returns:
         (the text that the model reads, whether the call failed), for each call.
 
     Raises:
-        UserError: The calls took too long, or one returned too much text.
+        UserError: A call exceeds its time or size, unless `counts_failures`.
     """
     deadline = time.monotonic() + seconds
     results = []
-    for each in calls:
-        left = seconds if counts else max(1e-3, deadline - time.monotonic())
-        function = tools.get(each["name"])
-        with explained(f"{each['name']}, a tool", function, is_isolated=True):
+    for call in calls:
+        if counts_failures:
+            seconds_left = seconds
+        else:
+            # At least a millisecond, because a timer of 0 s is off.
+            seconds_left = max(1e-3, deadline - time.monotonic())
+        function = tools.get(call["name"])
+        with explained(f"{call['name']}, a tool", function, is_isolated=True):
             try:
                 if function is None:
-                    raise ValueError(f"Tool {each['name']} not found.")
-                with time_limit(left):
-                    text = str(settle(function(**each["arguments"])))
+                    raise ValueError(f"Tool {call['name']} not found.")
+                with time_limit(seconds_left):
+                    text = str(settle(function(**call["arguments"])))
                 check_size(text)
                 failed = False
             except BaseException as error:
-                if isinstance(error, Exceeded) and not counts:
+                if isinstance(error, Exceeded) and not counts_failures:
                     raise
-                text = str({"error": str(error)[:MOST_CHARACTERS]})
-                failed = True  # as TRL
-        results.append((text.encode(errors="replace").decode(), failed))
+                text = str({"error": str(error)[:MOST_CHARACTERS]})  # as in TRL
+                failed = True
+        text = text.encode(errors="replace").decode()  # without lone surrogates
+        results.append((text, failed))
     return results
 
 
 def check_size(text: str) -> None:
-    """Raises `SizeLimit` for a text of more than MOST_CHARACTERS."""
+    """Raises `SizeLimit` if a text has more than MOST_CHARACTERS."""
     if len(text) > MOST_CHARACTERS:
         raise SizeLimit(f"said {len(text):,} characters; {MOST_CHARACTERS:,} are read at most")
 
 
 def settle(value: Any) -> Any:
-    """Returns `value`, or the result of an awaitable, which runs in the process's only event loop.
+    """Returns `value`, or its result if it is awaitable.
 
-    A connection that an environment keeps open between its calls stays open with its loop.
+    The process has a single event loop, so that an environment can keep a connection open between
+    its calls.
     """
     if not inspect.isawaitable(value):
         return value
@@ -151,19 +162,24 @@ def settle(value: Any) -> Any:
     try:
         return loop.run_until_complete(task)
     except BaseException:
-        task.cancel()  # the time limit may have interrupted the loop, not the task
+        # The time limit may have interrupted the loop rather than the task, which would then
+        # continue at the next call.
+        task.cancel()
         raise
 
 
 @cache
 def _open_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of this process, which is made at the first call."""
     return asyncio.new_event_loop()
 
 
+# A forked process makes its own loop.
 os.register_at_fork(after_in_child=_open_loop.cache_clear)
 
 
 async def _wait_for(awaitable: Any) -> Any:
+    """Makes a coroutine of any awaitable, as `create_task` requires."""
     return await awaitable
 
 
@@ -171,20 +187,20 @@ async def _wait_for(awaitable: Any) -> Any:
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises `TimeLimit` within the block after `seconds`, and repeatedly while the block runs.
 
-    A block that catches it nevertheless ends with a `TimeLimit`.
+    A block that catches it and ends late raises `TimeLimit` at its end.
     """
     deadline = time.monotonic() + seconds
-    said = f"took more than reward_timeout_seconds allows: {seconds:g} s"
+    message = f"took more than reward_timeout_seconds allows: {seconds:g} s"
 
     def stop(*_: Any) -> None:
-        raise TimeLimit(said)
+        raise TimeLimit(message)
 
-    before = signal.signal(signal.SIGALRM, stop)
+    old_handler = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, SECONDS_TO_REPEAT)
     try:
         yield
         if time.monotonic() > deadline:
-            raise TimeLimit(said)
+            raise TimeLimit(message)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, old_handler)

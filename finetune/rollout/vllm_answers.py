@@ -1,4 +1,4 @@
-"""The schemas of the answers of a vLLM server. An answer of another kind is a `UserError`."""
+"""The schemas of a vLLM server's answers. An answer that does not match raises `UserError`."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -7,13 +7,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from finetune.errors import UserError, on_one_line, printable
 from finetune.files.json_files import parse_json
 
-SHOWN = 200  # characters of an answer in an error
+SHOWN = 200  # the most characters of an answer that an error quotes
 LogProbability = Annotated[float, Field(le=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
 class ServerAnswer(BaseModel):
-    """An answer, or a part of one. Fields that are not listed are ignored."""
+    """An answer or a part of one. Fields of the server that a schema does not list are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -21,9 +21,9 @@ class ServerAnswer(BaseModel):
 class Served(ServerAnswer):
     """A model or an adapter that the server has loaded."""
 
-    id: str  # its name in requests
-    root: str = ""  # its folder, or its name on the hub
-    max_model_len: int | None = None  # tokens of prompt and completion; None: an adapter
+    id: str  # the name that requests give to it
+    root: str = ""  # the folder or the hub's name from which it was loaded
+    max_model_len: int | None = None  # the most tokens with the prompt; None: it is an adapter
 
 
 class ServedModels(ServerAnswer):
@@ -33,9 +33,9 @@ class ServedModels(ServerAnswer):
 
 
 class ModelSettings(ServerAnswer):
-    """How the server computes log-probabilities."""
+    """The server's settings for its model."""
 
-    logprobs_mode: str
+    logprobs_mode: str  # how log-probabilities are computed, such as "processed_logprobs"
 
 
 class ServerSettings(ServerAnswer):
@@ -53,13 +53,13 @@ class ServerInfo(ServerAnswer):
 class WeightInfo(ServerAnswer):
     """The answer of /weight_info."""
 
-    weight_version: str
+    weight_version: str  # the name of the weights; "default" until they are replaced
 
 
 class CacheReset(ServerAnswer):
     """The answer of /reset_prefix_cache."""
 
-    success: bool
+    success: bool  # whether the cached keys and values were dropped
 
 
 class LogProbabilities(ServerAnswer):
@@ -71,13 +71,13 @@ class LogProbabilities(ServerAnswer):
 class Choice(ServerAnswer):
     """One completion."""
 
-    token_ids: list[TokenId]  # none where it was aborted before the first
+    token_ids: list[TokenId]  # may be empty if it was aborted
     logprobs: LogProbabilities
     finish_reason: Literal["stop", "length", "abort"]
 
 
 class ServedCompletion(ServerAnswer):
-    """A completion in the answer of /v1/completions."""
+    """The answer of /v1/completions: the completions of a prompt."""
 
     choices: Annotated[list[Choice], Field(min_length=1)]
 
@@ -86,10 +86,11 @@ AnswerKind = TypeVar("AnswerKind", bound=ServerAnswer)
 
 
 def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
-    """Parses the answer of the server at `url`.
+    """Parses `content`, the answer from `url`, by the schema `kind`.
 
     Raises:
-        UserError: It does not match the schema; with the first difference, and its beginning.
+        UserError: The answer does not match the schema. The message has the first difference and
+            the answer's beginning.
     """
     try:
         return kind.model_validate(parse_json(content))
@@ -102,7 +103,9 @@ def read_answer(kind: type[AnswerKind], content: bytes, url: str) -> AnswerKind:
             reason = str(first["msg"])
     except ValueError as error:
         reason = on_one_line(error)
-    said = printable(" ".join(content[: 4 * SHOWN].decode(errors="replace").split()))[:SHOWN]
+    # The bytes of more characters than are shown, because a character may have up to 4 bytes.
+    one_line = " ".join(content[: 4 * SHOWN].decode(errors="replace").split())
+    excerpt = printable(one_line)[:SHOWN]
     raise UserError(
-        f"{url}: does not answer as vLLM 0.32 does ({printable(reason)[:SHOWN]}): {said}"
+        f"{url}: does not answer as vLLM 0.32 does ({printable(reason)[:SHOWN]}): {excerpt}"
     )

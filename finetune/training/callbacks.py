@@ -1,5 +1,5 @@
-"""Code of others that watches a run: the user's callbacks and metrics, which the recipe names (its
-hooks), and experiment trackers.
+"""Code from outside the package that a run calls: the hooks (the user's callbacks and metrics) and
+experiment trackers.
 """
 
 import difflib
@@ -26,45 +26,48 @@ from finetune.errors import UserError, first_line
 from finetune.files.json_files import MAX_DIGITS, parse_json, read_json_object
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
-KNOWN_EVENTS = f"there are {', '.join(EVENTS)}"
+KNOWN_EVENTS = f"there are {', '.join(EVENTS)}"  # the end of an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A run at the moment of an event."""
+    """The state of a run that a callback sees at an event."""
 
     step: int  # steps done
-    steps: int  # of the whole run
-    metrics: Mapping[str, Any]  # on_log and on_evaluate: the new line of metrics.jsonl
-    folder: Path  # the run's
+    steps: int  # steps of the whole run
+    # on_log and on_evaluate: the new line of metrics.jsonl; empty at the other events
+    metrics: Mapping[str, Any]
+    folder: Path  # the run's folder
     is_main: bool  # whether this is rank 0
-    model: nn.Module  # sharded over the ranks; not to be changed
+    model: nn.Module  # sharded over the ranks; do not change it
 
 
 class Callback:
-    """Inherit it and define the events that you need.
+    """The base class of callbacks: inherit it, and define the events that you need.
 
-    Each event is called on every rank, by all ranks together. An error that one raises ends the
-    run, after a checkpoint of the steps done.
+    All ranks call each event. If a callback raises an error on any rank, the run saves the steps
+    done and ends.
     """
 
     def on_start(self, event: Event) -> None:
-        """Called before the first step; `event.step` is above 0 where the run resumes."""
+        """Called before the first step. In a run that resumes, `event.step` is above 0."""
 
     def on_step(self, event: Event) -> None:
         """Called after each step, before its checkpoint is saved."""
 
     def on_log(self, event: Event) -> None:
-        """Called after each `logging_steps`, with the line of metrics.jsonl."""
+        """Called every `logging_steps` steps and after the last, with the new line of
+        metrics.jsonl in `event.metrics`.
+        """
 
     def on_evaluate(self, event: Event) -> None:
-        """Called after a held-out loss was measured, or held-out prompts were answered, with the
-        line of metrics.jsonl.
+        """Called after the held-out loss was measured, and after held-out prompts were answered,
+        with the new line of metrics.jsonl in `event.metrics`.
         """
 
     def on_save(self, event: Event) -> None:
-        """Called after a checkpoint was saved; under `async_save` it may still be on its way to the
-        disk.
+        """Called after a checkpoint was saved. Under `async_save`, the checkpoint may not be on
+        disk yet.
         """
 
     def on_end(self, event: Event) -> None:
@@ -74,33 +77,41 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that checkpoints keep, as JSON values of rank 0."""
+        """Returns the callback's state, of JSON values. A checkpoint keeps rank 0's."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called before `on_start` of a run that resumes, on every rank, with what `state_dict`
-        returned.
+        """Called on every rank before `on_start`, if the run resumes from a checkpoint that keeps a
+        state of this callback.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The callbacks and metrics of a run, by their names."""
+    """The callbacks and metrics of a run.
+
+    `callbacks`: the name -> the callback, as `load_hooks` names it.
+    `metrics`: `FILE.py:NAME` -> the function.
+    """
 
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Callable[[str, str, str], float]] = field(default_factory=dict)
 
     def call(self, name: str, event: Event) -> None:
-        """Calls the event `name` of each callback. Raises `UserError` for what one raises."""
+        """Calls the event `name` of each callback that has this event.
+
+        Raises `UserError` if a callback raises an error.
+        """
         for callback_name, callback in self.callbacks.items():
             on_event = getattr(callback, name, lambda _: None)
             with explained(f"{callback_name}.{name}", on_event):
                 on_event(event)
 
     def read_states(self) -> dict[str, Any]:
-        """Returns the callbacks' states that are not empty, by the callback's name.
+        """Returns the state of each callback that has one: the callback's name -> its state.
 
-        Raises `UserError` if a callback fails, or if a state would change in a checkpoint.
+        Raises `UserError` if a callback raises an error, or if a checkpoint could not keep a state
+        unchanged.
         """
         states: dict[str, Any] = {}
         for name, callback in self.callbacks.items():
@@ -110,19 +121,23 @@ class Hooks:
             place = f"{place_of(state_dict)}{name}.state_dict"
             try:
                 text = json.dumps(state)
-                kept = parse_json(text)
+                read_back = parse_json(text)
             except (TypeError, ValueError) as error:
                 raise UserError(f"{place}: checkpoints keep values of JSON: {error}") from None
-            if kept != json.loads(text):
+            # `parse_json`, unlike json, makes a float of an integer of more than MAX_DIGITS digits
+            if read_back != json.loads(text):
                 raise UserError(
                     f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text"
                 )
             if state:
-                states[name] = kept
+                states[name] = read_back
         return states
 
     def load_states(self, progress: Progress) -> None:
-        """Gives the callbacks the states that `progress` holds."""
+        """Gives the states in `progress` to the callbacks of the same names.
+
+        A state is dropped if its callback is no longer in the run, or has no `load_state_dict`.
+        """
         for name, state in (progress.callbacks or {}).items():
             load_state = getattr(self.callbacks.get(name), "load_state_dict", None)
             if load_state is not None:
@@ -130,42 +145,49 @@ class Hooks:
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
-        """Computes the mean of each metric over the answers, under `metrics/NAME`.
+        """Computes the mean of each metric over the answers: `metrics/NAME` -> the mean.
 
-        `answers`: (prompt, answer, expected answer) of each row.
+        `answers`: (prompt, answer, expected answer) of each row; not empty.
         """
         means = {}
         for name, metric in self.metrics.items():
-            scores = [_score_answer(name, metric, answer) for answer in answers]
+            scores = [_score_answer(name, metric, *answer) for answer in answers]
             means[f"metrics/{_function_name(name)}"] = math.fsum(scores) / len(scores)
         return means
 
 
 def _score_answer(
-    name: str, metric: Callable[[str, str, str], float], answer: tuple[str, str, str]
+    name: str, metric: Callable[[str, str, str], float], prompt: str, answer: str, expected: str
 ) -> float:
-    """The metric of one answer. Raises `UserError` if it is no finite number."""
+    """Computes the metric `name` of one answer.
+
+    Raises `UserError` if the metric raises an error, or returns no finite number.
+    """
     with explained(name, metric):
-        returned = metric(*answer)
+        returned = metric(prompt, answer, expected)
     score = math.nan
-    with suppress(Exception):  # whatever cannot be a number
+    with suppress(Exception):  # `float` runs a method of the object, which may raise anything
         score = float(returned)
     if not math.isfinite(score):
-        shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
-        raise UserError(f"{place_of(metric)}{name}: {' '.join(shown.split())}; return a number")
+        problem = f"returned {returned!r:.60} for the prompt {prompt[:60]!r}"
+        raise UserError(f"{place_of(metric)}{name}: {' '.join(problem.split())}; return a number")
     return score
 
 
 def _function_name(name: str) -> str:
-    """The name of a function in a file: b of a.py:b."""
-    return name.rpartition(":")[2]
+    """Returns NAME of `FILE.py:NAME`."""
+    _, _, function_name = name.rpartition(":")
+    return function_name
 
 
 def load_hooks(recipe: Recipe, callbacks: Sequence[Any]) -> Hooks:
-    """Loads the metrics and callbacks that the recipe names; `callbacks` come after them.
+    """Loads the metrics and callbacks that the recipe names, and adds `callbacks` after them.
+
+    A callback is named after its class; the second of a class is `NAME 2`.
 
     Raises:
-        UserError: If a file cannot be run, or if it holds no such callback or metric.
+        UserError: If a file cannot be run or lacks the name, if a callback cannot be made or has no
+            event, or if two metrics have the same name.
     """
     metrics = {name: load(name) for name in recipe.run.metrics}
     if len(set(map(_function_name, metrics))) < len(recipe.run.metrics):
@@ -188,7 +210,9 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any]) -> Hooks:
 
 
 def _check_events(callback: Any) -> None:
-    """Raises `UserError` if a callback is a class, or has no event or an unknown one."""
+    """Raises `UserError` if `callback` is a class instead of an object, has no event, or has a
+    method named on_* that is no event.
+    """
     if isinstance(callback, type):
         raise UserError(
             f"callbacks: {callback.__name__} is a class; give one of it, {callback.__name__}()"
@@ -208,32 +232,37 @@ def _check_events(callback: Any) -> None:
 
 
 def _refuse_event(callback: Any, name: str) -> NoReturn:
+    """Raises `UserError` for the method `name` of `callback`, which is no event."""
     close = difflib.get_close_matches(name, EVENTS, n=1)
     advice = f"did you mean {close[0]}?" if close else KNOWN_EVENTS
     place = place_of(getattr(callback, name))
     raise UserError(f"{place}callbacks: {type(callback).__name__}: {name} is no event; {advice}")
 
 
+# The environment variable that names the project, for the trackers that read one.
 PROJECT_VARIABLES = {
     "wandb": "WANDB_PROJECT",
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "trackio": "TRACKIO_PROJECT",
 }
-WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
-# in the run's folder: each tracker's id of the run, by which a resumed run continues there
+WRITE_ONCE = ("tensorboard", "mlflow")  # they take a run's configuration only once
+# A file in the run's folder: the tracker -> its id of the run. A resumed run continues under it.
 IDENTITY = "tracker.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """An open tracker of Accelerate's. Its methods raise whatever the tracker's library raises."""
+    """An experiment tracker that has started this run.
+
+    Its methods raise whatever the tracker's library raises.
+    """
 
     name: str  # as in report_to
-    inner: Any  # Accelerate's
+    inner: Any  # Accelerate's tracker object
     watch: str  # the page or the command that shows the run
 
     def log(self, line: dict[str, Any]) -> None:
-        """Logs the numbers of a line of metrics."""
+        """Logs the numbers in a line of metrics.jsonl, at the line's step."""
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
         step = numbers.pop("step")
         self.inner.log(numbers, step=step)
@@ -241,10 +270,10 @@ class Tracker:
     def close(self) -> None:
         """Ends the run in the tracker.
 
-        To be called before Accelerate's state is reset, which its trackers read.
+        Call it before Accelerate's state is reset, because Accelerate's trackers read that state.
         """
         with _quiet():
-            if self.name == "trackio":  # Accelerate's would finish it once more at exit
+            if self.name == "trackio":  # after Accelerate's `finish` it would finish again at exit
                 import trackio
 
                 trackio.finish()
@@ -253,8 +282,9 @@ class Tracker:
 
 
 def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Lists the trackers that `report_to` names, each once; all: those whose packages are
-    installed.
+    """Lists the trackers that `report_to` names, without repetition.
+
+    "all" names every tracker whose package is installed.
 
     >>> list_trackers("none"), list_trackers(("wandb", "wandb", "mlflow"))
     ((), ('wandb', 'mlflow'))
@@ -268,12 +298,19 @@ def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
 def open_tracker(
     report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int
 ) -> Tracker:
-    """Opens the tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
+    """Starts a run in the tracker `report_to`, or continues it if `start_step` > 0.
 
-    A run that resumes at `start_step` > 0 continues in the tracker too. TensorBoard writes under
-    `folder`; the others where their own environment says. To be called on the main rank.
+    The main rank alone calls it.
 
-    Raises `UserError` if the tracker does not start.
+    Args:
+        report_to: One tracker's name.
+        run_name: The run's name in the tracker.
+        folder: The run's folder. TensorBoard and wandb write there.
+        settings: The recipe's keys and values, which become the run's configuration.
+        start_step: Steps done before; above 0 if the run resumes.
+
+    Raises:
+        UserError: If the tracker does not start.
     """
     identities = read_json_object(folder / IDENTITY)
     identity = identities.get(report_to) if start_step else None
@@ -296,38 +333,45 @@ def open_tracker(
 def _make_tracker(
     report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int
 ) -> Any:
-    """Makes Accelerate's tracker; `identity`: its id of the run, if the run resumes."""
+    """Makes Accelerate's tracker object, without starting it.
+
+    `identity`: the tracker's id of the run that is continued; None starts a new run.
+    """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
     make = LOGGER_TYPE_TO_CLASS[report_to]
     if report_to == "tensorboard":
-        # a killed run has logged steps after its checkpoint, which are logged again
+        # A killed run has logged steps after its checkpoint. They are trained and logged again.
         purge_step = start_step + 1 if identity else None
         return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=purge_step)
     if report_to == "mlflow":
         return make(experiment_name=project, run_name=run_name, run_id=identity)
     if report_to == "wandb":
-        resumed = {"id": identity, "resume": "allow"} if identity else {}
-        return make(project, name=run_name, dir=str(folder), **resumed)
+        resume_options = {"id": identity, "resume": "allow"} if identity else {}
+        return make(project, name=run_name, dir=str(folder), **resume_options)
+    # trackio, which identifies a run by its name
     return make(project, name=identity or run_name, resume="allow" if identity else "never")
 
 
 def _store_settings(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
-    """Stores the recipe in the tracker: numbers and texts as they are, other values as JSON."""
-    plain = dict(settings)
+    """Stores the recipe as the run's configuration in the tracker.
+
+    Numbers and texts are stored as they are, other values as JSON.
+    """
+    configuration = dict(settings)
     for key, value in settings.items():
         if not isinstance(value, int | float | str):
-            plain[key] = json.dumps(value)
+            configuration[key] = json.dumps(value)
     if report_to == "tensorboard":
-        # Accelerate's method would make a second run for them, named by the clock
-        inner.tracker.add_hparams(plain, {}, run_name=".")
+        # Accelerate's method would make a second run for the configuration, named by the time.
+        inner.tracker.add_hparams(configuration, {}, run_name=".")
     else:
-        inner.store_init_configuration(plain)
+        inner.store_init_configuration(configuration)
 
 
 def _find_identity(report_to: str, inner: Any) -> str:
-    """The tracker's id of the run, by which `_make_tracker` continues it."""
+    """Returns the tracker's id of the run, with which `_make_tracker` can continue the run."""
     run = inner.tracker
     if report_to == "mlflow":
         return str(run.info.run_id)
@@ -337,11 +381,12 @@ def _find_identity(report_to: str, inner: Any) -> str:
 
 
 def _find_page(report_to: str, inner: Any, folder: Path) -> str:
-    """The page or the command that shows the run."""
+    """Returns the page or the shell command that shows the run."""
     run = inner.tracker
     if report_to == "tensorboard":
         return f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
     if report_to == "wandb":
+        # an offline run has no page
         return str(run.url or f"wandb sync {shlex.quote(str(Path(run.dir).parent))}")
     if report_to == "trackio":
         return f"trackio show --project {shlex.quote(inner.run_name)}"
@@ -352,8 +397,9 @@ def _find_page(report_to: str, inner: Any, folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """In this block trackers print no greetings into the run's first screen, unless the environment
-    asks for them.
+    """In this block, keeps what trackers print, such as greetings, out of the run's screens.
+
+    WANDB_SILENT and MLFLOW_LOGGING_LEVEL keep their values if they are set.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

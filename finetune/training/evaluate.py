@@ -28,37 +28,39 @@ from finetune.training.watch import SignalListener
 SAMPLES = "samples.jsonl"
 ACCURACY = "rewards/accuracies"  # the share of pairs whose chosen answer has the larger reward
 REWARD = "reward"  # the mean reward of answers to held-out prompts
-SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
+SAMPLE_TOKENS = 64  # the largest number of tokens in an answer to one of sample_prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One held-out prompt as the model answers it."""
+    """A prompt with the answer that the model generated."""
 
     prompt: str
     answer: str
-    expected: str
-    token_ids: tuple[int, ...] = ()  # of the answer, with the token that ends it
-    log_probabilities: tuple[float, ...] = ()  # of each token, if `Generation` asks for them
+    expected: str  # the expected answer; empty if there is none
+    token_ids: tuple[int, ...] = ()  # the answer's, with the token that ends it
+    # of each of `token_ids`; empty unless `Generation` asks for them
+    log_probabilities: tuple[float, ...] = ()
 
     def texts(self) -> dict[str, str]:
-        """The sample's texts, for samples.jsonl."""
+        """Returns the sample's texts by their keys in samples.jsonl."""
         return {"prompt": self.prompt, "answer": self.answer, "expected": self.expected}
 
     @property
     def is_exact(self) -> bool:
-        """Whether the answer is the expected one, up to the white space around it."""
+        """Whether the answer is the expected one, except for white space around it."""
         return self.answer.strip() == self.expected.strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """How answers are generated."""
+    """The options of `answer`: how long answers may be, and how tokens are chosen."""
 
-    max_new_tokens: int = SAMPLE_TOKENS  # if no answer is expected; else see `_count_new_tokens`
-    temperature: float = 0.0  # 0: greedily; above it, by torch's generators
-    stop: tuple[str, ...] = ()  # texts at which an answer ends
-    with_log_probabilities: bool = False
+    # If a prompt of the batch has an expected answer, `_count_new_tokens` sets the limit instead.
+    max_new_tokens: int = SAMPLE_TOKENS
+    temperature: float = 0.0  # 0: greedy; above 0, tokens are drawn from torch's default generator
+    stop: tuple[str, ...] = ()  # an answer also ends at any of these texts
+    with_log_probabilities: bool = False  # whether samples have `log_probabilities`
 
 
 GREEDY = Generation()
@@ -67,14 +69,20 @@ GREEDY = Generation()
 def evaluate(
     run: TrainingRun,
     progress: Progress,
-    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] = lambda batches: batches,
+    wrap_batches: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] = lambda batches: batches,
 ) -> Progress:
     """Logs the held-out loss, if data is held out, and answers `sample_prompts`.
 
-    Repeats nothing that an earlier start of the run has logged of this step.
+    All ranks call it. It skips what an earlier start of the run has logged at this step.
 
-    `watch`: wraps the held-out batches, and may raise before one. Returns the progress with the
-    loss, on every rank.
+    Args:
+        run: The run; its model may stay in evaluation mode.
+        progress: The progress at which the model is evaluated.
+        wrap_batches: Yields the held-out batches that it is given. It may raise to stop the
+            evaluation.
+
+    Returns:
+        The progress with the held-out loss, if there is one.
     """
     step = progress.step
     results = run.results.setdefault(step, {})
@@ -83,7 +91,9 @@ def evaluate(
     line = None
     if held_out is not None and "eval_loss" not in results:
         line = _log_held_out_loss(
-            run, progress, lambda: watch(run.watchdog.watched(held_out.batches(), "evaluating"))
+            run,
+            progress,
+            lambda: wrap_batches(run.watchdog.watched(held_out.batches(), "evaluating")),
         )
         results["eval_loss"] = line["eval_loss"]
     if run.sample_prompts and "sample_prompts" not in results:
@@ -99,11 +109,15 @@ def evaluate(
 def _log_held_out_loss(
     run: TrainingRun, progress: Progress, batches: Callable[[], Iterator[StepBatch]]
 ) -> dict[str, Any]:
-    """Measures the held-out loss over `batches`; writes and returns its line of metrics."""
+    """Measures the held-out loss over `batches`; writes its line of metrics, and returns it.
+
+    `batches`: as in `measure_held_out`.
+    """
     with run.phases.timed("evaluation"):
         loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
     if progress.step == 0 and run.recipe.method_facts.needs_reference:
-        metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
+        # Before training the model is its own reference: every margin is 0, no pair is in order.
+        metrics.pop(ACCURACY, None)
     line = {"step": progress.step, "epoch": progress.epoch, "eval_loss": loss}
     line |= {f"eval_{name}": value for name, value in metrics.items()}
     run.log.write(line)
@@ -112,6 +126,7 @@ def _log_held_out_loss(
 
 
 def _answer_sample_prompts(run: TrainingRun, step: int) -> None:
+    """Answers the recipe's `sample_prompts`; shows the answers and adds them to samples.jsonl."""
     with run.phases.timed("evaluation"):
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
     for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
@@ -120,8 +135,10 @@ def _answer_sample_prompts(run: TrainingRun, step: int) -> None:
 
 
 def describe_quality(metrics: Mapping[str, float]) -> str:
-    """Describes recall, the accuracy of classes, the mean reward or the share of pairs in order;
-    empty if none was measured.
+    """Describes the metric of the method's quality: recall, the accuracy of classes, the mean
+    reward, or the share of pairs in order.
+
+    Returns an empty text if none of them was measured.
 
     >>> describe_quality({ACCURACY: 0.75}), describe_quality({"reward": 0.5}), describe_quality({})
     (', 75% of the pairs in order', ', mean reward 0.5', '')
@@ -140,40 +157,47 @@ def describe_quality(metrics: Mapping[str, float]) -> str:
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
-    """Evaluates a model that has not been trained yet; does nothing if the run is resumed.
+    """Evaluates the model before the first step; in a run that resumes after a step, only checks
+    for signals.
 
-    Raises `Preempted` if a signal has asked to stop, while the model was loaded or since.
+    Raises `Preempted` if a signal asks to stop, or has asked since the model began to load.
     """
     if progress.step:
         where = f"after step {progress.step}, which is saved"
     else:
         where = "before the first step"
-    stopped = run.preempted(where)
+    preempted = run.preempted(where)
     if signals.agree(run.world).stop:
-        raise stopped
+        raise preempted
     if progress.step == 0:
-        evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
+        evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, preempted))
         evaluate_exact_match(run, progress)
 
 
 def evaluate_after_training(
     run: TrainingRun, progress: Progress, signals: SignalListener
 ) -> Progress:
-    """Evaluates at the end of a run. Raises `Preempted` if a signal asks to stop meanwhile."""
-    stopped = run.preempted(f"during the last evaluation; all {progress.step} steps are saved")
+    """Evaluates the model after the last step; returns the progress with the held-out loss.
+
+    Raises `Preempted` if a signal asks to stop meanwhile.
+    """
+    preempted = run.preempted(f"during the last evaluation; all {progress.step} steps are saved")
     progress = evaluate(
-        run, progress, lambda batches: signals.interrupt(batches, run.world, stopped)
+        run, progress, lambda batches: signals.interrupt(batches, run.world, preempted)
     )
     if not signals.agree(run.world).stop:
         evaluate_exact_match(run, progress)
     if signals.agree(run.world).stop:
-        raise stopped
+        raise preempted
     return progress
 
 
 def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
-    """Logs the share of held-out prompts that the model answers exactly, unless an earlier start of
-    the run has logged it at this step.
+    """Logs the share of held-out prompts that the model answers exactly, and the user's metrics of
+    the answers.
+
+    All ranks call it. It does nothing without such prompts, or if an earlier start of the run has
+    logged the share at this step.
     """
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
@@ -193,15 +217,17 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     scores: dict[str, float] = RankGroup(run.world).on_main(lambda: run.hooks.score(answers))
     line |= scores
     run.log.write(line)
-    shown = f"{share:.0%} of {len(samples)} held-out questions answered exactly"
+    summary = f"{share:.0%} of {len(samples)} held-out questions answered exactly"
     for name, score in scores.items():
-        shown += f", {name.removeprefix('metrics/')} {score:.4g}"
-    run.log.say(f"step {progress.step}: {shown}")
+        summary += f", {name.removeprefix('metrics/')} {score:.4g}"
+    run.log.say(f"step {progress.step}: {summary}")
     run.notify("on_evaluate", progress, line)
 
 
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
-    """Adds the samples to samples.jsonl on the main rank. A full disk does not end the run."""
+    """Appends the samples to samples.jsonl, on the main rank. A failed write does not end the
+    run.
+    """
     if run.world.is_main:
         path = run.folder / SAMPLES
         with run.log.report_unwritable(path):
@@ -212,9 +238,12 @@ def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> No
 def measure_held_out(
     model: nn.Module, batches: Callable[[], Iterator[StepBatch]], world: World, objective: Objective
 ) -> tuple[float, dict[str, float]]:
-    """Measures the objective's loss and metrics over all batches and all ranks.
+    """Returns the objective's loss and metrics over all batches and all ranks.
 
-    `batches`: begins to yield them again at each call; an objective may read them twice.
+    All ranks call it. The model stays in evaluation mode.
+
+    `batches`: returns this rank's batches, from the first at each call, because the objective may
+    read them before they are measured.
     """
     model.eval()
 
@@ -241,27 +270,40 @@ def answer(
     tokenizer: Any,
     world: World,
     eot_tokens: tuple[str, ...] = (),
-    how: Generation = GREEDY,
+    generation: Generation = GREEDY,
 ) -> list[Sample]:
-    """Answers every prompt; returns the answers on every rank, in the order of the prompts.
+    """Answers every prompt; returns the samples on every rank, in the order of the prompts.
 
-    The prompts are dealt out to the tensor parallel groups; the ranks of a group run the same
-    forwards. An answer ends with a turn, or at twice the longest expected length; if none is
-    expected, at `max_new_tokens`.
+    All ranks call it with the same prompts. Each tensor-parallel group answers a part of them; the
+    ranks of a group run the same forwards. The model stays in evaluation mode.
 
-    Raises `UserError` on all ranks if some would run a sharded vision tower and others would not.
+    Args:
+        model: The model, sharded over the ranks.
+        prompts: The prompts; if some have an expected answer, it limits the answers' length.
+        tokenizer: Encodes expected answers and decodes samples.
+        world: The ranks of the run.
+        eot_tokens: Tokens that end an answer, besides those of `find_stop_tokens`.
+        generation: The length of answers, and how tokens are chosen.
+
+    Raises:
+        UserError: On all ranks, if only some of them would run a sharded vision tower.
     """
     model.eval()
     groups = world.tensor_group_count
-    padded = round_up(len(prompts), groups)  # every group answers the same number
-    own = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, padded, groups)]
-    batches = [own] if own else []
-    # One by one: rotary frequencies that depend on a row's length would be the longest row's, and
-    # cross attention reads the images of one prompt.
+    # Every group answers the same number of prompts: some answer one of the first prompts again.
+    rounded_count = round_up(len(prompts), groups)
+    own_indexes = range(world.tensor_group_index, rounded_count, groups)
+    own = [prompts[i % len(prompts)] for i in own_indexes]
+    # Prompts are answered one by one if rotary frequencies depend on a row's length, since a batch
+    # would use those of its longest row, or if cross attention reads the images of a single prompt.
     if depends_on_length(model) or reads_across(unwrap(model)):
         batches = [[prompt] for prompt in own]
+    elif own:
+        batches = [own]
+    else:
+        batches = []
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
-    if world.sharding.is_fsdp and any(other != have_images for other in world.gather(have_images)):
+    if world.sharding.is_fsdp and any(flags != have_images for flags in world.gather(have_images)):
         raise UserError(
             "exact_match_samples: a rank's held-out questions have images and another's have "
             "none, and a sharded tower runs on all ranks together; hold out rows with images "
@@ -269,9 +311,11 @@ def answer(
         )
     samples: list[Sample] = []
     for batch in batches:
-        samples += _generate(model, batch, tokenizer, world, eot_tokens, how)
+        samples += _generate(model, batch, tokenizer, world, eot_tokens, generation)
     by_rank = world.gather([asdict(sample) for sample in samples])
-    by_group = by_rank[:: world.stage_size // groups][:groups]  # of its first rank each
+    # The ranks of a group have the same samples: those of its first rank are enough.
+    ranks_per_group = world.stage_size // groups
+    by_group = by_rank[::ranks_per_group][:groups]
     return [Sample(**by_group[i % groups][i // groups]) for i in range(len(prompts))]
 
 
@@ -281,47 +325,55 @@ def _generate(
     tokenizer: Any,
     world: World,
     eot_tokens: tuple[str, ...],
-    how: Generation,
+    generation: Generation,
 ) -> list[Sample]:
-    """Generates the answers to `prompts` in one batch."""
+    """Generates the answers to `prompts` in one batch, on this rank's model."""
     transformer: Any = unwrap(model)
     pad = _choose_pad(tokenizer)
     stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
     inputs = _pad_left(prompts, pad)
     prompt_length = inputs["input_ids"].shape[1]
-    # Compiled for generation's many shapes, torch.compile would reach its limit of graphs, and
-    # training would run uncompiled.
+    # Eager, because generation has many shapes: torch.compile would reach its limit of graphs with
+    # them, and training would run uncompiled.
     with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             **{name: ids.to(world.device) for name, ids in inputs.items()},
             **_read_images(transformer, tokenizer, prompts, inputs["input_ids"]),
-            max_new_tokens=_count_new_tokens(prompts, tokenizer, how),
-            **_choose_tokens(transformer, tokenizer, how),
+            max_new_tokens=_count_new_tokens(prompts, tokenizer, generation),
+            **_make_sampling_options(transformer, tokenizer, generation),
             use_cache=True,
             eos_token_id=stop_ids,
             pad_token_id=pad,
+            # A forward gathers shards from all ranks: a rank that is done runs forwards with them.
             synced_gpus=world.sharding.is_fsdp and world.size > 1,
             return_dict_in_generate=True,
-            output_logits=how.with_log_probabilities,
+            output_logits=generation.with_log_probabilities,
         )
     token_ids = generated.sequences[:, prompt_length:]
     answers = [row[: _count_answer(row, stop_ids, pad)] for row in token_ids.tolist()]
-    scores: list[tuple[float, ...]] = [()] * len(prompts)
-    if how.with_log_probabilities:
-        padded = _log_probabilities(generated.logits, token_ids, how.temperature or 1.0).tolist()
-        scores = [tuple(row[: len(ids)]) for row, ids in zip(padded, answers, strict=True)]
-    return _make_samples(prompts, answers, scores, tokenizer)
+    log_probabilities: list[tuple[float, ...]] = [()] * len(prompts)
+    if generation.with_log_probabilities:
+        temperature = generation.temperature or 1.0  # greedy answers are scored at 1
+        padded = _score_tokens(generated.logits, token_ids, temperature).tolist()
+        log_probabilities = [
+            tuple(row[: len(ids)]) for row, ids in zip(padded, answers, strict=True)
+        ]
+    return _make_samples(prompts, answers, log_probabilities, tokenizer)
 
 
 def _make_samples(
     prompts: Sequence[Prompt],
     answers: Sequence[Sequence[int]],
-    scores: Sequence[tuple[float, ...]],
+    log_probabilities: Sequence[tuple[float, ...]],
     tokenizer: Any,
 ) -> list[Sample]:
-    """Decodes questions and answers.
+    """Makes a sample of each prompt and its answer, with both decoded.
 
-    `scores`: the log-probabilities of each answer's tokens; empty ones if they are not asked for.
+    Args:
+        prompts: The prompts.
+        answers: The token ids of each prompt's answer.
+        log_probabilities: Of each answer's tokens; empty tuples if nobody asked for them.
+        tokenizer: Decodes them.
     """
     prompt_ids = [list(prompt.prompt_ids) for prompt in prompts]
     questions = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
@@ -330,12 +382,13 @@ def _make_samples(
     for i, prompt in enumerate(prompts):
         question = questions[i].strip()
         text = texts[i].strip()
-        samples.append(Sample(question, text, prompt.answer, tuple(answers[i]), scores[i]))
+        token_ids = tuple(answers[i])
+        samples.append(Sample(question, text, prompt.answer, token_ids, log_probabilities[i]))
     return samples
 
 
 def _choose_pad(tokenizer: Any) -> int:
-    """The id that fills a batch's shorter rows."""
+    """Returns the token id that pads a batch's shorter rows."""
     if tokenizer.pad_token_id is not None:
         pad: int = tokenizer.pad_token_id
         return pad
@@ -365,47 +418,59 @@ def _read_images(
     return with_read_tiles(transformer, input_ids, inputs)
 
 
-def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, how: Generation) -> int:
-    """Counts the tokens that an answer may have: twice the longest expected answer, and 2."""
+def _count_new_tokens(prompts: Sequence[Prompt], tokenizer: Any, generation: Generation) -> int:
+    """Returns the largest number of tokens that an answer may have: twice as many as the longest
+    expected answer, and 2 more.
+
+    Returns `max_new_tokens` if no prompt has an expected answer.
+    """
     expected_tokens = []
     for prompt in prompts:
         if prompt.answer:
             expected_tokens.append(len(tokenizer.encode(prompt.answer, add_special_tokens=False)))
     if not expected_tokens:
-        return how.max_new_tokens
+        return generation.max_new_tokens
     return 2 * max(expected_tokens) + 2
 
 
-def _choose_tokens(transformer: Any, tokenizer: Any, how: Generation) -> dict[str, Any]:
-    """Returns the arguments by which `generate` chooses the next token."""
-    options: dict[str, Any] = {"do_sample": how.temperature > 0}
-    if how.temperature:
-        options |= {"temperature": how.temperature, "top_k": 0, "top_p": 1.0}
-    if how.stop:
-        options |= {"stop_strings": list(how.stop), "tokenizer": tokenizer}
-    # A padded vocabulary has ids that no token has.
+def _make_sampling_options(
+    transformer: Any, tokenizer: Any, generation: Generation
+) -> dict[str, Any]:
+    """Makes the arguments of `generate` that decide how a token is chosen and where answers end."""
+    options: dict[str, Any] = {"do_sample": generation.temperature > 0}
+    if generation.temperature:
+        # 0 and 1.0 switch off what the model's generation config may set
+        options |= {"temperature": generation.temperature, "top_k": 0, "top_p": 1.0}
+    if generation.stop:
+        options |= {"stop_strings": list(generation.stop), "tokenizer": tokenizer}
+    # If the model's vocabulary is padded, its last ids stand for no token.
     vocabulary = tokenizer.backend_tokenizer.get_vocab_size()
-    padding = range(vocabulary, transformer.config.get_text_config().vocab_size)
-    if padding:
-        options["suppress_tokens"] = list(padding)
+    ids_without_token = range(vocabulary, transformer.config.get_text_config().vocab_size)
+    if ids_without_token:
+        options["suppress_tokens"] = list(ids_without_token)
     return options
 
 
-def _log_probabilities(logits: Sequence[Tensor], token_ids: Tensor, temperature: float) -> Tensor:
-    """Computes the log-probability of each token, fp32[rows, tokens].
+def _score_tokens(logits: Sequence[Tensor], token_ids: Tensor, temperature: float) -> Tensor:
+    """Computes the log-probability of each generated token, fp32[rows, positions].
 
-    `logits`: [rows, vocabulary] for each place of the answers.
+    Args:
+        logits: For each generated position, [rows, vocabulary].
+        token_ids: The tokens that were generated, int64[rows, positions].
+        temperature: Divides the logits.
     """
     columns = []
-    for place, scores in enumerate(logits):
-        log_probabilities = (scores.float() / temperature).log_softmax(-1)
-        columns.append(log_probabilities.gather(-1, token_ids[:, place : place + 1]))
+    for position, row_logits in enumerate(logits):
+        log_probabilities = (row_logits.float() / temperature).log_softmax(-1)
+        columns.append(log_probabilities.gather(-1, token_ids[:, position : position + 1]))
     return torch.cat(columns, 1)
 
 
 def _count_answer(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -> int:
-    """Counts the tokens of a row's answer: up to the first that ends it, that one
-    included.
+    """Counts the tokens of an answer in a generated row: all up to the first of `stop_ids`, which
+    is counted too.
+
+    Without one of `stop_ids`, the row's whole length counts, except padding at its end.
 
     >>> (
     ...     _count_answer([5, 6, 2, 0, 0], [2], pad=0),
@@ -414,10 +479,11 @@ def _count_answer(token_ids: Sequence[int], stop_ids: Sequence[int], pad: int) -
     ... )
     (3, 3, 1)
     """
-    for place, token in enumerate(token_ids):
+    for position, token in enumerate(token_ids):
         if token in stop_ids:
-            return place + 1
+            return position + 1
     length = len(token_ids)
-    while length and token_ids[length - 1] == pad:  # an answer that ended with a text of `stop`
+    # `generate` pads a row that ended at a text of `stop`
+    while length and token_ids[length - 1] == pad:
         length -= 1
     return length

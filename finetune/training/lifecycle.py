@@ -1,4 +1,4 @@
-"""The start of a run (folder, objectives, log, first screen) and its end (export, last screen,
+"""How a run starts (folder, objectives, log, first screen) and how it ends (export, last screen,
 finished.json).
 """
 
@@ -81,10 +81,11 @@ from finetune.training.watch import SignalListener, Watchdog, profile_steps
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:
-    """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
+    """Makes the run's folder (`output_dir`, else runs/<run_name>), and locks it against other runs.
 
-    Rank 0 makes it, all ranks return it. Raises `UserError` on all if it cannot be written or
-    another run has locked it, or if the recipe names a damaged checkpoint as its model.
+    Rank 0 makes the folder; all ranks call this and return it. Raises `UserError` on all ranks if
+    the folder cannot be written, if another run has locked it, or if a model of the recipe is a
+    damaged checkpoint.
     """
     folder = recipe.folder
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
@@ -92,7 +93,10 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
 
 
 def _open_folder(folder: Path, recipe: Recipe) -> None:
-    """As `open_run_folder`, on rank 0; restores exports whose replacement was interrupted."""
+    """Does the work of `open_run_folder`, on rank 0.
+
+    Restores exports that a killed process was replacing: the run's own, and the recipe's model.
+    """
     with refuse_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
@@ -103,9 +107,9 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
 
 
 def try_folder(recipe: Recipe, world: World) -> None:
-    """Raises `UserError` on all ranks if the run's folder could not be made and written.
+    """Raises `UserError` on all ranks if the run's folder cannot be made or written.
 
-    Leaves nothing there.
+    Leaves no folder or file behind. All ranks call it.
     """
 
     def try_folder_on_main() -> None:
@@ -116,26 +120,28 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
-    """Returns the recipe with the day on which the run began, if its chat template writes a day.
+    """Sets `chat_template_date` to the day on which the run first started, if the chat template
+    writes the date and the recipe sets none; returns the recipe.
 
-    Without it, ranks that tokenize around midnight would differ, and a run resumed the next day
-    would train on another text.
+    With the current date, ranks that tokenize around midnight would differ, and a run resumed the
+    next day would train on another text.
     """
     if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
         return recipe
-    day = RankGroup(world).on_main(lambda: _first_day(folder / RECIPE))
+    day = RankGroup(world).on_main(lambda: _find_first_day(folder / RECIPE))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 
-def _first_day(recipe_of_run: Path) -> str | None:
-    """Reads the day from the recipe in the run's folder; today if there is no such file yet.
+def _find_first_day(run_recipe: Path) -> str | None:
+    """Returns the day in `run_recipe`, recipe.yaml of the run's folder; today if there is no such
+    file yet.
 
-    None in a run of a version that wrote no day.
+    Returns None if an older version wrote the file, without a day.
     """
-    if not recipe_of_run.is_file():
+    if not run_recipe.is_file():
         return date.today().isoformat()
     try:
-        day: str | None = read_yaml(recipe_of_run).get("chat_template_date")
+        day: str | None = read_yaml(run_recipe).get("chat_template_date")
     except UserError as error:
         raise UserError(f"{error}; set chat_template_date to the run's day") from None
     return day
@@ -150,16 +156,18 @@ def make_objectives(
     world: World,
     folder: Path | None = None,
 ) -> Objectives:
-    """Makes the objectives of training and of held-out data. All ranks call it.
+    """Makes the objectives of training and of held-out data for the recipe's method.
+
+    All ranks call it. It loads the teacher and computes the reference, if the method needs them.
 
     Args:
-        model: With the weights that training starts from: they are a method's reference.
-        recipe: Names the method.
-        data: The run's.
-        inputs: As `fingerprint_inputs` makes them.
-        signals: May stop the computation of a reference.
+        model: The model with the weights that training starts from: some methods compare with it.
+        recipe: The recipe, which names the method.
+        data: The run's data.
+        inputs: The fingerprints that `fingerprint_inputs` returned.
+        signals: A signal may stop the computation of a reference.
         world: The ranks of the run.
-        folder: The run's, if it has one.
+        folder: The run's folder; None if it has none.
     """
     facts = recipe.method_facts
     teacher = None
@@ -168,7 +176,7 @@ def make_objectives(
         if recipe.method.distill_top_k is not None:
             stored = find_stored_teacher(model, recipe, data, inputs, world, load)
             training = stored["training"]
-            held_out = stored.get("held_out", training)  # not used if no data is held out
+            held_out = stored.get("held_out", training)  # without held-out data, never measured
             return Objectives(Distillation(training), Distillation(held_out))
         teacher = load()
         if not facts.samples:
@@ -193,7 +201,10 @@ def _make_preference_objectives(
     references: tuple[Reference | None, Reference | None],
     sequence_group: ProcessGroup | None,
 ) -> Objectives:
-    """Makes the objectives of pairs or ratings, each with its reference, if the method has one."""
+    """Makes the objectives of a method that learns from pairs or from ratings.
+
+    `references`: of the training data and of the held-out data; None if the method needs none.
+    """
     keys = recipe.method
     for_training, for_held_out = references
     if recipe.method_facts.rows == "ratings":
@@ -213,9 +224,12 @@ def _make_preference_objectives(
 
 
 def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
-    """Loads the recipe's teacher, or the reference of a method that samples.
+    """Loads the recipe's teacher, or the reference of a method that samples; checks its forward.
 
-    Raises `UserError` if its forward differs from transformers' own.
+    `keys`: the recipe's `teacher`, the keys by which this second model is loaded.
+
+    Raises `UserError` if the model cannot be loaded, or if its forward differs from transformers'
+    own.
     """
     try:
         teacher = load_teacher(recipe, world)
@@ -226,12 +240,12 @@ def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
 
 
 def _mean_chosen_tokens(batches: StoredBatches | None) -> float | None:
-    """The mean number of trained tokens of a chosen answer, which is the first of each group."""
+    """Computes the mean number of trained tokens in a chosen answer; None without `batches`."""
     if batches is None:
         return None
     examples = batches.examples
-    chosen_tokens = int(examples.trained[:: examples.group_size].sum(dtype=np.int64))
-    return chosen_tokens / max(1, examples.groups)
+    trained_of_chosen = examples.trained[:: examples.group_size]  # the first of each group
+    return int(trained_of_chosen.sum(dtype=np.int64)) / max(1, examples.groups)
 
 
 def start_run(
@@ -249,12 +263,12 @@ def start_run(
     hooks: Hooks,
     phases: Phases,
 ) -> TrainingRun:
-    """Makes the run of this rank; rank 0 opens metrics.jsonl and prints the first screen.
+    """Makes this rank's `TrainingRun`. Rank 0 also opens metrics.jsonl and prints the first screen.
 
     All ranks call it.
 
-    Raises `UserError` on all ranks if one of the run's files cannot be written, a tracker does not
-    start, or a checkpoint could not keep a callback's state.
+    Raises `UserError` on all ranks if a file of the run cannot be written, if a tracker does not
+    start, or if a checkpoint could not keep a callback's state.
     """
     config: Any = text_config_of(unwrap(model).config)
     if gathers_fp8(world.sharding):
@@ -262,10 +276,12 @@ def start_run(
 
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
-    phases.write_to(log.phase, progress.step)
+    phases.write_to(log.write_phase, progress.step)
 
     def count_flop(length: float) -> float:
-        """FLOP to train on one token in a document of `length` tokens, a teacher's included."""
+        """Counts the FLOP to train on one token in a document of `length` tokens, including a
+        teacher's forward.
+        """
         parameters = size.multiplied
         flop = flop_per_token_of(
             config, parameters=parameters, length=length, frozen=size.frozen_multiplied
@@ -284,7 +300,7 @@ def start_run(
         read_batches=partial(read_batches, recipe, world, folder, data, objectives.training, log),
         prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
         sample_prompts=tuple(
-            Prompt(prompt_ids(text, tokenizer), "") for text in recipe.run.sample_prompts
+            Prompt(encode_prompt(text, tokenizer), "") for text in recipe.run.sample_prompts
         ),
         model=model,
         optimizer=optimizer,
@@ -315,30 +331,35 @@ def start_run(
     for line in first_screen(run, size, progress):
         log.say(line)
     hooks.load_states(progress)
-    RankGroup(world).on_all(hooks.read_states)  # raises where a checkpoint could not keep them
+    # Raises at the start, instead of at the first save, if a checkpoint could not keep a state.
+    RankGroup(world).on_all(hooks.read_states)
     return run
 
 
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """Writes, on the main rank, the description of the run and data_report.json, and opens
-    metrics.jsonl with the display and the trackers; the other ranks have a silent log.
+    """Opens the log of metrics, and writes the files that describe the run. All ranks call it.
 
-    Returns the log and, on every rank, the results that an earlier start of the run has logged of
-    evaluations at this step.
+    Rank 0 does both, and its log has the display and the trackers. The other ranks get a log that
+    writes and shows nothing.
+
+    Returns:
+        The log, and the results of evaluations at this step that an earlier start of the run has
+        logged, on every rank.
     """
     step = progress.step
     log = MetricsLog(None, data.train.steps, step)
 
     def open_on_main() -> dict[str, Any]:
         nonlocal log
+        # first, because a tracker that does not start ends the run
         trackers = [
             open_tracker(name, recipe.name, folder, to_dict(recipe), step)
             for name in list_trackers(recipe.run.report_to)
         ]
         describe_run(folder, recipe, world)
-        if data.report.is_complete:  # a stream is reported while it is read
+        if data.report.is_complete:  # else `make_stream_reporter` writes it while the data is read
             write_data_report(folder, data.report.as_json())
         _keep_comparison_rows(folder, recipe, data)
         samples = drop_later_lines(folder / SAMPLES, step)
@@ -351,7 +372,11 @@ def open_log(
 
 
 def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> None:
-    """Writes the rows on which an export is compared with the model before it; none of a stream."""
+    """Writes the rows on which the export will be compared with the model before training.
+
+    Writes none if the data is streamed or has images, if the method samples, or if its labels are
+    not outputs of the head.
+    """
     predicts_tokens = recipe.labels_are_indices and not recipe.method_facts.samples
     batches = data.evaluation or data.train
     if predicts_tokens and data.images is None and isinstance(batches, StoredBatches):
@@ -361,13 +386,22 @@ def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> N
 def _find_results(
     metrics: Iterable[Mapping[str, Any] | None], samples: Iterable[Mapping[str, Any]], step: int
 ) -> dict[str, Any]:
-    """Finds what lines of metrics.jsonl and samples.jsonl say of evaluations at `step`."""
+    """Finds the results of evaluations at `step` that were logged before.
+
+    Args:
+        metrics: The lines of metrics.jsonl; None for a line that cannot be read.
+        samples: The lines of samples.jsonl.
+        step: The step.
+
+    Returns:
+        "eval_loss" and "exact_match" -> the number; "sample_prompts" -> True. Only what was logged.
+    """
     results: dict[str, Any] = {}
     for line in metrics:
         if line is not None and line.get("step") == step:
             results |= {key: line[key] for key in ("eval_loss", "exact_match") if key in line}
     for sample in samples:
-        # those of sample_prompts, which have no true answer
+        # only answers to sample_prompts have no expected answer
         if sample["step"] == step and sample.get("expected") == "":
             results["sample_prompts"] = True
     return results
@@ -382,30 +416,29 @@ def read_batches(
     log: MetricsLog,
     from_step: int,
 ) -> Iterator[StepBatch]:
-    """Yields this rank's batches from `from_step` (0-based) to the end, those of `profile_steps`
-    under the profiler.
+    """Yields this rank's training batches from `from_step` (0-based) to the end of the schedule.
 
-    If the method samples, a batch is sampled when it is asked for: from the weights after the step
-    before.
+    The profiler records the recipe's `profile_steps`. If the method samples, a batch is made only
+    when the loop asks for it, because the model in training writes its completions.
     """
     if isinstance(objective, PolicyObjective):
         batches = objective.rollouts.batches(from_step, partial(write_completions, folder, log))
     else:
-        batches = data.train.batches(from_step, stream_reporter(world, folder, log))
+        batches = data.train.batches(from_step, make_stream_reporter(world, folder, log))
     return profile_steps(batches, recipe.run.profile_steps, folder, world.rank)
 
 
 def write_completions(folder: Path, log: MetricsLog, lines: list[dict[str, Any]]) -> None:
-    """Adds lines to completions.jsonl. Nothing but people read them: a full disk does not end the
-    run.
+    """Appends lines to completions.jsonl. A failed write does not end the run, because only people
+    read this file.
     """
     with log.report_unwritable(folder / COMPLETIONS):
         append_json_lines(folder / COMPLETIONS, lines)
 
 
-def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
-    """Returns the function that logs what is found in data that is read while training, and keeps
-    data_report.json up to date.
+def make_stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
+    """Makes the function that is called with new findings about streamed data: it logs them, and
+    keeps data_report.json up to date.
     """
 
     def log_news(report: Report, news: list[str]) -> None:
@@ -418,9 +451,11 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
     return log_news
 
 
-def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
-    """Encodes a user's turn, or messages, up to where the assistant begins; the text alone if the
-    tokenizer has no template.
+def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """Encodes a prompt in the chat template, up to where the assistant's answer begins.
+
+    `prompt`: a user's turn as text, or messages. Without a chat template, the text is encoded as it
+    is.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(prompt))
@@ -429,27 +464,28 @@ def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> lis
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-FINISHED = "finished.json"
+FINISHED = "finished.json"  # in the run's folder once the run is done; `_make_record` describes it
 
 
 def leave_ranks(run: TrainingRun, signals: SignalListener, *, is_last: bool) -> None:
-    """Closes the trackers and, after the last of several adapters, the process group.
+    """Closes the trackers and, if this is the last of the recipe's adapters, the process group.
 
-    Raises `Preempted` if a signal has asked to stop meanwhile.
+    Raises `Preempted` if a signal has asked to stop.
     """
     run.log.close_trackers()
     if is_last:
         leave(run.world)
-        must_stop = signals.stop
-    else:  # all ranks stop, or none
+        must_stop = signals.stop  # each rank decides alone: there is no group to agree in
+    else:  # the next adapter needs all ranks: all of them stop, or none
         must_stop = signals.agree(run.world).stop
     if must_stop:
         raise run.preempted("before the export; all steps are saved")
 
 
 def finish(run: TrainingRun, progress: Progress) -> None:
-    """Exports on rank 0 and prints the last screen. No other rank takes part: the process group is
-    closed.
+    """Exports the run, writes finished.json and prints the last screen.
+
+    Only rank 0 does this; the process group is closed already.
     """
     if not run.world.is_main:
         return
@@ -457,7 +493,7 @@ def finish(run: TrainingRun, progress: Progress) -> None:
         run.log.say(line)
     if run.recipe.checkpoint.export_at_end:
         export(run, progress)
-    record = _record(run.recipe, run.inputs, progress.step)
+    record = _make_record(run.recipe, run.inputs, progress.step)
     replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")
     for line in last_screen(
         run.folder, progress.step, has_teacher=run.recipe.method_facts.needs_teacher
@@ -467,9 +503,9 @@ def finish(run: TrainingRun, progress: Progress) -> None:
 
 
 def export(run: TrainingRun, progress: Progress) -> None:
-    """Exports the run's best checkpoint if it keeps one, else the newest.
+    """Exports the run's best checkpoint if the run keeps it, else the newest.
 
-    Raises `Preempted` if a signal stops it.
+    Raises `Preempted` if a signal stops the export.
     """
     from finetune.export.export import export_run
     from finetune.export.publish import exit_on_signals
@@ -479,6 +515,7 @@ def export(run: TrainingRun, progress: Progress) -> None:
         with exit_on_signals():
             export_run(run.folder, checkpoint=checkpoint, log=run.log.say, phases=run.phases)
     except SystemExit as stop:
+        # `exit_on_signals` exits with 128 + the signal's number
         signal_name = Signals(int(str(stop.code)) - 128).name
         raise run.preempted(
             f"during the export; all {progress.step} steps are saved", by=signal_name
@@ -486,7 +523,10 @@ def export(run: TrainingRun, progress: Progress) -> None:
 
 
 def _find_best(run: TrainingRun, progress: Progress) -> Path | None:
-    """Finds the checkpoint of the best step; None if the run keeps none."""
+    """Finds the checkpoint of the step with the lowest held-out loss, and logs that step.
+
+    Returns None if the run keeps no best checkpoint, or if this one is not in the run's folder.
+    """
     best = progress.best_step
     if best is None or not run.recipe.checkpoint.keep_best_checkpoint:
         return None
@@ -494,7 +534,7 @@ def _find_best(run: TrainingRun, progress: Progress) -> Path | None:
     checkpoint = step_folder(run.folder, best)
     if checkpoint.is_dir():
         return checkpoint
-    # not saved, or in the folder that the run was resumed from
+    # it was not saved, or it is in another folder, from which the run was resumed
     run.log.say(
         f"best    step {best} has no checkpoint in {run.folder}; the newest one is exported"
     )
@@ -504,41 +544,47 @@ def _find_best(run: TrainingRun, progress: Progress) -> Path | None:
 def is_finished(
     folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int, world: World
 ) -> bool:
-    """Whether this very run is done: same recipe, same inputs, its exports there, and its last
-    checkpoint verifies.
+    """Whether this run is done already: finished.json has the same recipe and inputs, the exports
+    exist, and the last checkpoint is not damaged.
 
-    All ranks call it; rank 0 looks, and prints where the results are. `steps`: the schedule's.
+    All ranks call it. Rank 0 looks, and prints where the results are if the run is done.
 
-    Raises `UserError` if nothing is left to train but the keys of optimization have changed: the
+    `steps`: the number of steps in the schedule.
+
+    Raises `UserError` if all steps are trained but keys of optimization have changed since: the
     export would be described by keys that it was not trained with.
     """
-    is_done: bool = RankGroup(world).on_main(lambda: _is_finished(folder, recipe, inputs, steps))
+    is_done: bool = RankGroup(world).on_main(
+        lambda: _is_finished_on_main(folder, recipe, inputs, steps)
+    )
     if is_done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results_line(folder))
     return is_done
 
 
-def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int) -> bool:
-    """As `is_finished`, on rank 0."""
+def _is_finished_on_main(
+    folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int
+) -> bool:
+    """Returns the answer of `is_finished`, on rank 0."""
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         return False
     last_step, newest = checkpoints[-1]
-    if read_json_object(folder / FINISHED) == _record(recipe, inputs, last_step):
+    if read_json_object(folder / FINISHED) == _make_record(recipe, inputs, last_step):
         return _has_exports(folder, recipe) and not find_damage(newest)
     try:
         is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
-    except ValueError:  # damaged, and passed over when the run resumes
+    except ValueError:  # the checkpoint is damaged: a run that resumes takes an older one
         is_over = False
-    # the checkpoint of a run that continues is verified once, by `find_start`
+    # Only here is the checkpoint verified: if steps are left to train, `find_start` verifies it.
     if is_over and not find_damage(newest):
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
 
 def _has_exports(folder: Path, recipe: Recipe) -> bool:
-    """Whether all exports are in the run's folder that its recipe asks for."""
+    """Whether the run's folder has every export that the recipe asks for."""
     if not recipe.checkpoint.export_at_end:
         return True
     has_adapter = not recipe.lora.use_peft or (folder / "adapter").is_dir()
@@ -550,13 +596,17 @@ def _refuse_other_training(
 ) -> None:
     """Raises `UserError` if keys of optimization have changed since the run saved `newest`, its
     last checkpoint.
+
+    Does nothing if the changes make this another run: `find_start` handles those.
     """
-    deciding, other = compare_to_saved(read_state(newest), recipe, inputs)
-    if deciding:  # `find_start` decides on these
+    to_another_run, harmless = compare_to_saved(read_state(newest), recipe, inputs)
+    if to_another_run:
         return
     changed = []
-    for change in other:  # each begins with its key
-        key = re.split(r"\W", change)[0]
+    for change in harmless:
+        key, *_ = re.split(
+            r"\W", change
+        )  # a change is described by a line that begins with its key
         if recipe_keys()[key].section == "optimization":
             changed.append(change)
     if changed:
@@ -572,6 +622,6 @@ def _refuse_other_training(
         )
 
 
-def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
-    """What finished.json says of a run that is done and exported."""
+def _make_record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
+    """Makes the content of finished.json, for a run that is done and exported at `step`."""
     return {"step": step, "recipe_sha256": hash_recipe(to_dict(recipe)), "inputs": dict(inputs)}

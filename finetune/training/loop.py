@@ -1,5 +1,5 @@
-"""The loop around the optimizer step; docs/design.md has the files of a step in order ("The life of
-a step").
+"""The loop around the optimizer step. docs/design.md lists the files of a step in their order ("The
+life of a step").
 """
 
 import gc
@@ -26,7 +26,7 @@ from finetune.training.watch import Requests, SignalListener
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """The actions that are due after one step. The same on every rank."""
+    """The actions that are due after one step. They are the same on every rank."""
 
     log: bool
     evaluate: bool
@@ -36,19 +36,25 @@ class Due:
 
     @property
     def reads_device(self) -> bool:
-        """Whether the host waits for the device at this step anyway."""
+        """Whether a due action makes the host wait for the device."""
         return self.log or self.evaluate or self.save
 
 
 def find_due(
     before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests
 ) -> Due:
-    """Returns what the recipe and the ranks' requests ask for after the step from `before` to
-    `now`.
+    """Returns what the recipe and the ranks' requests ask for after a step.
 
-    There is no evaluation at the last step: the run evaluates once more after training. An epoch
-    ends with the first step after which all rows have been read once more. An interval below 1 is a
-    share of all steps. A rule refuses one beside the strategy `no`.
+    There is no evaluation at the last step, since the run evaluates after training anyway. An epoch
+    ends with the step at which the whole number of epochs grows. An interval below 1 is a share of
+    all steps. With the strategy `no` there is no interval: a rule refuses it.
+
+    Args:
+        before: The progress before the step.
+        now: The progress after it.
+        last_step: How many steps the run has.
+        recipe: Of the run.
+        requests: What the ranks agreed on after the step.
 
     >>> from finetune.config.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
@@ -64,6 +70,7 @@ def find_due(
     ends_epoch = int(now.epoch) > int(before.epoch)
 
     def is_due(strategy: str, interval: float | None) -> bool:
+        """Whether an action of this strategy is due; without an `interval` it never is by steps."""
         if strategy == "epoch":
             return ends_epoch
         interval_steps = count_steps(interval, last_step)
@@ -84,8 +91,15 @@ def find_due(
 
 
 def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> Due:
-    """Returns what is due after an evaluation: it may show that this step is the best one, which is
-    saved, or that the run ends here.
+    """Returns what is due once the evaluation of a step is done.
+
+    The evaluation may show that this step is the best one, which is saved, or that the run has run
+    out of patience and ends.
+
+    Args:
+        due: What was due before the evaluation.
+        progress: With the result of the evaluation.
+        recipe: Of the run.
     """
     ends = due.end or is_out_of_patience(progress, recipe.run)
     is_best = recipe.checkpoint.keep_best_checkpoint and progress.best_step == progress.step
@@ -93,26 +107,32 @@ def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> D
 
 
 def is_out_of_patience(progress: Progress, run: Run) -> bool:
-    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations; never if
-    that key is null.
+    """Returns whether `early_stopping_patience` evaluations in a row have not been the best.
+
+    Returns False if that key is null.
     """
     patience = run.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
 
 
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
-    """Trains from `progress` to the schedule's last step.
+    """Trains from `progress` to the schedule's last step, or until early stopping ends the run.
 
-    The same numbers on every layout and number of ranks.
+    All ranks call it. The losses are the same in every layout and on every number of ranks.
 
-    Raises `Preempted` after a save that a signal asked for, `UserError` for a failed save or a loss
-    that is not finite.
+    Returns:
+        The progress after the last step that was done.
+
+    Raises:
+        Preempted: A signal asked to stop; the step is saved.
+        UserError: A save or a callback failed, or a loss or gradient was not finite and the recipe
+            does not allow to skip the step.
     """
     recipe = run.recipe
     world = run.world
     saver = run.saver
     last_step = run.schedule.steps
-    if is_out_of_patience(progress, recipe.run):  # resumed after it had stopped early
+    if is_out_of_patience(progress, recipe.run):  # the run had stopped early, and is resumed
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
@@ -136,39 +156,42 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
         window = Window(world.device)
-        for batch, waited in _timed(run.read_batches(progress.step)):
+        for batch, wait_seconds in _timed(run.read_batches(progress.step)):
             run.watchdog.beat(f"training step {batch.step + 1}")
-            rate = compute_learning_rate(batch.step, run.schedule)
+            learning_rate = compute_learning_rate(batch.step, run.schedule)
             result = do_step(
                 batch,
                 objective=run.objectives.training,
-                learning_rate=rate,
+                learning_rate=learning_rate,
                 before_update=saver.before_update,
             )
-            _note_result(run, window, batch, result, waited, progress.skipped_steps)
+            _note_result(run, window, batch, result, wait_seconds, progress.skipped_steps)
             before = progress
             progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
             run.phases.step = progress.step
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:
-                saver.finish()  # raises what happened
+                saver.finish()  # raises the error of the async save
             due = find_due(before, progress, last_step, recipe, requests)
-            if due.reads_device:  # so no bad step is saved
+            # Before a save, so that no step that is not finite is saved.
+            if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                line = run.measure(window, progress, rate, result.grad_norm, compilation.seconds())
+                line = run.measure(
+                    window, progress, learning_rate, result.grad_norm, compilation.seconds()
+                )
                 _log(run, progress, line, compilation)
                 window = Window(world.device)
             if due.evaluate:
                 with window.paused():
                     progress = evaluate(run, progress)
-                    run.model.train()
+                    run.model.train()  # an evaluation switches dropout off
                 due = find_due_after_evaluation(due, progress, recipe)
             run.notify("on_step", progress)
             if due.save:
                 _save(run, progress, window)
-                signals.save = False
+                signals.save = False  # the request is fulfilled
             if due.end:
                 break
             if due.stop:
@@ -183,6 +206,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
 
 def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
+    """Makes the update in the backward; None if the recipe does not ask for it."""
     if not run.recipe.optimization.optim_in_backward:
         return None
     return UpdateInBackward(run.optimizer, run.recipe, run.world)
@@ -193,15 +217,24 @@ def _note_result(
     window: Window,
     batch: StepBatch,
     result: StepResult,
-    waited: float,
+    wait_seconds: float,
     skipped_steps: int,
 ) -> None:
-    """Adds what a step has measured to `window`, or says that its update was skipped.
+    """Adds the sums of a step to `window`, or logs that its update was skipped.
 
-    Raises `UserError` if no more steps may be skipped.
+    Args:
+        run: The run.
+        window: The steps since the last line of metrics.
+        batch: Of the step.
+        result: Of the step.
+        wait_seconds: How long the loop waited for the batch.
+        skipped_steps: How many steps were skipped before this one.
+
+    Raises:
+        UserError: The step was not finite, and the recipe does not allow to skip it.
     """
     if result.failed_check is None:
-        window.add(result.measured, run.objectives.training.count(batch), batch, waited)
+        window.add(result.measured, run.objectives.training.count(batch), batch, wait_seconds)
     else:
         keys = run.recipe.optimization
         run.log.say(handle_nonfinite(keys, result.failed_check, skipped_steps, run.world))
@@ -209,8 +242,8 @@ def _note_result(
 
 @contextmanager
 def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
-    """Adds the block's seconds to the phase "training", and what torch.compile took of them to
-    "compile".
+    """Counts the block's seconds for the phase "training", and for the phase "compile" those that
+    torch.compile took of them.
     """
     compiled_before = compilation.seconds() or 0.0
     try:
@@ -224,14 +257,18 @@ def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
 def _log(
     run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation
 ) -> None:
+    """Logs a line of metrics, and news of torch.compile; passes the line to the callbacks."""
     run.log.step(line)
     run.notify("on_log", progress, line)
     if news := compilation.news():
         run.log.say(news)
-    gc.collect(1)  # the young generations only: they hold what steps have left behind
+    # `garbage_collected_between_lines` has switched collection off. The young generations are
+    # enough: the garbage of the steps is in them.
+    gc.collect(generation=1)
 
 
 def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
+    """Saves a checkpoint, without counting its seconds in `window`; notifies the callbacks."""
     with window.paused():
         run.save(progress)
     run.notify("on_save", progress)
@@ -249,14 +286,13 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
 
 @contextmanager
 def garbage_collected_between_lines() -> Iterator[None]:
-    """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all
-    others wait for it.
+    """In this block Python collects no garbage on its own; `_log` does so when it logs metrics.
 
-    The loop collects when it logs metrics instead.
+    A collection at any other time stops one rank, and all others wait for it.
     """
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # later collections do not look at the objects that exist now
     gc.disable()
     try:
         yield

@@ -1,5 +1,7 @@
-"""What a run reads before its weights: folder, tokenizer, config and data. Each may complete the
-recipe.
+"""Opens a run: reads all that it needs before the weights, which is the folder, the tokenizer, the
+config and the data.
+
+Each of them may complete the recipe.
 """
 
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ class OpenedRun:
 
     @property
     def build_options(self) -> BuildOptions:
-        """How to build the model for the recipe's method, the tokenizer and the data."""
+        """The options to build the model by: those of the method, the tokenizer and the data."""
         return BuildOptions(
             vocabulary=self.vocabulary,
             scores=(self.recipe.score_head, find_pad_id(self.tokenizer)),
@@ -57,7 +59,7 @@ class OpenedRun:
 
     @property
     def _blank_document(self) -> BlankDocument | None:
-        """A document of one small image; None if no row holds an image."""
+        """The function that makes a document of one small image; None if no row holds an image."""
         if self._holds_no_image:
             return None
         make: BlankDocument | None = self.tokenizer.images.make_blank_document
@@ -65,13 +67,13 @@ class OpenedRun:
 
     @property
     def _holds_no_image(self) -> bool:
-        """Whether all rows have been read, and none holds an image."""
+        """Whether it is known that no row holds an image: all rows have been read."""
         data = self.data
         return data is not None and data.report.is_complete and data.images is None
 
     def refuse_unreached_tower(self, model: nn.Module) -> None:
-        """Raises `UserError` if `trainable_modules` names parts that only images reach, and no row
-        holds one.
+        """Raises `UserError` if parts of `model` are trained that only images reach, and no row
+        holds an image.
         """
         if self._holds_no_image and trains_tower(model):
             raise UserError(f"trainable_modules: {ONLY_IMAGES}")
@@ -80,21 +82,33 @@ class OpenedRun:
 def open_run(
     recipe: Recipe, world: World, machine: MachineFacts, phases: Phases, *, saves: bool
 ) -> OpenedRun:
-    """Reads all but the weights, and applies the rules that need the config or the tokenizer.
+    """Reads all that a run needs but its weights, and applies the rules that need the config.
 
-    All ranks call it. `saves`: whether the run has a folder.
+    All ranks call it.
+
+    Args:
+        recipe: Before tokenizer, config and data complete it.
+        world: The ranks of the run.
+        machine: What rules ask about this machine.
+        phases: Counts the seconds of reading the data.
+        saves: Whether the run has a folder.
+
+    Returns:
+        The opened run, with the completed recipe.
 
     Raises:
-        UserError: If a rule refuses the recipe, a file cannot be read, the data has a fatal
-            finding, or the folder cannot be written or is in use.
+        UserError: A rule refuses the recipe, a file cannot be read, the data has a fatal finding,
+            or the folder cannot be written or is in use.
     """
     folder = open_run_folder(recipe, world) if saves else None
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )
     if recipe.method_facts.reads_queries and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # other tools pad the texts of a batch with it
+        # The saved tokenizer needs one: other tools pad the texts of a batch with it.
+        tokenizer.pad_token = tokenizer.eos_token
     if recipe.method_facts.ranks:
+        # By it other tools write a query and a document as the text that the model is trained on.
         tokenizer.chat_template = write_pair_template(
             recipe.data, tokenizer.decode(encode_bos(tokenizer)), tokenizer.eos_token or ""
         )
@@ -118,9 +132,15 @@ def _adopt_config(
     world: World,
     machine: MachineFacts,
 ) -> Recipe:
-    """Returns the recipe with the model's names of modules and its quantization.
+    """Reads the model's config, applies the rules that need it, and completes the recipe.
 
-    Raises `UserError` if a rule refuses the recipe, or if an export could not be checked.
+    Returns:
+        The recipe with the names that modules have in the loaded model, and with the quantization
+        of the model's files.
+
+    Raises:
+        UserError: A rule refuses the recipe, a reward model gives no score, or an export of the
+            model could not be checked.
     """
     config = load_config(recipe.model, vocabulary)
     facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
@@ -131,16 +151,23 @@ def _adopt_config(
     )
     for name in recipe.rollout.reward_models:
         read_reward_model(name)  # raises if it gives no score
-    trained = trained_config(config, recipe.model)
-    set_head(trained, recipe.score_head, find_pad_id(tokenizer))
-    RankGroup(world).on_main(lambda: check_streamed_logits(trained, recipe.model.trust_remote_code))
+    # A run whose export could not be checked must not start.
+    exported_config = trained_config(config, recipe.model)
+    set_head(exported_config, recipe.score_head, find_pad_id(tokenizer))
+    RankGroup(world).on_main(
+        lambda: check_streamed_logits(exported_config, recipe.model.trust_remote_code)
+    )
     return adopt_quantization(recipe, facts)
 
 
 def _read_data(
     recipe: Recipe, tokenizer: Any, world: World, phases: Phases
 ) -> tuple[PreparedData, Recipe]:
-    """Returns the data, and the recipe as they complete it."""
+    """Reads the data. All ranks call it.
+
+    Returns (the data, the recipe that the data completes). Raises `UserError` if the data has a
+    fatal finding, or lacks columns that rewards need.
+    """
     with phases.timed("data"):
         data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)

@@ -1,10 +1,9 @@
-"""The reference of preference training: the log-probabilities that the model before training gives
-to every document.
+"""The reference of preference training: the log-probability of each document under the model before
+training.
 
-There is never a second copy of the weights. Where new adapters alone are trained, the model without
-them is the reference: a forward of each micro-batch. Otherwise its log-probabilities are computed
-once, in the run's own layout, from the weights that training starts with, and kept beside the token
-cache.
+There is never a second copy of the weights. If only new adapters are trained, the reference is a
+forward of each micro-batch without them. Otherwise the log-probabilities are computed once, before
+training, in the run's own layout, and stored beside the token cache.
 """
 
 import json
@@ -41,12 +40,12 @@ from finetune.training.watch import SignalListener
 from finetune.units import counted
 
 Reference = Callable[[nn.Module, MicroBatch], Tensor]
-"""(the model in training, a micro-batch on the device) -> fp64[documents], each document's summed
-log-probability.
+"""(the model in training, a micro-batch on the device) -> fp64[documents]: the sum of the
+log-probabilities of each document's trained tokens.
 """
 
-VERSION = 1  # raised when the same model and data would give other numbers
-SAVE_SECONDS = 60.0  # between two writes of a long computation, each of which says how far it is
+VERSION = 1  # to be raised when a change of code gives other numbers for the same model and data
+SAVE_SECONDS = 60.0  # a long computation is written, and its progress printed, this often
 
 
 def sum_by_document(
@@ -54,23 +53,24 @@ def sum_by_document(
 ) -> Tensor:
     """Sums values over each document's labeled positions, fp64[documents, ...].
 
-    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch
-    around them.
+    In fp64 a sum over thousands of tokens depends neither on their order nor on the batch around
+    them.
 
     Args:
-        values: [positions, ...], of a forward at the micro-batch's `trained_positions`.
-        micro_batch: With `trained_documents`.
-        sequence_group: The ranks that divide the documents' tokens between them; each returns the
-            sums of all.
+        values: What a forward returned at the micro-batch's `trained_positions`, [positions, ...].
+        micro_batch: A micro-batch with `trained_documents`, or a filler.
+        sequence_group: The ranks that share the documents' tokens; each of them returns the sums
+            over all tokens. None: this rank has all tokens.
     """
     other_dims = values.shape[1:]
     zeros = values.new_zeros(len(micro_batch.example_ids), *other_dims, dtype=torch.float64)
-    if not micro_batch.example_ids:  # a filler has no document, but a backward
+    if not micro_batch.example_ids:
+        # A filler has no documents. The empty result keeps the graph, for the ranks' collectives.
         return zeros + values.sum()
     document_of = micro_batch.trained_documents
     assert document_of is not None, "`with_documents` makes them"
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-    has_label = (labels != IGNORE_INDEX).view(-1, *(1 for _ in other_dims))
+    has_label = (labels != IGNORE_INDEX).view(-1, *(1 for _ in other_dims))  # [positions, 1, ...]
     labeled = torch.where(has_label, values.double(), 0.0)
     return sum_over_group(zeros.index_add(0, document_of, labeled), sequence_group)
 
@@ -81,22 +81,25 @@ def sum_log_probabilities(
     inputs: Mapping[str, Any],
     sequence_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the model; returns (the log-probabilities of each document's trained tokens, summed;
-    their number), fp64[documents] each.
+    """Runs the model, and sums the log-probabilities of each document's trained tokens.
 
-    `sequence_group`: as in `sum_by_document`.
+    `inputs`: the model's arguments for the micro-batch. `sequence_group`: as in `sum_by_document`.
+
+    Returns:
+        The sums, and the number of tokens in each; both fp64[documents].
     """
-    of_tokens = model(**inputs, head_function=head_log_probabilities)
-    with_count = torch.stack((of_tokens, torch.ones_like(of_tokens)), 1)
-    sums, tokens = sum_by_document(with_count, micro_batch, sequence_group).unbind(1)
+    log_probabilities = model(**inputs, head_function=head_log_probabilities)
+    # A second column of ones is summed too: it counts the tokens.
+    columns = torch.stack((log_probabilities, torch.ones_like(log_probabilities)), 1)
+    sums, tokens = sum_by_document(columns, micro_batch, sequence_group).unbind(1)
     return sums, tokens
 
 
 def without_adapters(
     model: nn.Module, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None
 ) -> Tensor:
-    """The reference of a run that trains adapters alone: a forward without them, without dropout
-    and without gradients.
+    """Computes the reference of a run that trains only new adapters: a forward without adapters,
+    dropout and gradients. Returns fp64[documents].
     """
     with evaluating(model), adapters_off(model):
         sums, _ = sum_log_probabilities(model, micro_batch, micro_batch.inputs, sequence_group)
@@ -105,7 +108,7 @@ def without_adapters(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this block the model has no dropout and no gradients. Afterwards its mode is as before."""
+    """Turns off the model's dropout, and gradients, in this block; restores its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -117,13 +120,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In this block the model computes with the base weights alone."""
+    """Turns off the model's adapters in this block: only the base weights compute."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-
-    # peft's own switch also changes `requires_grad`, which FSDP has read when it sharded
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
+        # peft's own switch would also change `requires_grad`, which FSDP has read when it sharded
         layer._disable_adapters = True
     try:
         yield
@@ -136,11 +138,14 @@ class StoredReference:
     """The reference of any other run: log-probabilities that were computed before training."""
 
     def __init__(self, by_example: Tensor) -> None:
-        """`by_example`: fp64[examples]; nan for an example that the run does not come to."""
+        """Takes the summed log-probability of each example.
+
+        `by_example`: fp64[examples]; nan for an example that the run never reaches.
+        """
         self._by_example = by_example
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        """Returns the log-probabilities of the micro-batch's documents, fp64[documents]."""
+        """Looks up the micro-batch's documents; returns fp64[documents]."""
         values = self._by_example[list(micro_batch.example_ids)]
         return values.to(micro_batch.labels.device, non_blocking=True)
 
@@ -153,19 +158,25 @@ def find_references(
     signals: SignalListener,
     world: World,
 ) -> tuple[Reference, Reference]:
-    """Returns the references of training and of held-out data, from `model` as it starts.
+    """Returns the references of the training data and of the held-out data.
 
-    All ranks call it. `inputs`: the fingerprints of what the recipe names.
+    All ranks call it before training, since `model` is the reference.
+
+    `inputs`: the fingerprints that `fingerprint_inputs` returned.
+
+    Raises `UserError` if log-probabilities must be stored but the data is streamed, and `Preempted`
+    if a signal stops their computation.
     """
-    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    # An adapter that is trained further is a part of the reference.
-    trains_new_adapters = recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained))
-    has_stages = world.stages > 1  # a rank of a pipeline cannot compute a whole forward
-    if trains_new_adapters and not has_stages:
+    trained_names = (name for name, weight in model.named_parameters() if weight.requires_grad)
+    trains_adapters = all(map(is_adapter, trained_names))
+    # An adapter that is trained further is part of the reference: it must not be turned off.
+    has_old_adapter = recipe.lora.adapter_name_or_path is not None
+    has_stages = world.stages > 1  # no rank of a pipeline can compute a whole forward
+    if trains_adapters and not has_old_adapter and not has_stages:
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
-    weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
-    sums = _load_or_compute(model, recipe, data, weights or None, signals, world)
+    weights_hash = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
+    sums = _load_or_compute(model, recipe, data, weights_hash or None, signals, world)
     return StoredReference(sums["training"]), StoredReference(sums.get("held_out", torch.zeros(0)))
 
 
@@ -173,19 +184,31 @@ def _load_or_compute(
     model: nn.Module,
     recipe: Recipe,
     data: PreparedData,
-    weights: str | None,
+    weights_hash: str | None,
     signals: SignalListener,
     world: World,
 ) -> dict[str, Tensor]:
-    """Returns the log-probabilities of the training examples that the run comes to, and of the
-    held-out ones, fp64[examples] each, nan for others.
+    """Reads the log-probabilities of all examples from rank 0's file, and computes the missing ones
+    with `model`. All ranks call it.
 
-    Each node keeps them beside its token cache, under a hash of the model and the data. What is
-    missing or damaged in rank 0's file is computed from `model`, and written as it comes.
+    Each node stores them in a file beside its token cache, named by a hash of the model and the
+    data. The file is written while they are computed.
 
-    `weights`: the hash of the model's weights, if they have one.
+    Args:
+        model: The model before training.
+        recipe: The recipe.
+        data: The run's data.
+        weights_hash: The hash of the model's weights; None if they have none.
+        signals: A signal may stop the computation.
+        world: The ranks of the run.
 
-    Raises `Preempted` if a signal asks to stop; what has been computed is in the file then.
+    Returns:
+        "training" and, with held-out data, "held_out" -> fp64[examples]; nan for an example that
+        the run never reaches.
+
+    Raises:
+        UserError: If the data is streamed.
+        Preempted: If a signal asks to stop. The file has all that was computed.
     """
     if not isinstance(data.train, StoredBatches):
         raise UserError(
@@ -194,47 +217,51 @@ def _load_or_compute(
             "where more than adapters is trained; remove streaming, or train adapters alone"
         )
     stored = find_stored(data)
-    key: str = RankGroup(world).on_main(lambda: hash_model_and_data(recipe, stored, weights, world))
+    key: str = RankGroup(world).on_main(
+        lambda: hash_model_and_data(recipe, stored, weights_hash, world)
+    )
     path = cache_folder(recipe.data) / f"reference-{key}.json"
     sums = _read_on_main(path, stored, world)
-    missing = {name: _missing_steps(batches, sums[name]) for name, batches in stored.items()}
+    missing = {name: _find_missing_steps(batches, sums[name]) for name, batches in stored.items()}
     for name, batches in stored.items():
-        for part in _compute(model, batches, missing[name], name, signals, world):
-            sums[name] = torch.where(part.isnan(), sums[name], part)
+        for computed in _compute(model, batches, missing[name], name, signals, world):
+            sums[name] = torch.where(computed.isnan(), sums[name], computed)
             RankGroup(world).on_all(lambda: _write(path, sums) if world.local_rank == 0 else None)
             if signals.agree(world).stop:
-                raise _preempted(path, stored, sums)
+                raise _make_preempted(path, stored, sums)
     return sums
 
 
 def _read_on_main(
     path: Path, stored: Mapping[str, StoredBatches], world: World
 ) -> dict[str, Tensor]:
-    """Reads the main rank's file; returns its log-probabilities on every rank, nan where it has
-    none.
+    """Reads the log-probabilities in rank 0's file, and returns them on every rank.
+
+    All ranks call it. Returns nan for all examples if there is no usable file.
     """
-    nothing = {name: _make_unknown(batches) for name, batches in stored.items()}
-    kept = _read(path, nothing) if world.is_main else None
-    if kept is not None:
+    sums = {name: _make_unknown(batches) for name, batches in stored.items()}
+    from_file = _read(path, sums) if world.is_main else None
+    if from_file is not None:
         print(f"reference  {path}", file=sys.stderr, flush=True)
-    return {name: _gather(values, world) for name, values in (kept or nothing).items()}
+        sums = from_file
+    return {name: _gather(values, world) for name, values in sums.items()}
 
 
 def _make_unknown(batches: StoredBatches) -> Tensor:
-    """nan for each example, fp64[examples]."""
+    """Makes a tensor of nan, fp64[examples]: no log-probability is known."""
     return torch.full((len(batches.examples),), torch.nan, dtype=torch.float64)
 
 
-def _preempted(
+def _make_preempted(
     path: Path, stored: Mapping[str, StoredBatches], sums: Mapping[str, Tensor]
 ) -> Preempted:
-    """The exception of a computation that a signal stops: how much of it is kept."""
-    wanted = 0
+    """Makes the exception of a computation that a signal stops; it says how much is in the file."""
+    documents = 0
     for batches in stored.values():
-        wanted += sum(len(documents_of(batches, step)) for step in steps_of_examples(batches))
+        documents += sum(len(documents_of(batches, step)) for step in steps_of_examples(batches))
     known = sum(int((~values.isnan()).sum()) for values in sums.values())
     return Preempted(
-        f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} "
+        f"{path}: stopped by a signal; the reference of {known:,} of {documents:,} "
         "documents is kept there, and the same command computes the rest"
     )
 
@@ -247,15 +274,19 @@ def _compute(
     signals: SignalListener,
     world: World,
 ) -> Iterator[Tensor]:
-    """Yields the log-probabilities of the documents of `steps` in parts to be saved: every
-    SAVE_SECONDS, where a signal asks for it, and at the end.
+    """Computes the log-probabilities of the documents in `steps`, and yields them in parts, for the
+    caller to save.
 
-    A part is fp64[examples], nan for documents that are in none of its steps. `name`: of the data.
+    A part is fp64[examples]: nan for all documents but those computed since the part before. A part
+    is yielded every SAVE_SECONDS, when a signal asks to save or stop, and after the last step. All
+    ranks call it and get the same parts.
+
+    `name`: "training" or "held_out", for what is printed.
     """
     title = name.replace("_", "-")
     began = time.monotonic()
     saved_at = began
-    own = _make_unknown(batches)
+    own = _make_unknown(batches)  # what this rank has computed since the part before
     documents = 0
     for done, step in enumerate(steps, start=1):
         for micro_batch in _with_mismatched(batches.step_batch(step).micro_batches):
@@ -264,9 +295,10 @@ def _compute(
                 log_probabilities, _ = sum_log_probabilities(
                     model, on_device, on_device.inputs, world.sequence_group
                 )
-            if world.is_first_of_batch:  # the other ranks of its batch have the same
+            if world.is_first_of_batch:  # the other ranks with the same rows have the same values
                 own[list(micro_batch.example_ids)] = log_probabilities.cpu()
         if world.is_main and time.monotonic() - saved_at > SAVE_SECONDS:
+            # asks for a save as a signal would: all ranks agree on it below
             signals.save = True
             saved_at = time.monotonic()
             _say(f"{title}: {done:,} of {len(steps):,} batches")
@@ -275,24 +307,26 @@ def _compute(
         if not (requests.save or requests.stop or is_last):
             continue
         reshard(model)
-        part = _gather(own, world)
+        computed = _gather(own, world)
         own = _make_unknown(batches)
         signals.save = False
-        documents += int((~part.isnan()).sum())
+        documents += int((~computed.isnan()).sum())
         if world.is_main and is_last:
             seconds = time.monotonic() - began
             _say(f"{counted(documents, 'document')} ({title}) in {seconds:.1f} s")
-        yield part
+        yield computed
 
 
 def _say(text: str) -> None:
+    """Prints a line of the computation's progress on stderr."""
     print(f"reference  {text}", file=sys.stderr, flush=True)
 
 
 def _gather(own: Tensor, world: World) -> Tensor:
-    """Joins the numbers of all ranks, on every rank.
+    """Joins the numbers of all ranks, and returns them on every rank. All ranks call it.
 
-    `own`: nan where this rank knows nothing. Of each number, at most one rank knows it.
+    `own`: this rank's numbers, fp64[examples]; nan if it does not know one. No number is known to
+    two ranks.
     """
     is_known = ~own.isnan()
     total = world.sum(torch.where(is_known, own, 0.0))
@@ -301,15 +335,15 @@ def _gather(own: Tensor, world: World) -> Tensor:
 
 
 def _with_mismatched(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yields each micro-batch, and after it the one of its mismatched answers, if it has any."""
+    """Yields each micro-batch, followed by its `mismatched` micro-batch if it has one."""
     for micro_batch in micro_batches:
         yield micro_batch
         if micro_batch.mismatched is not None:
             yield micro_batch.mismatched
 
 
-def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
-    """Finds the steps with a document whose log-probability is not known."""
+def _find_missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
+    """Finds the steps with a document whose log-probability is not known (nan)."""
     if not sums.isnan().any():
         return []
     missing = []
@@ -320,26 +354,33 @@ def _missing_steps(batches: StoredBatches, sums: Tensor) -> list[int]:
 
 
 def find_stored(data: PreparedData) -> dict[str, StoredBatches]:
-    """The stored data of a run, under "training" and, if some are held out, "held_out"."""
+    """Returns the batches of a run's data: "training" and "held_out" -> the batches.
+
+    Data that is streamed, or that a run does not have, is left out.
+    """
     stored = {"training": data.train, "held_out": data.evaluation}
     return {name: each for name, each in stored.items() if isinstance(each, StoredBatches)}
 
 
 def documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
-    """Returns the documents of a step on all ranks."""
+    """Returns the example ids of a step, over all ranks."""
     return np.concatenate(batches.rows_of(step))
 
 
 def steps_of_examples(batches: StoredBatches) -> range:
-    """The steps that see each example of the run for the first time: those of the first epoch."""
+    """Returns the steps that together read each example of the run once: those of the first
+    epoch, or all of a shorter run.
+    """
     return range(min(batches.steps, batches.steps_per_epoch))
 
 
 def hash_model_and_data(
     recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World
 ) -> str:
-    """Hashes everything that decides log-probabilities: the weights, how they compute, and the
-    tokens.
+    """Hashes everything that the log-probabilities depend on: the weights, the model's keys and
+    precision, and the tokens.
+
+    `weights`: what identifies the weights, such as their hash.
     """
     keys = {
         "model": asdict(recipe.model),
@@ -347,14 +388,15 @@ def hash_model_and_data(
         "quantization": asdict(recipe.quantization),
     }
     sharding = world.sharding
-    # FSDP casts the weights, the others each product: not the same numbers.
+    # FSDP casts the weights to the compute dtype, other layouts the inputs of each product: the
+    # numbers differ.
     precision: list[Any] = [sharding.mixed_precision, sharding.is_fsdp]
     if sharding.fp8 is not None:
         precision.append(asdict(sharding.fp8))
     if recipe.quantization_aware.quantization_aware_training:
         precision.append(asdict(recipe.quantization_aware))
     described = [VERSION, weights, keys, recipe.run.seed, precision]
-    for batches in stored.values():  # which examples the run comes to
+    for batches in stored.values():  # which examples the run reaches
         is_whole = batches.steps >= batches.steps_per_epoch
         described.append("all" if is_whole else [batches.steps, asdict(batches.config)])
     digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True, default=str).encode())
@@ -369,9 +411,11 @@ def hash_model_and_data(
     return digest.hexdigest()
 
 
-def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Reads what `_write` wrote; None if it is missing, damaged, or not of these names and
-    lengths.
+def _read(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Reads a file that `_write` wrote.
+
+    Returns None if the file is missing or damaged, or if its names and lengths are not those of
+    `expected`.
     """
     try:
         checksum, _, text = path.read_text(encoding="utf-8").partition("\n")
@@ -384,13 +428,15 @@ def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()
     }
     lengths = {name: len(values) for name, values in sums.items()}
-    if lengths != {name: len(values) for name, values in like.items()}:
+    if lengths != {name: len(values) for name, values in expected.items()}:
         return None
     return sums
 
 
 def _write(path: Path, sums: Mapping[str, Tensor]) -> None:
-    """Writes a line with a checksum, then JSON, from which numbers come back bit for bit."""
+    """Writes a line with the checksum of the rest, then JSON, which keeps each number bit for
+    bit.
+    """
     text = json.dumps({name: values.tolist() for name, values in sums.items()})
     make_folder(path.parent)
     replace_file(path, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")

@@ -1,7 +1,7 @@
-"""What a run shows: its plan, the first and the last screen, and, if memory is not enough, where it
-went.
+"""What a run prints: its plan, its first and last screen, and an explanation if memory runs out.
 
-The functions named describe_* return the lines of one part of the first screen.
+A function that describes a part of a screen returns the part's lines (list[str]), none if there is
+nothing to say, or a text that stands within a line (str).
 """
 
 import math
@@ -30,7 +30,7 @@ from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_lines, read_json_object
-from finetune.files.phases import PHASES, seconds_by_phase
+from finetune.files.phases import OVERLAPPING, PHASES, seconds_by_phase
 from finetune.files.run_files import find_divergence, losses_of
 from finetune.models.carried import describe_carried
 from finetune.models.cpu_products import describe_products
@@ -50,22 +50,22 @@ from finetune.training.objectives.objective import Objective
 from finetune.training.training_run import COMPLETIONS, METRICS, TrainingRun
 from finetune.units import counted, disk_size, duration, gib
 
-SHOWN_ANSWERS = 5  # held-out questions in the last screen
-SHOWN_CHARACTERS = 60  # of each text of an answer
-ROUNDING_DIVERGENCE = 1e-6  # nats a token: a divergence that may be rounding alone
-SHOWN_UNREACHED = 3  # modules that no row reaches
+SHOWN_ANSWERS = 5  # at most this many held-out questions are shown after training
+SHOWN_CHARACTERS = 60  # questions and answers are cut to this length
+ROUNDING_DIVERGENCE = 1e-6  # nats a token: a divergence up to this may come from rounding alone
+SHOWN_UNREACHED = 3  # at most this many modules are named that no row reaches
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
-    """The lines of the first screen of a run."""
+    """Returns the lines that a run prints before its first step."""
     world = run.world
     recipe = run.recipe
     model: Any = unwrap(run.model)
     lines = [
         f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} "
         f"on {world.device.type}",
-        *_describe_parameters(recipe, size, _class_name(model)),
+        *_describe_parameters(recipe, size, _name_class(model)),
         *_describe_layout(run),
         *_describe_batch(run),
         *(f"note    {note}" for note in _list_notes(run)),
@@ -83,23 +83,23 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     return lines
 
 
-def _class_name(module: nn.Module) -> str:
-    """The name of a module's class, without FSDP2's prefix."""
+def _name_class(module: nn.Module) -> str:
+    """Returns the name of a module's class, without FSDP2's prefix."""
     return type(module).__name__.removeprefix("FSDP")
 
 
-def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str]:
-    """The model's parameters, which of them are trained, and by which method."""
+def _describe_parameters(recipe: Recipe, size: ModelSize, class_name: str) -> list[str]:
+    """Describes the model's parameters, which of them are trained, and by which method."""
     active = ""
     if size.active < size.total:
         active = f"{size.active:,} active, "
     trained = f"{active}{size.trained:,} trained{describe_trained(recipe)}"
-    lines = [f"model   {name}, {size.total:,} parameters, {trained}"]
+    lines = [f"model   {class_name}, {size.total:,} parameters, {trained}"]
     if recipe.model.drop_vision:
         lines.append("        without its checkpoint's vision tower: the export takes no images")
     lines += describe_unreached(size)
     if size.carried:
-        lines.append(f"        {describe_carried(size.carried, name)}")
+        lines.append(f"        {describe_carried(size.carried, class_name)}")
     lines += describe_adapter(recipe)
     if recipe.method.method != DEFAULT_METHOD:
         lines.append(f"method  {describe_method(to_dict(recipe))}")
@@ -107,15 +107,17 @@ def _describe_parameters(recipe: Recipe, size: ModelSize, name: str) -> list[str
 
 
 def _describe_layout(run: TrainingRun) -> list[str]:
-    """The lines on how the model and its step are divided over the ranks."""
+    """Describes the layout, the precision and activation checkpointing, and how kernels and groups
+    of ranks compute.
+    """
     world = run.world
     sharding = world.sharding
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[
         sharding.layout
     ]
-    layers = {_class_name(layer) for layer in decoder_layers(unwrap(run.model))}
+    layer_classes = {_name_class(layer) for layer in decoder_layers(unwrap(run.model))}
     wrapped = count_wrapped_units(run.model)
-    units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layers)
+    units = ", ".join(f"{count} {name}" for name, count in wrapped.items() if name in layer_classes)
     if units:
         layout += f" {sharding.strategy}, wrapped {units}"
     if sharding.expert_parallel_size > 1:
@@ -124,18 +126,20 @@ def _describe_layout(run: TrainingRun) -> list[str]:
         checkpointing = "on"
     else:
         checkpointing = "off"
-    described = (sharding.describe_sequences(world.size), *sharding.translated)
+    more_lines = (sharding.describe_sequences(world.size), *sharding.translated)
     return [
-        f"layout  {layout}; {precision(run)}; activation checkpointing {checkpointing}",
+        f"layout  {layout}; {describe_precision(run)}; activation checkpointing {checkpointing}",
         *describe_products(),
         *describe_flash_kernels(),
         *describe_groups(world),
-        *(f"        {line}" for line in described if line),
+        *(f"        {line}" for line in more_lines if line),
     ]
 
 
 def _describe_batch(run: TrainingRun) -> list[str]:
-    """The rows and tokens of a step, the steps, and when the parameters are updated."""
+    """Describes the rows and tokens of a step, the number of steps, and whether the update happens
+    in the backward.
+    """
     recipe = run.recipe
     train = run.data.train
     if recipe.method_facts.samples:
@@ -156,7 +160,7 @@ def _describe_batch(run: TrainingRun) -> list[str]:
 
 
 def _list_notes(run: TrainingRun) -> Iterator[Any]:
-    """Yields the notes of the rules on this run; their errors were raised before."""
+    """Yields the notes of the rules on this run. Problems that are errors were raised before."""
     model: Any = unwrap(run.model)
     recipe = run.recipe
     world = run.world
@@ -169,21 +173,24 @@ def _list_notes(run: TrainingRun) -> Iterator[Any]:
 
 
 def _describe_data(run: TrainingRun) -> list[str]:
-    """The lines on the data's findings, and on a longest example that is too long for the model."""
+    """Describes the totals and findings of the data; warns if an example is longer than the model's
+    positions.
+    """
     report = run.data.report
     model: Any = unwrap(run.model)
     positions = read_positions(model.config)
-    totals, *warnings = report.lines()
+    totals, *findings = report.lines()
     return [
         *(f"        {line}" for line in check_longest_example(count_longest(run), positions)),
         f"data    {totals}",
-        *(f"        {warning}" for warning in warnings),
+        *(f"        {finding}" for finding in findings),
     ]
 
 
 def count_longest(run: TrainingRun) -> int:
-    """Counts the tokens of the longest example; if the method samples, of the longest prompt, tools
-    included, with the longest completion.
+    """Counts the tokens of the longest example.
+
+    If the method samples, it is the longest prompt with a completion of the largest length.
     """
     longest = run.data.report.longest
     if run.recipe.method_facts.samples:
@@ -192,27 +199,34 @@ def count_longest(run: TrainingRun) -> int:
 
 
 def _describe_flop(run: TrainingRun) -> list[str]:
-    """Says by which FLOP the MFU is measured; empty if the device's peak is not known."""
+    """Describes the formula and the peak by which the MFU is computed.
+
+    Returns no line if the device's peak is not known.
+    """
     if run.peak_flops is None:
         return []
     if run.fp8_share:
         kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16"
     else:
         kinds = "bf16"
+    weights_term = _write_weights_term(run.recipe)
     gigaflop = run.count_flop(run.recipe.data.max_length) / 1e9
     return [
-        f"mfu     {_weights_term(run.recipe)} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
+        f"mfu     {weights_term} + 12 L H Q T = {gigaflop:.2f} GFLOP a token of a "
         f"whole row, of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
     ]
 
 
 def describe_flash_kernels() -> list[str]:
-    """Names the installed package that computes attention; without one, the package to install, if
-    the GPU could run it.
+    """Names the installed FlashAttention that computes attention, or else the package to install
+    for a faster kernel on this GPU.
+
+    Returns no line if no package is installed and none would help.
     """
     name = current_flash_attention_impl()
     if name is not None:
-        return [f"        attention by the installed FlashAttention {name[-1]}"]
+        version = name[-1]  # torch names it FA and a digit
+        return [f"        attention by the installed FlashAttention {version}"]
     package = find_missing_flash_package()
     if package:
         return [
@@ -222,9 +236,7 @@ def describe_flash_kernels() -> list[str]:
 
 
 def describe_groups(world: World) -> list[str]:
-    """Describes the stages of a pipeline, and the groups of ranks that divide the layers' matrices,
-    if there are any.
-    """
+    """Describes the stages of a pipeline, and the tensor-parallel groups of ranks."""
     lines = []
     groups = world.tensor_group_count
     if world.stages > 1:
@@ -241,34 +253,37 @@ def describe_groups(world: World) -> list[str]:
 
 
 def describe_trained(recipe: Recipe) -> str:
-    """Describes which parameters are trained; empty if all are."""
+    """Describes which parameters are trained, in parentheses; empty if all are."""
     if not recipe.lora.use_peft:
         return _describe_trained_modules(recipe)
     lora = recipe.lora
-    saved = list(lora.modules_to_save)
+    whole_modules = list(lora.modules_to_save)
     if recipe.model.added_tokens:
-        saved.append("embedding and head, for the added tokens")
-    beside = f"; whole: {', '.join(saved)}" if saved else ""
+        whole_modules.append("embedding and head, for the added tokens")
+    whole = f"; whole: {', '.join(whole_modules)}" if whole_modules else ""
     if lora.oft_block_size is not None:
-        return f" (OFT in blocks of {lora.oft_block_size}{beside})"
+        return f" (OFT in blocks of {lora.oft_block_size}{whole})"
     ranks = [f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items()]
-    return f" (LoRA r={lora.lora_r}{''.join(ranks)}{beside})"
+    return f" (LoRA r={lora.lora_r}{''.join(ranks)}{whole})"
 
 
 def _describe_trained_modules(recipe: Recipe) -> str:
-    """Names the modules that are trained or frozen without an adapter; empty if all are trained."""
-    named = []
+    """Names the modules that a recipe without adapters trains or freezes; empty if all are
+    trained.
+    """
+    keys = []
     for key in ("trainable_modules", "frozen_modules"):
         modules = getattr(recipe.model, key)
         if modules:
-            named.append(f"{key}: {', '.join(modules)}")
-    return f" ({'; '.join(named)})" if named else ""
+            keys.append(f"{key}: {', '.join(modules)}")
+    return f" ({'; '.join(keys)})" if keys else ""
 
 
 def describe_unreached(size: ModelSize) -> list[str]:
-    """Names the modules that the recipe would train but no row reaches, if there are any."""
+    """Names the modules that the recipe asks to train but that no row reaches, if there are any."""
     if not size.unreached:
         return []
+    # module.weight -> module; a parameter of the model itself keeps its own name
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in size.unreached))
     names = ", ".join(modules[:SHOWN_UNREACHED])
     more = ""
@@ -280,7 +295,11 @@ def describe_unreached(size: ModelSize) -> list[str]:
 
 
 def describe_adapter(recipe: Recipe) -> list[str]:
-    """Names the adapter that is trained further, if any, and a base other than the recipe's."""
+    """Names the adapter that is trained further, and its base model if its name is not that of the
+    recipe's model.
+
+    Returns no line if no adapter is trained further.
+    """
     name = recipe.lora.adapter_name_or_path
     model = recipe.model.model_name_or_path or ""
     if name is None:
@@ -293,13 +312,14 @@ def describe_adapter(recipe: Recipe) -> list[str]:
 
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:
-    """Describes the teacher, if there is one.
+    """Describes the objective's teacher; no line if it has none.
 
-    `longest`: tokens of the longest example.
+    `longest`: the tokens of the longest example, which may be too long for the teacher.
     """
     teacher: Teacher | StoredTeacher | None = getattr(objective, "teacher", None)
     if isinstance(teacher, StoredTeacher):
-        k = teacher.pieces[0][0].shape[1]
+        first_ids, _ = teacher.pieces[0]
+        k = first_ids.shape[1]
         tokens = sum(len(ids) for ids, _ in teacher.pieces)
         return [
             f"teacher asked before training: its {k} likeliest of each of {tokens:,} tokens, "
@@ -311,15 +331,15 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     dtype = next(teacher.model.parameters()).dtype
     return [
         (
-            f"teacher {_class_name(teacher.model)}, {teacher.size.total:,} parameters, frozen in "
+            f"teacher {_name_class(teacher.model)}, {teacher.size.total:,} parameters, frozen in "
             f"{SHORT[dtype]}"
         ),
         *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
     ]
 
 
-def _weights_term(recipe: Recipe) -> str:
-    """The FLOP of a token in the N weights of matrix products, as a formula."""
+def _write_weights_term(recipe: Recipe) -> str:
+    """Writes the term of the FLOP formula for the N weights of matrix products, per token."""
     trains_whole_modules = recipe.lora.modules_to_save or recipe.model.added_tokens
     if recipe.lora.use_peft and not trains_whole_modules:
         return "4N"
@@ -329,12 +349,12 @@ def _weights_term(recipe: Recipe) -> str:
     return "6N"
 
 
-def precision(run: TrainingRun) -> str:
-    """Describes the compute dtype, and the dtypes of the parameters."""
+def describe_precision(run: TrainingRun) -> str:
+    """Describes the compute dtype, and the dtypes of trained and frozen parameters."""
     sharding = run.world.sharding
     trained = next(SHORT[p.dtype] for p in run.model.parameters() if p.requires_grad)
     if isinstance(run.optimizer, OffloadedOptimizer) and run.optimizer.master_weights():
-        trained = "fp32"  # in files
+        trained = "fp32"  # the dtype of the master weights, which are in files
     frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
     if sharding.mixed_precision != "no":
         computed: str = sharding.mixed_precision
@@ -350,8 +370,9 @@ def precision(run: TrainingRun) -> str:
 
 
 def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describes where the optimizer's state is stored, and how much of it is in memory at once;
-    empty if it is not in files.
+    """Describes the file of the optimizer's state, and how much of it is in memory at once.
+
+    Returns no line if the state is not in a file.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         return []
@@ -361,18 +382,21 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
     else:
         cache = ", through the page cache: this file system takes no direct requests"
     if optimizer.master_weights():
-        masters = "moments and fp32 master weights"
+        contents = "moments and fp32 master weights"
     else:
-        masters = "moments"
+        contents = "moments"
     return [
-        f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in "
+        f"offload {contents}: {disk_size(file.size)} of this rank in a file without a name in "
         f"{file.folder}{cache}; {counted(len(optimizer.windows), 'window')} of up to "
         f"{disk_size(optimizer.capacity)} a step, two in memory"
     ]
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """Describes the quantized base, and the bytes that its layers take on this rank."""
+    """Describes the quantized layers of the base, and their bytes on this rank, quantized and not.
+
+    Returns no line if the base is not quantized.
+    """
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []
@@ -380,31 +404,34 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     experts = ""
     if len(layers) > linears:
         experts = f" and {counted(len(layers) - linears, 'weight')} of experts"
-    dtype = layers[0].get_parameter(CODES).dtype
-    held_bytes = 0  # on this rank
+    dtype = layers[0].get_parameter(CODES).dtype  # the compute dtype: the bytes are viewed in it
+    own_bytes = 0  # on this rank
     whole_bytes = 0  # over all ranks
     for layer in layers:
         for part in (CODES, SCALES):
             parameter = layer.get_parameter(part)
-            held_bytes += local_part(parameter).nbytes
+            own_bytes += local_part(parameter).nbytes
             whole_bytes += parameter.numel() * dtype.itemsize
     unquantized_bytes = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
-    own_unquantized_bytes = round(held_bytes / whole_bytes * unquantized_bytes)
-    other = 0
+    own_unquantized_bytes = round(own_bytes / whole_bytes * unquantized_bytes)
+    other_frozen = 0
     for name, parameter in model.named_parameters():
         is_quantized = name.endswith((f".{CODES}", f".{SCALES}"))
         if not (parameter.requires_grad or is_quantized):
-            other += parameter.numel()
+            other_frozen += parameter.numel()
     return [
         f"base    {counted(linears, 'linear layer')}{experts} in "
-        f"{describe_quantization(quantization)}: {disk_size(held_bytes)} on this rank, "
-        f"{disk_size(own_unquantized_bytes)} in {SHORT[dtype]}; {other:,} other frozen "
+        f"{describe_quantization(quantization)}: {disk_size(own_bytes)} on this rank, "
+        f"{disk_size(own_unquantized_bytes)} in {SHORT[dtype]}; {other_frozen:,} other frozen "
         f"parameters in {SHORT[dtype]}"
     ]
 
 
 def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Describes what quantization-aware training rounds; empty if the recipe asks for none."""
+    """Describes the layers that quantization-aware training rounds, and how.
+
+    Returns no line if the recipe does not ask for it.
+    """
     keys = recipe.quantization_aware
     if keys.quantization_aware_training is None:
         return []
@@ -423,8 +450,10 @@ def describe_rounding(model: nn.Module, recipe: Recipe) -> list[str]:
 
 
 def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> list[str]:
-    """The lines of the last screen of a run: whether it diverged or learned nothing, and where its
-    results are.
+    """Returns the lines that a run prints at its end: warnings if it diverged or learned nothing,
+    memory, time, and where its results are.
+
+    `has_teacher`: whether the method needs a teacher.
     """
     lines = []
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
@@ -439,36 +468,40 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
 
 
 def _describe_time(folder: Path) -> list[str]:
-    """The line on the seconds of training since the run was last started, and of the longest other
-    phase.
+    """Describes the seconds of training, and of the longest other phase, since the run was last
+    started.
+
+    Returns no line if metrics.jsonl has no other phase.
     """
     starts = seconds_by_phase(read_json_lines(folder / METRICS))
     if not starts:
         return []
-    seconds = {phase: sum(by_step.values()) for phase, by_step in starts[max(starts)].items()}
+    latest = starts[max(starts)]
+    seconds = {phase: sum(by_step.values()) for phase, by_step in latest.items()}
     trained = seconds.pop("training", 0.0)
-    seconds.pop("publication", None)  # beside other phases
-    if not seconds:
+    others = {phase: taken for phase, taken in seconds.items() if phase not in OVERLAPPING}
+    if not others:
         return []
-    longest = max(seconds, key=lambda phase: seconds[phase])
-    time = f"{PHASES[longest]}, {duration(seconds[longest])}"
+    longest = max(others, key=lambda phase: others[phase])
+    time = f"{PHASES[longest]}, {duration(others[longest])}"
     return [f"time    {duration(trained)} of training; the longest phase beside it: {time}"]
 
 
 def _describe_memory(folder: Path) -> list[str]:
-    """The line on the measured and the planned memory of the first rank; empty if the run cannot be
-    planned from its folder.
+    """Describes the measured and the planned peak memory of the first rank.
+
+    Returns no line if the run cannot be read or planned from its folder.
     """
     try:
         run = read_run(folder)
     except UserError:  # a line of metrics.jsonl was edited, say: the run is done all the same
         return []
-    seen = max((line.get("peak_memory_bytes", 0) for line in run.lines), default=0)
-    plan = plan_run(run) if seen else None
+    measured = max((line.get("peak_memory_bytes", 0) for line in run.lines), default=0)
+    plan = plan_run(run) if measured else None
     if plan is None:
         return []
     planned = plan.peak_bytes + plan.process_bytes
-    return [f"memory  {gib(seen)} GiB seen on the first rank, {gib(planned)} GiB planned"]
+    return [f"memory  {gib(measured)} GiB seen on the first rank, {gib(planned)} GiB planned"]
 
 
 def _read_lines_with(folder: Path, key: str) -> list[dict[str, Any]]:
@@ -478,7 +511,9 @@ def _read_lines_with(folder: Path, key: str) -> list[dict[str, Any]]:
 
 
 def _warn_of_equal_teacher(folder: Path) -> list[str]:
-    """Warns that nothing was learned, if model and teacher differed by no more than rounding."""
+    """Warns that nothing was learned, if the model and its teacher never differed by more than
+    rounding. No line otherwise.
+    """
     lines = _read_lines_with(folder, "loss")
     divergences = [abs(line.get("kl", math.inf)) for line in lines]
     if not divergences or any(each > ROUNDING_DIVERGENCE for each in divergences):
@@ -490,10 +525,10 @@ def _warn_of_equal_teacher(folder: Path) -> list[str]:
 
 
 def _describe_ratios(folder: Path) -> list[str]:
-    """The line on the ratios between sampler and trainer, means over the logged steps; empty unless
-    the run samples.
+    """Describes the probability ratios between the model in training and the sampler, as means over
+    the training lines. No line if the method does not sample.
 
-    Warns if the rewards of every step were flat.
+    Warns first if in all lines the completions of each prompt had the same reward.
     """
     lines = _read_lines_with(folder, "ratio/outside")
     if not lines:
@@ -503,67 +538,73 @@ def _describe_ratios(folder: Path) -> list[str]:
         total: float = sum(line.get(name, math.nan) for line in lines)
         return total / len(lines)
 
-    shown = []
+    described = []
     if all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines):
-        shown.append(
+        described.append(
             "warning all completions of each prompt got the same reward: nothing was learned from "
             "them; take other prompts or rewards, or more num_generations"
         )
-    shown.append(
+    described.append(
         f"ratios  of training to sampling: {mean('ratio/outside'):.2%} of the tokens outside the "
         f"bounds, mean squared log-ratio {mean('log_ratio/mean_square'):.2g}, effective sample "
         f"size {mean('ratio/effective_sample_size'):.1%}"
     )
-    return shown
+    return described
 
 
 def results_line(folder: Path) -> str:
-    """The line that lists what a run has made: export, adapter, checkpoints, metrics and
-    completions.
+    """Returns the line that lists the results in a run's folder: export, adapter, checkpoints,
+    metrics and completions.
     """
     results = [folder / name for name in ("export", "adapter", "checkpoints", METRICS, COMPLETIONS)]
     return "made    " + "  ".join(str(path) for path in results if path.exists())
 
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:
-    """Lines with some held-out questions, each with its first and its last answer.
+    """Shows the first SHOWN_ANSWERS held-out questions, with the answers before and after training.
 
-    Lines of samples.jsonl that cannot be read are left out.
+    Args:
+        path: samples.jsonl. Lines that cannot be read are left out.
+        last_step: The step of the answers after training.
+
+    Returns:
+        A line for each question; none if no question with an expected answer was asked then.
     """
     samples = [line for line in read_json_lines(path) if _is_sample(line)]
+    # Reversed, so that the earliest answer to a prompt is the one that stays.
     first_answers = {sample["prompt"]: sample["answer"] for sample in reversed(samples)}
-    shown = []
+    lines = []
     for sample in samples:
         if sample["step"] == last_step and sample["expected"]:
-            shown.append(_describe_answer(sample, first_answers[sample["prompt"]]))
-    return shown[:SHOWN_ANSWERS]
+            lines.append(_describe_answer(sample, first_answers[sample["prompt"]]))
+    return lines[:SHOWN_ANSWERS]
 
 
 def _is_sample(line: Mapping[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether a line of samples.jsonl is whole."""
+    """Whether a line of samples.jsonl has all keys of a sample."""
     if line is None or not isinstance(line.get("step"), int):
         return False
     return all(isinstance(line.get(key), str) for key in ("prompt", "answer", "expected"))
 
 
 def _describe_answer(sample: dict[str, Any], first_answer: str) -> str:
-    """A line with the question of a sample, the first answer, the sample's, and whether that is the
-    expected one.
+    """Writes a line with a sample's question, the first answer to it, the sample's own answer, and
+    whether that is right.
     """
     answer = sample["answer"]
     expected = sample["expected"]
     if answer.strip() == expected.strip():
         grade = "right"
     else:
-        grade = f"wrong, expected {_short(expected)!r}"
+        grade = f"wrong, expected {_shorten(expected)!r}"
     return (
-        f"  {_short(sample['prompt'])}  before: {_short(first_answer)!r}  after: "
-        f"{_short(answer)!r}  {grade}"
+        f"  {_shorten(sample['prompt'])}  before: {_shorten(first_answer)!r}  after: "
+        f"{_shorten(answer)!r}  {grade}"
     )
 
 
-def _short(text: str) -> str:
-    """The text on one line, cut to SHOWN_CHARACTERS."""
+def _shorten(text: str) -> str:
+    """Puts a text on one line, and cuts it to SHOWN_CHARACTERS."""
     flat = " ".join(text.split())
     if len(flat) <= SHOWN_CHARACTERS:
         return flat
@@ -571,10 +612,13 @@ def _short(text: str) -> str:
 
 
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Prints the plan of a run on prepared data."""
+    """Prints the plan of a run whose data is prepared: the plan, the data's findings, the rules'
+    notes, and the steps.
+    """
     on_cpu = world.device.type == "cpu"
     report = data.report
     train = data.train
+    # how many tokens a stream has is not known yet
     read = (report.tokens, train.steps) if report.is_complete else None
     plan = make_plan(
         recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
@@ -593,6 +637,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def _describe_attention(recipe: Recipe, on_cpu: bool) -> str:
+    """Names the attention implementation, and says if attention is in both directions."""
     if recipe.model.attn_implementation != "auto":
         attention: str = recipe.model.attn_implementation
     elif on_cpu:
@@ -605,17 +650,17 @@ def _describe_attention(recipe: Recipe, on_cpu: bool) -> str:
 
 
 def check_offload_dir(recipe: Recipe, world: World) -> None:
-    """Raises `UserError` on all ranks if `offload_dir` cannot be written on one of them, is in
-    memory, or has less space than the plan says that the files of a node take.
+    """Raises `UserError` on all ranks if on any node `offload_dir` cannot be written, is in memory,
+    or has less space than the plan needs there.
 
-    All ranks call it.
+    All ranks call it. It does nothing if the optimizer's state is not offloaded.
     """
     if recipe.optimization.optim_offload == "none":
         return
     folder = Path(recipe.optimization.offload_dir or "")
     on_cpu = world.device.type == "cpu"
-    needed = 0
-    # A model of its own code cannot be planned: then writing the files shows whether there is room.
+    needed = 0  # bytes of the files of a node's ranks; 0 if the model cannot be planned
+    # A model with its own code cannot be planned. Writing the files will show if there is room.
     with suppress(UserError):
         files = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu).spec.files()
         if files is not None:
@@ -630,8 +675,8 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
-    """Raises `UserError` for torch's out-of-memory error, with the measured and the planned memory
-    and the smallest change that may help.
+    """Turns torch's out-of-memory error in this block into a `UserError` that says where the memory
+    went and what to change.
     """
     try:
         yield
@@ -640,7 +685,9 @@ def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
 
 
 def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
-    """Says what was measured, where the memory went by the plan, and what to change."""
+    """Describes an out-of-memory error: the measured memory, the planned memory at its peak, and
+    what to change.
+    """
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
@@ -650,7 +697,7 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
         )
     try:
         plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
-    except UserError as refusal:  # a model of its own code cannot be planned
+    except UserError as refusal:  # a model with its own code cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(
             "next       more ranks, activation checkpointing, or a smaller max_length or "
@@ -670,7 +717,7 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
 
 
 def _find_smaller(spec: RunSpec, peak_bytes: int) -> str:
-    """Names the first change whose run takes less than `peak_bytes` by the plan."""
+    """Names the cheapest change after which the plan needs less than `peak_bytes`."""
     for change in list_changes(spec):
         after = find_peak(change.apply(spec)).total
         if after < peak_bytes:

@@ -1,4 +1,4 @@
-"""One run on a rank: its parts, and the files in its folder that describe it.
+"""The parts of a run on this rank, and the files in the run's folder that describe it.
 
 A run may start several times: a start that resumes it begins at the step of a checkpoint.
 """
@@ -38,24 +38,24 @@ from finetune.training.metrics import MetricsLog, Window, peak_memory_bytes
 from finetune.training.objectives.objective import Objectives
 from finetune.training.watch import Watchdog
 
-if TYPE_CHECKING:  # they import half of the package, which a step does not need
+if TYPE_CHECKING:  # these modules import half of the package, which a step does not need
     from finetune.checkpoint.save import Saver
     from finetune.data.prepare import PreparedData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
-    """All that the loop needs of a run, on this rank."""
+    """All that the training loop needs to know of a run, on this rank."""
 
     recipe: Recipe
     world: World
     folder: Path
     tokenizer: Any
     data: "PreparedData"
-    # a step (0-based) -> this rank's training batches from there on
+    # a step (0-based) -> this rank's training batches from that step on
     read_batches: Callable[[int], Iterator[StepBatch]]
-    prompts: tuple[Prompt, ...]  # held out, to be answered before and after training
-    sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
+    prompts: tuple[Prompt, ...]  # held-out prompts, which are answered before and after training
+    sample_prompts: tuple[Prompt, ...]  # the recipe's, which are answered at every evaluation
     model: nn.Module
     optimizer: torch.optim.Optimizer
     objectives: Objectives
@@ -63,19 +63,20 @@ class TrainingRun:
     saver: "Saver"
     log: MetricsLog
     phases: Phases
-    # step -> what this run has logged of evaluations there, also in earlier starts
+    # step -> the results of evaluations that this run has logged there, also in earlier starts
     results: dict[int, dict[str, Any]]
-    inputs: Mapping[str, str]  # fingerprints of what the recipe names
+    inputs: Mapping[str, str]  # name of an input of the recipe, such as "base" -> its fingerprint
     watchdog: Watchdog
     hooks: Hooks
-    # tokens of a document -> FLOP to train on one of them
+    # tokens of a document -> FLOP to train on one of these tokens
     count_flop: Callable[[float], float]
     fp8_share: float  # the share of these FLOP that is multiplied in FP8
-    peak_flops: float | None  # per second and device; None where it is not known
+    peak_flops: float | None  # FLOP per second of a device; None if that is not known
 
     def without_model(self) -> "TrainingRun":
-        """Returns the run without what only training needs, so that its memory is free for the next
-        adapter.
+        """Returns the run without the parts that only training needs.
+
+        If the old run is dropped, their memory is free for the next adapter.
         """
         none: Any = None
         return replace(self, model=none, optimizer=none, objectives=none, saver=none)
@@ -83,9 +84,10 @@ class TrainingRun:
     def notify(
         self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Calls the event `name` of the callbacks. All ranks call it.
+        """Calls the event `name` of each callback. All ranks call it.
 
-        Raises `UserError` on all ranks if a callback raises on one, after saving the steps done.
+        If a callback raises on any rank, it saves a checkpoint of the steps done and raises
+        `UserError` on all ranks.
         """
         if not self.hooks.callbacks:
             return
@@ -100,28 +102,29 @@ class TrainingRun:
         is_training = self.model.training
         try:
             RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
-            # a callback may have switched dropout
+            # a callback may have switched dropout on or off
             self.model.train(is_training)
         except UserError as error:
-            if progress.step == 0:
+            if progress.step == 0:  # there is nothing to save
                 raise
-            self.saver.finish()
+            self.saver.finish()  # an async save may be about to publish this very step
             if not step_folder(self.folder, progress.step).exists():
                 self.save(progress)
                 self.saver.finish()
             raise UserError(f"{error} (step {progress.step} is saved)") from error
 
     def save(self, progress: Progress) -> None:
-        """Saves a checkpoint, with the callbacks' states of rank 0. All ranks call it.
+        """Saves a checkpoint, with the states that the callbacks have on rank 0. All ranks call it.
 
-        Raises `UserError` on all ranks if a state cannot be kept, after saving the step without new
-        states.
+        If a state cannot be kept, it saves the checkpoint with the callbacks' former states and
+        raises `UserError` on all ranks.
         """
         failure = None
         if self.hooks.callbacks:
             try:
-                states = RankGroup(self.world).on_all(self.hooks.read_states)[0]
-                progress = replace(progress, callbacks=states or None)
+                # On all ranks, so that an error on any of them is raised on all.
+                states_of_rank_0, *_ = RankGroup(self.world).on_all(self.hooks.read_states)
+                progress = replace(progress, callbacks=states_of_rank_0 or None)
             except UserError as error:
                 failure = error
         self.saver.save(progress)
@@ -137,14 +140,15 @@ class TrainingRun:
         grad_norm: Tensor,
         compile_seconds: float | None,
     ) -> dict[str, Any]:
-        """Makes a line of metrics.jsonl; waits for the device.
+        """Makes a line of metrics.jsonl. Waits for the device; all ranks call it.
 
         Args:
-            window: Of the steps since the last line.
-            progress: After them.
+            window: The steps since the last line.
+            progress: After these steps.
             rate: The learning rate of the last step.
-            grad_norm: Of the last step.
-            compile_seconds: Since the process began; None if nothing is compiled.
+            grad_norm: The gradient norm of the last step.
+            compile_seconds: The seconds of compilation since the process began; None if nothing is
+                compiled.
         """
         loss, means = window.measured.average(max(1, window.count), self.world)
         routing = find_routing(unwrap(self.model))
@@ -170,27 +174,35 @@ class TrainingRun:
         return line
 
     def _mfu(self, window: Window, length: float) -> float | None:
-        """Computes model FLOP utilization, if documents had `length` tokens; None if the device's
-        peak is not known.
+        """Computes the model FLOP utilization of the window, as if all documents had `length`
+        tokens.
+
+        Returns None if the peak of the device is not known.
         """
         if self.peak_flops is None:
             return None
-        flops = window.tokens_per_second() * self.count_flop(length)
-        return flops / (self.peak_flops * self.world.size)
+        flop_per_second = window.tokens_per_second() * self.count_flop(length)
+        return flop_per_second / (self.peak_flops * self.world.size)
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
-        """Makes the exception of a run that a signal stops; `where`: when, and what is saved."""
+        """Makes the exception of a run that is stopped and can be resumed.
+
+        Args:
+            where: When the run stops, and which step is saved: a part of the message.
+            by: What stops the run.
+        """
         if self.recipe.checkpoint.resume_from_checkpoint != "none":
-            auto = ""
+            option = ""
         else:
-            auto = " with resume_from_checkpoint=auto"
+            option = " with resume_from_checkpoint=auto"
         return Preempted(
-            f"{self.folder}: stopped by {by} {where}; the same command{auto} resumes from there"
+            f"{self.folder}: stopped by {by} {where}; the same command{option} resumes from there"
         )
 
 
+# Files in the run's folder.
 METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"  # what was sampled, and what it was worth
+COMPLETIONS = "completions.jsonl"  # the sampled completions with their rewards
 RECIPE = "recipe.yaml"
 DATA_REPORT = "data_report.json"
 
@@ -198,8 +210,8 @@ DATA_REPORT = "data_report.json"
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """Writes recipe.yaml, accelerate.yaml and environment.json, which are enough to repeat the run.
 
-    For the main rank, once the run is sure to start. Raises `UserError` if a file cannot be
-    written.
+    Only the main rank calls it, once the run is sure to start. Raises `UserError` if a file cannot
+    be written.
     """
     with refuse_unwritable(folder):
         write_recipe(recipe, folder / RECIPE)
@@ -210,14 +222,17 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
 
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
-    """Writes data_report.json by a rename, since `finetune report` may be reading an older one."""
+    """Writes data_report.json.
+
+    It replaces the file as a whole, since `finetune report` may be reading an older one.
+    """
     text = json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n"
     replace_file(folder / DATA_REPORT, text)
 
 
 @contextmanager
 def refuse_unwritable(folder: Path) -> Iterator[None]:
-    """Raises `UserError` if the block cannot write into the run's folder."""
+    """In this block an `OSError` becomes a `UserError`: the run's folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -227,7 +242,7 @@ def refuse_unwritable(folder: Path) -> Iterator[None]:
 
 
 def describe_environment(world: World) -> dict[str, Any]:
-    """Describes what a result depends on besides recipe and layout: versions, machine, command."""
+    """Describes versions, machine and command, on which a result depends besides the recipe."""
     if world.device.type == "cuda":
         device = torch.cuda.get_device_name(world.device)
     else:

@@ -1,5 +1,5 @@
-"""The update in the backward (`optim_in_backward`): gradients of the whole model are never in
-memory together.
+"""The update in the backward (`optim_in_backward`): the gradients of the whole model are never in
+memory at the same time.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,13 @@ from finetune.optim.optimizers import seed_rounding
 
 
 class UpdateInBackward:
-    """While entered, every backward updates each parameter of `optimizer` as soon as its gradient
-    is known. One step is one backward.
+    """A context in which each backward updates the parameters of `optimizer`, each as soon as its
+    gradient is known. A step has one backward.
 
-    A gradient that is not finite never reaches its parameter, and nothing is updated after it. The
-    optimizer reads a flag on the device for that; where it reads none, the host looks at every
-    gradient's norm, and waits for it. The guard of the step reports it.
+    A gradient that is not finite never reaches its parameter: it sets a flag on the device, after
+    which this rank updates nothing. Some optimizers read this flag themselves. For all others the
+    host reads it before each update, and waits for the device. The guard of the step reports the
+    fault.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
@@ -33,19 +34,21 @@ class UpdateInBackward:
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
         self._flag = self._find_flag()
         self._step = 0
-        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._norms: dict[nn.Parameter, Tensor] = {}  # of the gradients of this step
         self._hooks = ExitStack()
-        # parameter -> its index, and its group
+        # parameter -> (its index among all parameters, its group in the optimizer)
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
 
     def _find_flag(self) -> Tensor:
-        """The flag that the guard of the run has set on the optimizer, or a new one; 1 once a value
-        was not finite.
+        """Returns the flag that is 1 once a value was not finite, and else 0.
+
+        It is the flag that a `DeviceGuard` has set on the optimizer, or else a new one.
         """
         flag: Tensor | None = getattr(self._optimizer, "found_inf", None)
         if flag is not None:
             return flag
-        # Under CPU offload the host updates, and would read a GPU's flag before it has arrived.
+        # Under CPU offload the host updates: it would read a flag of the GPU before its copy has
+        # arrived.
         device = "cpu" if self._world.sharding.cpu_offload else self._world.device
         flag = torch.zeros((), device=device)
         if self._reads_flag:
@@ -67,50 +70,56 @@ class UpdateInBackward:
         self._hooks.close()
 
     def start_step(self, step: int) -> None:
-        """Begins step `step` (0-based), which has one backward."""
+        """Begins a step (0-based), which has one backward: drops the norms of the step before."""
         self._step = step
         self._norms.clear()
 
     def check_loss(self, loss_sum: Tensor) -> None:
-        """Keeps this step's backward from updating if any rank's loss is not finite.
+        """Prevents all further updates if the loss of any rank is not finite.
 
         All ranks call it.
         """
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
     def norm(self, model: nn.Module) -> Tensor:
-        """Returns the 2-norm of all gradients of the step over every shard (0-dim fp32, on the
-        device).
+        """Returns the 2-norm of all gradients of the step, over every shard.
 
-        All ranks call it.
+        It is 0-dim fp32, on the device. All ranks call it.
         """
         norms = [self._norms[p] for p in model.parameters() if p in self._norms]
         return gather_whole(combine_norms(norms)).float()
 
     def _update(self, parameter: Any) -> None:
-        """Updates `parameter` by its gradient, which is then dropped; autograd calls it."""
+        """Updates `parameter` and drops its gradient.
+
+        Autograd calls it when the gradient is complete.
+        """
         gradient: Tensor = parameter.grad
         norm = measure_norm(gradient)
         self._norms[parameter] = norm
         self._mark_unless(torch.isfinite(local_part(norm)))
+        # An optimizer that reads the flag skips the update itself: the host need not wait.
         if self._reads_flag or not bool(self._flag):
             index, group = self._places[parameter]
             seed_rounding(self._seed, self._step, self._world.shard_rank, index)
-            with self._only(parameter, group):
+            with self._only_parameter(parameter, group):
                 self._optimizer.step()
-        if gradient.is_cuda:  # hybrid sharding reduces on one stream and calls this on another
+        # Hybrid sharding reduces the gradient on another stream than this one: its memory must not
+        # be used again before the update here has read it.
+        if gradient.is_cuda:
             local_part(gradient).record_stream(torch.cuda.current_stream())
         parameter.grad = None
 
     def _mark_unless(self, is_finite: Tensor) -> None:
+        """Sets the flag if `is_finite`, a bool of 0 dimensions, is False."""
         self._flag.copy_(torch.maximum(self._flag, ~is_finite))
 
     @contextmanager
-    def _only(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """In this block the optimizer has one parameter: its step would visit all of them."""
-        groups = self._optimizer.param_groups
+    def _only_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
+        """In this block the optimizer has only one parameter, since its step visits all it has."""
+        all_groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group | {"params": [parameter]}]
         try:
             yield
         finally:
-            self._optimizer.param_groups = groups
+            self._optimizer.param_groups = all_groups

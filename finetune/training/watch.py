@@ -1,4 +1,6 @@
-"""Watches a run from inside: signals, after which all ranks save and stop; hangs; a profiler."""
+"""What watches a run from inside: signals that ask to save or stop, a watchdog for hangs, and a
+profiler.
+"""
 
 import faulthandler
 import json
@@ -28,56 +30,61 @@ Item = TypeVar("Item")
 
 
 class Watchdog:
-    """Ends this process once `beat` has not been called for `timeout_seconds`, after writing the
-    stacks of all its threads to stderr.
+    """Ends this process if `beat` is not called for `timeout_seconds`.
 
-    Every rank has one: in a hang all ranks wait, and each prints its own stacks.
+    Before that it writes the stacks of all threads to stderr. Every rank has a watchdog: in a hang
+    all ranks wait, and each prints its own stacks.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
         self._rank = rank
         self._timeout = timeout_seconds
-        self._doing = "starting"
-        self._since = time.monotonic()
-        self._ended = threading.Event()
-        self._watching = False
+        self._doing = "starting"  # what this process does since the last beat
+        self._last_beat = time.monotonic()
+        self._ended = threading.Event()  # set at the end of the `with`
+        self._is_watching = False
 
     def __enter__(self) -> "Watchdog":
-        self._watching = True
+        self._is_watching = True
         self.beat(self._doing)
         threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watching = False
+        self._is_watching = False
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, doing: str) -> None:
-        """Reports progress: `doing` starts now. Nothing is watched outside the `with`."""
+        """Reports progress: this process starts to do `doing` now.
+
+        Outside the `with` of the watchdog, nothing is watched.
+        """
         self._doing = doing
-        self._since = time.monotonic()
-        if self._watching:
-            # A hang may hold Python's lock, so that no thread of ours runs: this is a timer of the
-            # C runtime. It needs a file, which a notebook's own stderr is not.
+        self._last_beat = time.monotonic()
+        if self._is_watching:
+            # A hang may hold Python's lock, so that `_watch` never runs. This timer needs no lock:
+            # faulthandler runs it in C. It writes to a file, which a notebook's stderr is not.
             faulthandler.dump_traceback_later(
                 self._timeout + 5.0, exit=True, file=sys.__stderr__ or sys.stderr
             )
 
     def watched(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
-        """Yields the items, with a beat before each."""
+        """Yields the items, and calls `beat` with `doing` before each."""
         for item in items:
             self.beat(doing)
             yield item
 
     def _watch(self) -> None:
-        """Waits until the time is over since the last beat, and ends the process."""
-        while not self._ended.wait(max(0.05, self._since + self._timeout - time.monotonic())):
-            since = self._since
-            if _waits_for_others():  # the rank that it waits for prints first
+        """Waits until there was no beat for `timeout_seconds`, and ends the process; runs in a
+        thread of its own.
+        """
+        while not self._ended.wait(max(0.05, self._last_beat + self._timeout - time.monotonic())):
+            last_beat = self._last_beat
+            if _waits_for_others():  # the rank for which this one waits shall print first
                 self._ended.wait(SECONDS_FOR_CAUSE)
-            has_beaten = self._since != since
-            is_over = time.monotonic() >= since + self._timeout
+            has_beaten = self._last_beat != last_beat
+            is_over = time.monotonic() >= last_beat + self._timeout
             if self._ended.is_set() or has_beaten or not is_over:
                 continue
             sys.stderr.write(
@@ -90,91 +97,98 @@ class Watchdog:
 
 
 def _waits_for_others() -> bool:
-    """Whether the main thread is in a collective, or in a backward, which may be in one."""
-    calls = _calls_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    """Whether the main thread is in a collective, or in a backward, which may wait in a collective
+    in C++.
+    """
+    calls = _list_calls(sys._current_frames().get(threading.main_thread().ident or 0))
     return any(
         "torch/distributed/" in path or name == "_engine_run_backward" for path, name in calls
     )
 
 
-def _compiles() -> bool:
-    """Whether torch.compile is at work in any thread: on a GPU, a thread of torch's own compiles a
-    backward.
+def _is_compiling() -> bool:
+    """Whether torch.compile is compiling in any thread. On a GPU, one of torch's own threads
+    compiles the backward.
     """
     compilers = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
     for frame in sys._current_frames().values():
-        if any(path.endswith(compilers) for path, _ in _calls_of(frame)):
+        if any(path.endswith(compilers) for path, _ in _list_calls(frame)):
             return True
     return False
 
 
-def _calls_of(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """Yields the file and the function of each call of a stack."""
+def _list_calls(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Yields (file, function) of each call on a stack, from `frame` outwards; nothing for None."""
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_code.co_name
         frame = frame.f_back
 
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-# Ctrl-C reaches a rank from the terminal and again from its launcher: within this time it is one
-# request
+# Ctrl-C reaches a rank twice, from the terminal and from its launcher. Within this time the second
+# signal is not a second request.
 ECHO_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The requests of this step on which all ranks have agreed."""
+    """The requests of any rank, as all ranks have agreed on them after a step."""
 
     stop: bool = False
     save: bool = False
-    failed_save: bool = False  # an async save has failed
+    failed_save: bool = False  # an async save has failed on some rank
 
 
 class SignalListener:
-    """The signals that this rank has received, on which the loop agrees with the other ranks after
-    each step.
+    """Records the signals that this rank receives. The training loop asks for them after each step,
+    in agreement with the other ranks.
 
-    SIGTERM and SIGINT save and stop, SIGUSR1 saves and continues. A second request to stop ends the
-    process at once.
+    SIGTERM and SIGINT ask to save and stop, SIGUSR1 to save and continue. A second request to stop
+    ends the process at once.
     """
 
     def __init__(self) -> None:
-        self.stop = False
-        self.save = False
-        self._asked_at = 0.0
+        self.stop = False  # whether a signal has asked this rank to stop
+        self.save = False  # whether a signal has asked this rank for a save that is still due
+        self._asked_at = 0.0  # when a signal first asked to stop, on the monotonic clock
         self._launcher = os.getppid()
-        self._handlers: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalListener":
         # Python runs a handler only between two of its own instructions, and a rank that hangs in a
-        # collective runs none. But the number of the signal is still written to this pipe, and a
-        # thread reads it.
+        # collective runs none. But CPython's handler in C writes the signal's number to this pipe
+        # at once, and a thread reads it.
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._previous_wakeup = signal.set_wakeup_fd(
+            self._write.fileno(), warn_on_full_buffer=False
+        )
         for number in (*STOPPING, signal.SIGUSR1):
-            self._handlers[number] = signal.signal(number, lambda *_: None)
+            # The thread acts on the signal. This handler only keeps it from ending the process.
+            self._previous_handlers[number] = signal.signal(number, lambda *_: None)
         threading.Thread(target=self._listen, daemon=True, name="signals").start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._handlers.items():
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._write.close()  # ends the thread
 
     def agree(self, world: World, has_failed_save: bool = False) -> Requests:
-        """Returns the requests of any rank, on all ranks. All ranks call it.
+        """Returns what any rank asks for, on all ranks. All ranks call it.
 
-        It sends three numbers over gloo, and waits for no GPU.
+        `has_failed_save`: whether an async save has failed on this rank.
+
+        It sums three numbers over gloo, so that no GPU is waited for.
         """
         flags = torch.tensor([int(self.stop), int(self.save), int(has_failed_save)])
         return Requests(*(bool(count) for count in world.sum(flags).tolist()))
 
     def interrupt(self, items: Iterable[Item], world: World, error: Exception) -> Iterator[Item]:
-        """Yields the items. Every rank has the same number of them.
+        """Yields the items, until a signal asks any rank to stop: then all ranks raise `error`.
 
-        Raises `error` on all ranks once a signal asks any of them to stop.
+        Every rank must have the same number of items.
         """
         for item in items:
             if self.agree(world).stop:
@@ -182,18 +196,20 @@ class SignalListener:
             yield item
 
     def _listen(self) -> None:
-        while received := self._read.recv(1):
+        """Passes each signal from the pipe to `_on_signal`, until the pipe is closed."""
+        while received := self._read.recv(1):  # one byte: the signal's number
             self._on_signal(received[0])
         self._read.close()
 
     def _on_signal(self, number: int) -> None:
+        """Records what the signal `number` asks for. A second request to stop ends the process."""
         if number == signal.SIGUSR1:
             self.save = True
         elif number in STOPPING and not self.stop:
             self.stop = True
             self._asked_at = time.monotonic()
-            when = " once torch.compile is done" if _compiles() else ""
-            # a rank gets SIGTERM when its launcher ends, whatever ended that
+            when = " once torch.compile is done" if _is_compiling() else ""
+            # a rank also gets SIGTERM when its launcher ends, for whatever reason
             if self._has_launcher():
                 cause = signal.Signals(number).name
             else:
@@ -204,10 +220,10 @@ class SignalListener:
             os._exit(128 + number)
 
     def _has_launcher(self) -> bool:
-        """Whether the launcher runs. While its last threads end it is a zombie, and still the
-        parent.
+        """Whether the launcher still runs. While its last threads end, it is a zombie that is still
+        this process's parent.
         """
-        with suppress(psutil.Error):  # a parent outside of this container cannot be seen
+        with suppress(psutil.Error):  # psutil cannot see a parent outside of this container
             if psutil.Process(self._launcher).status() == psutil.STATUS_ZOMBIE:
                 return False
         return os.getppid() == self._launcher
@@ -215,35 +231,38 @@ class SignalListener:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done; the handler from before the block then gets it.
+    """Delays Ctrl-C until the block is done; then the handler from before the block gets it.
 
-    Has no effect outside the main thread, which alone gets signals.
+    Does nothing outside the main thread, because only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    delayed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: delayed.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
-        if held:
+        if delayed:
             signal.raise_signal(signal.SIGINT)
 
 
 def _print(text: str) -> None:
-    sys.stderr.write(f"{text}\n")  # in one write: the lines of several ranks must not run together
+    """Prints a line on stderr in a single write, so that the lines of several ranks do not mix."""
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def profile_steps(
     batches: Iterator[StepBatch], steps: tuple[int, int] | None, folder: Path, rank: int
 ) -> Iterator[StepBatch]:
-    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based).
+    """Yields `batches`, and profiles the steps in which some of them are trained on.
 
-    Writes into `folder`/profile `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on
-    CUDA `memory-rank<r>.json`: the allocator's segments and blocks, each with its stack.
+    Writes `trace-rank<r>.json` into `folder`/profile (for chrome://tracing, ui.perfetto.dev), and
+    on CUDA `memory-rank<r>.json`: the allocator's segments and blocks, each with its stack.
+
+    `steps`: the first and the last step to profile, 1-based; None profiles nothing.
     """
     if not steps:
         yield from batches
@@ -258,12 +277,13 @@ def profile_steps(
             if batch.step + 1 == last and profiler is not None:
                 _finish_profile(profiler, folder / "profile", rank)
                 profiler = None
-    finally:  # a run that ends at `last` or before asks for no other batch
+    finally:  # a run that ends at `last` or earlier never asks for the batch after it
         if profiler is not None:
             _finish_profile(profiler, folder / "profile", rank)
 
 
 def _start_profiler() -> torch.profiler.profile:
+    """Starts the profiler and, on CUDA, the recording of allocations."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -274,6 +294,7 @@ def _start_profiler() -> torch.profiler.profile:
 
 
 def _finish_profile(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
+    """Stops the profiler and the recording of allocations, and writes both into `folder`."""
     profiler.stop()
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"trace-rank{rank}.json"))

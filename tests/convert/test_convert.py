@@ -21,7 +21,7 @@ from finetune.convert import counterparts
 from finetune.convert.automodel import HEAD_IN_4_BITS
 from finetune.convert.base_model import BOS_BY_NAME, SPECIAL_FIRST
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
-from finetune.convert.by_value import NEW_ROWS, START_OF_ROWS, START_OF_SPECIAL
+from finetune.convert.by_value import START_OF_ROWS, START_OF_SPECIAL, STARTS_OF_NEW_ROWS
 from finetune.convert.chat_templates import TEMPLATES
 from finetune.convert.conversion import EXIT_TO_DO, REDUCED_IN_16_BITS, convert_file, read_back
 from finetune.convert.counterparts import (
@@ -37,7 +37,13 @@ from finetune.convert.counterparts import (
 from finetune.convert.factory_v1 import V1_BREAK
 from finetune.convert.image_models import UNKNOWN_IMAGES
 from finetune.convert.model_names import guess_family
-from finetune.convert.numbers import ENDS_OF_TEXTS, JOINED_BREAKS, LABEL_BEHIND_CUT, OF_TEXTS
+from finetune.convert.numbers import (
+    ENDS_OF_TEXTS,
+    JOINED_BREAKS,
+    LABEL_BEHIND_CUT,
+    OF_TEXTS,
+    UNTRAINED_BY_CUT,
+)
 from finetune.convert.objectives import COMPLETION_ALONE
 from finetune.convert.runnable import find_facts
 from finetune.convert.shared import MICRO_BATCHES_ALIKE
@@ -517,6 +523,7 @@ def test_trl(converted: Convert) -> None:
         "completion_only_loss",
         "gradients",
         "max_length",
+        "max_length",
         "rows",
         "rows",
         "eval_loss",
@@ -948,7 +955,8 @@ def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
         f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n"
     )
     alone = f"completion_only_loss: null   ({COMPLETION_ALONE})"
-    lines = [alone, REDUCED_IN_16_BITS, SAVED_BY_LAUNCH, ALIKE, LABEL_BEHIND_CUT, ENDS_OF_TEXTS]
+    cut = [LABEL_BEHIND_CUT, UNTRAINED_BY_CUT.format(f", in TRL before 1.9{OF_TEXTS}")]
+    lines = [alone, REDUCED_IN_16_BITS, SAVED_BY_LAUNCH, ALIKE, *cut, ENDS_OF_TEXTS]
     assert ours["datasets"] == [columns]
     assert said.splitlines() == [*lines, JOINED_BREAKS.format(OF_TEXTS)]
 
@@ -1044,6 +1052,11 @@ def test_a_nul_in_a_name_is_no_traceback(
 def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
         text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
+        assert converted(text)[0]["accelerate_config"] == layout
+    for device, layout in (("none", "fsdp_full_shard_auto"), ("cpu", "fsdp_cpu_offload")):
+        zero = {"stage": 3, "offload_optimizer": {"device": device}}
+        section = json.dumps({"zero_optimization": zero})
+        text = AXOLOTL.replace("deepspeed_configs/zero2.json", section)
         assert converted(text)[0]["accelerate_config"] == layout
 
 
@@ -1345,11 +1358,11 @@ def test_the_rows_of_special_tokens_that_are_new_start_at_random_in_axolotl(
     text = _datasets("[{path: a/b, type: chat_template}]")
     text = re.sub("base_model: .*", f"base_model: {name}", text)
     _, said, _ = converted(text + f"special_tokens: {{eos_token: '{eos}'}}\n")
-    assert (START_OF_SPECIAL.format(NEW_ROWS["Axolotl"]) in said) == is_said
+    assert (START_OF_SPECIAL.format(STARTS_OF_NEW_ROWS["Axolotl"]) in said) == is_said
     _, said, _ = converted(
         text + f"special_tokens: {{eos_token: '{eos}'}}\nmean_resizing_embeddings: true\n"
     )
-    assert (START_OF_SPECIAL.format(NEW_ROWS["TRL"]) in said) == is_said
+    assert (START_OF_SPECIAL.format(STARTS_OF_NEW_ROWS["TRL"]) in said) == is_said
 
 
 def test_a_bos_token_that_axolotl_names_alone_is_an_added_one(converted: Convert) -> None:
@@ -1371,7 +1384,7 @@ def test_tokens_of_other_tools(converted: Convert) -> None:
     assert (ours["eot_tokens"], ours["pad_vocab_to_multiple_of"]) == (["<b>"], 32)
     assert ours["special_tokens"] == {"eos_token": "<b>", "pad_token": "<p>"}
     about = [line for line in said.splitlines() if "tokens" in line]
-    assert about == [SPECIAL_FIRST, START_OF_ROWS.format(NEW_ROWS["Axolotl"])]
+    assert about == [SPECIAL_FIRST, START_OF_ROWS.format(STARTS_OF_NEW_ROWS["Axolotl"])]
     adapted, _, _ = converted(
         _datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n"
     )

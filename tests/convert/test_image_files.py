@@ -23,25 +23,31 @@ from finetune.convert.automodel import (
     BLANK_IMAGES,
     DROPPED_BY_ESTIMATE,
     FOUND_BY_WORDS,
+    GRADIENTS_REDUCED_IN_DTYPE,
+    HEADER_UNFOUND,
     IMAGES_IN_ORDER,
     KEPT_BY_ESTIMATE,
     NUMBERED_IN_STAGES,
     OF_ONE_DOCUMENT,
-    REDUCED,
+    PACKED_ROWS_UNMASKED,
     REDUCED_BY_MEGATRON,
     SEEN_BY_ENGINE,
     THOUGHT_ADDED,
-    UNMASKED,
     WITHOUT_WINDOWS,
 )
 from finetune.convert.by_tool import (
-    IN_ALL_LAYERS,
-    IN_ALL_THERE,
-    IN_NO_STAGE,
+    IMAGES_SEEN_IN_ALL_LAYERS,
+    IMAGES_SEEN_IN_ALL_LAYERS_IN_06,
+    IMAGES_UNSEEN_IN_STAGES,
     RESIZED,
     RESIZED_IN_16_BITS,
 )
-from finetune.convert.chat_templates import MARKED_BY_HEADER, ONE_TEXT, OWN_THOUGHT, THOUGHT_WHOLE
+from finetune.convert.chat_templates import (
+    FAMILIES_MARKED_BY_HEADER,
+    ONE_TEXT,
+    OWN_THOUGHT,
+    THOUGHT_WHOLE,
+)
 from finetune.convert.conversion import convert_file
 from finetune.convert.datasets import MIXED_ROWS, MIXED_SHARES, MIXTURE
 from finetune.convert.image_models import (
@@ -334,7 +340,7 @@ MARKED_PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcesso
 
 def test_the_families_whose_answers_automodel_marks_by_their_header() -> None:
     marked = {name for name in IMAGE_FAMILIES if PROCESSOR_MAPPING_NAMES[name] in MARKED_PROCESSORS}
-    assert marked == set(MARKED_BY_HEADER)
+    assert marked == set(FAMILIES_MARKED_BY_HEADER)
 
 
 def convert_automodels(tmp_path: Path, name: str, **keys: object) -> Conversion:
@@ -350,7 +356,7 @@ def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_m
     for name, is_said in (("31B-it", True), ("26B-A4B-it", False), ("E4B-it", False)):
         made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
         assert made.images == "gemma4"
-        assert any(IN_ALL_LAYERS in line for line in made.remarks) == is_said
+        assert any(IMAGES_SEEN_IN_ALL_LAYERS in line for line in made.remarks) == is_said
 
 
 def test_between_automodels_stages_an_image_of_gemma_4_sees_what_is_before_it_alone(
@@ -360,8 +366,8 @@ def test_between_automodels_stages_an_image_of_gemma_4_sees_what_is_before_it_al
     for stages, is_said in ((4, True), (1, False)):
         name = "google/gemma-4-31B-it"
         made = convert_automodels(tmp_path, name, distributed={"pp_size": stages})
-        assert any(IN_NO_STAGE in line for line in made.differences) == is_said
-        assert any(IN_ALL_LAYERS in line for line in made.remarks) != is_said
+        assert any(IMAGES_UNSEEN_IN_STAGES in line for line in made.differences) == is_said
+        assert any(IMAGES_SEEN_IN_ALL_LAYERS in line for line in made.remarks) != is_said
 
 
 @pytest.mark.parametrize(
@@ -400,7 +406,7 @@ def test_automodels_own_class_of_gemma_4s_mixture_hides_images_in_no_layer_in_06
     parallelism are as transformers' newest.
     """
     made = convert_automodels(tmp_path, "google/gemma-4-26B-A4B-it", **keys)
-    assert any(IN_ALL_THERE in line for line in made.remarks) == is_said
+    assert any(IMAGES_SEEN_IN_ALL_LAYERS_IN_06 in line for line in made.remarks) == is_said
 
 
 def test_a_mask_of_booleans_hides_nothing_under_eager_attention_and_drops_windows() -> None:
@@ -420,12 +426,12 @@ ALONE_WITHOUT_WINDOWS = WITHOUT_WINDOWS.format(OF_ONE_DOCUMENT)
 @pytest.mark.parametrize(
     ("name", "attention", "lines"),
     [
-        ("gemma-4-26B-A4B-it", "eager", [UNMASKED, ALONE_WITHOUT_WINDOWS]),
+        ("gemma-4-26B-A4B-it", "eager", [PACKED_ROWS_UNMASKED, ALONE_WITHOUT_WINDOWS]),
         ("gemma-4-26B-A4B-it", "sdpa", [ALONE_WITHOUT_WINDOWS]),
-        ("gemma-4-31B-it", "eager", [UNMASKED]),
+        ("gemma-4-31B-it", "eager", [PACKED_ROWS_UNMASKED]),
         ("gemma-4-31B-it", "sdpa", [WITHOUT_WINDOWS.format("")]),
         ("gemma-3-4b-it", "flash_attention_2", [IMAGES_IN_ORDER]),
-        ("Qwen2.5-VL-3B-Instruct", "eager", [UNMASKED]),
+        ("Qwen2.5-VL-3B-Instruct", "eager", [PACKED_ROWS_UNMASKED]),
         ("Qwen2.5-VL-3B-Instruct", "sdpa", []),
         ("Qwen3-VL-30B-A3B-Instruct", "eager", []),
         ("Qwen3-VL-30B-A3B-Instruct", "flash_attention_2", [SEEN_BY_ENGINE]),
@@ -439,7 +445,7 @@ def test_what_automodels_masks_of_packed_rows_hide_is_said(
     packed = {"pretokenize": True, "pack_size": 64}
     made = convert_automodels(tmp_path, "of no use", model=model, packed_sequence=packed)
     windows = (WITHOUT_WINDOWS.format(""), ALONE_WITHOUT_WINDOWS)
-    known = (UNMASKED, *windows, IMAGES_IN_ORDER, SEEN_BY_ENGINE)
+    known = (PACKED_ROWS_UNMASKED, *windows, IMAGES_IN_ORDER, SEEN_BY_ENGINE)
     assert [text for text in known if text in "".join(made.differences)] == lines
     apart = convert_automodels(tmp_path, "of no use", model=model)
     assert not any(text in "".join(apart.differences) for text in known)
@@ -558,6 +564,14 @@ def test_answers_that_automodel_finds_by_their_words_are_said(tmp_path: Path) ->
         assert any(FOUND_BY_WORDS in line for line in made.differences) == is_said
 
 
+def test_an_answer_whose_break_joins_its_headers_is_not_trained_by_automodel(
+    tmp_path: Path,
+) -> None:
+    """_build_labels_from_markers of the same file, run with a tokenizer that has such a token."""
+    for name, is_said in (("Qwen/Qwen3-VL-4B-Instruct", True), ("a/gemma-3-4b", False)):
+        assert (HEADER_UNFOUND in convert_automodels(tmp_path, name).remarks) == is_said
+
+
 TEXT_ALONE = ["*vision*", "*visual*", "*lm_head*"]
 
 
@@ -600,7 +614,9 @@ def test_gradients_that_automodel_adds_in_16_bits_are_said(tmp_path: Path) -> No
         made = convert_automodels(
             tmp_path, "google/gemma-3-4b-it", distributed={"mp_policy": policy}
         )
-        assert any(REDUCED in line for line in made.differences) == (dtype == "bfloat16")
+        assert any(GRADIENTS_REDUCED_IN_DTYPE in line for line in made.differences) == (
+            dtype == "bfloat16"
+        )
     for keys in ({}, {"grad_reduce_in_fp32": True}):
         made = convert_automodels(
             tmp_path, "google/gemma-3-4b-it", distributed={"strategy": "megatron_fsdp"} | keys

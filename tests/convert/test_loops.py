@@ -22,6 +22,8 @@ from transformers import (
     Trainer,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearTopkRouter
@@ -33,14 +35,15 @@ from finetune.config.module_names import find_alias
 from finetune.config.optimization import Optimization
 from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
-from finetune.convert.asked_layout import EXAMPLE, GROUPS, WRITTEN
+from finetune.convert.asked_layout import EXAMPLE_SIZES, NUMBER_OF_GROUPS, WRITTEN_FILE
 from finetune.convert.automodel import (
     ADDED_IN_FP32,
     AS_FILED,
     AS_FILED_BUT_IN_06,
-    BIASES_ROUNDED,
     CUT_BEFORE_ANSWER,
-    FIRST_TO_COME,
+    DOCUMENTS_NOT_APART,
+    ENDS_WITH_EPOCHS,
+    FP32_BIAS_FAMILIES,
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
@@ -48,14 +51,8 @@ from finetune.convert.automodel import (
     HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
-    IN_16_BITS,
-    IN_16_BITS_IN_06,
-    IN_32_BITS,
-    IN_32_BITS_SINCE_07,
-    IN_OWN_DTYPE,
     KEEPS_BIASES,
-    LAST_OF_RANKS,
-    LAST_ROWS,
+    LAST_ROWS_LEFT_OUT,
     LATENTS_IN_06,
     MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
@@ -63,29 +60,35 @@ from finetune.convert.automodel import (
     MOVED_BIASES,
     MOVED_BIASES_IN_06,
     NEXT_IN_PLACE,
-    NOT_APART,
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
-    READ_AGAIN,
     ROTATION_ROUNDED,
     ROUNDED_BIASES,
+    ROUTERS_IN_16_BITS,
+    ROUTERS_IN_16_BITS_IN_06,
+    ROUTERS_IN_32_BITS,
+    ROUTERS_IN_32_BITS_SINCE_07,
+    ROUTERS_IN_OWN_DTYPE,
+    ROWS_READ_AGAIN,
     SAVED_WITH_EPOCHS,
     SCALES_FOLDED,
+    SCORES_UNBIASED,
+    SCORES_UNSCALED,
+    SCORES_UNSCALED_BUT_IN_06,
     SEES_LATER,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
     SINKS_FROZEN,
-    SLOW_START,
     STEPS_UNCLAMPED,
-    TENTH,
+    UNEVEN_ROWS_LEFT_OUT,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
-    UNSCALED,
-    UNSCALED_BUT_IN_06,
+    WARMUP_FROM_A_TENTH,
+    WARMUP_OF_A_TENTH,
+    WEIGHTS_WITH_BIAS,
     WIDENED,
     WIDER_WINDOW,
-    WITH_BIAS,
     WITHOUT_ENGINE,
 )
 from finetune.convert.axolotl import (
@@ -98,8 +101,8 @@ from finetune.convert.axolotl import (
     LAST_HELD_OUT,
     LAST_UNMEASURED,
     PIECES_ALONE,
+    PIECES_OVERLAP,
     TEXTS_CUT,
-    WINDOWS,
 )
 from finetune.convert.base_model import INPUTS_IN_4_BITS, KEPT_IN_FP8, MAYBE_KEPT_IN_FP8
 from finetune.convert.by_tool import (
@@ -157,13 +160,21 @@ from finetune.convert.objectives import (
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
-from finetune.convert.shared import IN_ORDER, PACKED_IN_ORDER, SUMMED_IN_16_BITS, WHOLE_STEPS
+from finetune.convert.shared import (
+    IN_ORDER,
+    PACKED_IN_ORDER,
+    ROTATED_WHOLE,
+    SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
+    WHOLE_STEPS,
+)
 from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED
 from finetune.convert.trained_layers import (
     ADAPTERS_FROZEN,
     ALL_WITH_EXPERTS,
     AUXILIARY,
     BY_LAYER,
+    FUSED_OTHERWISE,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -264,11 +275,11 @@ def convert(tmp_path: Path) -> Convert:
 def test_automodels_rows_that_fill_no_micro_batch_are_left_out_with_stages_too(
     keys: dict[str, Any], leaves_out: bool, convert: Convert
 ) -> None:
-    assert (LAST_ROWS in said(convert(AUTOMODEL, **keys))) == leaves_out
+    assert (LAST_ROWS_LEFT_OUT in said(convert(AUTOMODEL, **keys))) == leaves_out
 
 
 def test_automodels_run_ends_with_what_comes_first(convert: Convert) -> None:
-    line = FIRST_TO_COME.format(2)
+    line = ENDS_WITH_EPOCHS.format(2)
     both = convert(AUTOMODEL, step_scheduler={"max_steps": 100, "num_epochs": 2})
     assert line in said(both)
     one = convert(AUTOMODEL, step_scheduler={"max_steps": 100})
@@ -404,7 +415,7 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
     made = convert(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
-    assert (NOT_APART in said(made)) == is_joined
+    assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
 
 
 @pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
@@ -418,7 +429,7 @@ def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
         dataset={"pad_to_max_length": False},
         step_scheduler={"local_batch_size": 4},
     )
-    assert (NOT_APART in said(made)) == is_joined
+    assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
 
 
 @pytest.mark.parametrize(
@@ -442,10 +453,10 @@ def test_automodels_stages_train_a_head_that_is_the_embedding_apart(
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({}, LAST_OF_RANKS),
+        ({}, UNEVEN_ROWS_LEFT_OUT),
         (
             IMAGES | {"model": MODEL | {"pretrained_model_name_or_path": "google/gemma-3-4b-it"}},
-            READ_AGAIN,
+            ROWS_READ_AGAIN,
         ),
         ({"dataloader": {"drop_last": True}}, None),  # which leaves out more
         ({"distributed": {"pp_size": 2}}, None),
@@ -462,17 +473,19 @@ def test_automodels_ranks_have_as_many_rows_each(
     repeating: Any = DistributedSampler(range(7), 3, 1, shuffle=False)  # type: ignore[arg-type]
     assert list(repeating) == [1, 4, 0]
     text = said(convert(AUTOMODEL, **keys))
-    assert [each for each in (LAST_OF_RANKS, READ_AGAIN) if each in text] == [line] * bool(line)
+    assert [each for each in (UNEVEN_ROWS_LEFT_OUT, ROWS_READ_AGAIN) if each in text] == [
+        line
+    ] * bool(line)
 
 
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
         ("openai/gpt-oss-20b", [WIDER_WINDOW]),
-        ("MiniMaxAI/MiniMax-M2.5", [IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
-        ("poolside/Laguna-S-2.1", [IN_32_BITS, ROUNDED_BIASES]),
+        ("MiniMaxAI/MiniMax-M2.5", [ROUTERS_IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
+        ("poolside/Laguna-S-2.1", [ROUTERS_IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, MIMO_IN_06]),
-        ("google/gemma-4-26B-A4B-it", [IN_32_BITS, SCALES_FOLDED]),
+        ("google/gemma-4-26B-A4B-it", [ROUTERS_IN_32_BITS, SCALES_FOLDED]),
         ("google/gemma-4-31B-it", []),
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
@@ -489,8 +502,8 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
 
     known = (
         WIDER_WINDOW,
-        IN_32_BITS_SINCE_07,
-        IN_32_BITS,
+        ROUTERS_IN_32_BITS_SINCE_07,
+        ROUTERS_IN_32_BITS,
         ROUNDED_BIASES,
         SINKS_FROZEN,
         MIMO_IN_06,
@@ -590,6 +603,34 @@ def test_automodels_own_class_of_gemma_4s_mixture_adapts_no_router(
 
 
 @pytest.mark.parametrize(
+    ("name", "peft", "layout", "family"),
+    [
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 1, "dp_size": "none"}, "falcon_h1"),
+        ("tiiuae/Falcon-H1-7B-Instruct", {}, {"tp_size": 4}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"target_modules": ["*.q_proj"]}, {}, None),
+        ("tiiuae/Falcon-H1-7B-Instruct", {"use_memory_efficient_lora": False}, {}, None),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", {"match_all_linear": True}, {}, "seed_oss"),
+        ("Qwen/Qwen3-8B", {}, {}, None),
+    ],
+)
+def test_what_automodels_fused_mlp_leaves_out_of_a_family_is_said(
+    name: str, peft: dict[str, Any], layout: dict[str, Any], family: str | None, convert: Convert
+) -> None:
+    """It computes down_proj(silu(gate_proj(x)) * up_proj(x)), which these are more than."""
+    model = {"pretrained_model_name_or_path": name}
+    text = said(convert(AUTOMODEL, model=model, peft={"dim": 8} | peft, distributed=layout))
+    assert [each for each, note in FUSED_OTHERWISE.items() if note in text] == [family] * bool(
+        family
+    )
+    config = FalconH1Config(hidden_size=4, intermediate_size=8, mlp_multipliers=[0.5, 0.25])
+    mlp = FalconH1MLP(config)
+    x = torch.randn(3, 4)
+    product = mlp.down_proj(torch.nn.functional.silu(mlp.gate_proj(x) * 0.5) * mlp.up_proj(x))
+    torch.testing.assert_close(mlp(x), product * 0.25)
+    assert "dropout(down_proj, p=self.residual_dropout" in read_family_source("seed_oss")
+
+
+@pytest.mark.parametrize(
     ("optimizer", "dtype"),
     [
         ({"_target_": "torch.optim.AdamW"}, "bfloat16"),
@@ -646,7 +687,42 @@ def test_scores_that_automodels_fused_loss_does_not_scale_are_said(
     name: str, loss: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
-    assert (UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+    assert (SCORES_UNSCALED in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "line"),
+    [
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {}, UNMULTIPLIED),
+        ("tiiuae/Falcon-H1-0.5B-Instruct", {"loss_fn": FUSED}, None),  # said of that loss
+        ("tiiuae/Falcon-H1-34B-Instruct", {"distributed": {"tp_size": 4}}, None),
+        ("microsoft/Phi-4-mini-instruct", {}, ROTATED_WHOLE),
+        ("microsoft/phi-4", {}, None),
+    ],
+)
+def test_what_liger_computes_otherwise_is_said_of_automodel_which_takes_it_by_default(
+    name: str, keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    """_apply_preload_overrides of its _transformers/kernel_patches.py: not where tp or cp is on."""
+    model = {"pretrained_model_name_or_path": name}
+    lines = [UNMULTIPLIED, ROTATED_WHOLE]
+    text = said(convert(AUTOMODEL, model=model, **keys))
+    assert [each for each in lines if each in text] == [line] * bool(line)
+    text = said(convert(AUTOMODEL, model=model | {"use_liger_kernel": False}, **keys))
+    assert not any(each in text for each in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_said"),
+    [("microsoft/phi-2", True), ("EleutherAI/gpt-j-6b", True), ("Qwen/Qwen2.5-3B", False)],
+)
+def test_a_heads_bias_that_automodels_fused_loss_leaves_out_is_said(
+    name: str, is_said: bool, convert: Convert
+) -> None:
+    """Its function takes the hidden states and the head's weight."""
+    model = {"pretrained_model_name_or_path": name}
+    assert (SCORES_UNBIASED in said(convert(AUTOMODEL, model=model, loss_fn=FUSED))) == is_said
+    assert SCORES_UNBIASED not in said(convert(AUTOMODEL, model=model))
 
 
 @pytest.mark.parametrize(
@@ -663,7 +739,9 @@ def test_scores_that_automodels_chunked_loss_does_not_scale_since_0_7_are_said(
 ) -> None:
     model = {"pretrained_model_name_or_path": name}
     loss = {"_target_": "nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy"}
-    assert (UNSCALED_BUT_IN_06 in said(convert(AUTOMODEL, model=model, loss_fn=loss))) == is_said
+    assert (
+        SCORES_UNSCALED_BUT_IN_06 in said(convert(AUTOMODEL, model=model, loss_fn=loss))
+    ) == is_said
 
 
 @pytest.mark.parametrize(
@@ -679,7 +757,7 @@ def test_automodels_recipe_for_texts_reads_its_freeze_config_since_0_7(
 
 
 def test_biases_of_routers_that_automodel_has_in_float32_are_in_16_bits_in_transformers() -> None:
-    for family in BIASES_ROUNDED:
+    for family in FP32_BIAS_FAMILIES:
         source = read_family_source(family)
         bias = re.search(r"e_score_correction_bias = nn\.\w+\(torch\.zeros\(([^)]*)\)", source)
         assert bias
@@ -908,16 +986,16 @@ def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
 @pytest.mark.parametrize(
     ("name", "asked", "line"),
     [
-        ("zai-org/GLM-5.2", None, IN_16_BITS_IN_06),
+        ("zai-org/GLM-5.2", None, ROUTERS_IN_16_BITS_IN_06),
         ("zai-org/GLM-5.2", "float32", None),
         ("zai-org/GLM-5.2", "torch.float32", None),
-        ("zai-org/GLM-5.2", "bfloat16", IN_OWN_DTYPE),
-        ("zai-org/GLM-4.7-Flash", None, IN_16_BITS_IN_06),
+        ("zai-org/GLM-5.2", "bfloat16", ROUTERS_IN_OWN_DTYPE),
+        ("zai-org/GLM-4.7-Flash", None, ROUTERS_IN_16_BITS_IN_06),
         ("moonshotai/Moonlight-16B-A3B", None, None),  # whose class there has float32 by default
-        ("Qwen/Qwen3-30B-A3B", "float32", IN_OWN_DTYPE),
+        ("Qwen/Qwen3-30B-A3B", "float32", ROUTERS_IN_OWN_DTYPE),
         ("Qwen/Qwen3-30B-A3B", None, None),
         ("tencent/Hy-MT2-30B-A3B", "float32", None),
-        ("tencent/Hy-MT2-30B-A3B", None, IN_16_BITS),
+        ("tencent/Hy-MT2-30B-A3B", None, ROUTERS_IN_16_BITS),
     ],
 )
 def test_the_dtype_of_automodels_routers_is_said(
@@ -928,11 +1006,11 @@ def test_the_dtype_of_automodels_routers_is_said(
     text = said(
         convert(AUTOMODEL, model={"pretrained_model_name_or_path": name, "backend": backend})
     )
-    known = (IN_16_BITS, IN_16_BITS_IN_06, IN_OWN_DTYPE)
+    known = (ROUTERS_IN_16_BITS, ROUTERS_IN_16_BITS_IN_06, ROUTERS_IN_OWN_DTYPE)
     assert [each for each in known if each in text] == [line] * bool(line)
     forced = {"pretrained_model_name_or_path": name, "backend": backend, "force_hf": True}
     plain = said(convert(AUTOMODEL, model=forced))
-    assert IN_16_BITS not in plain and IN_16_BITS_IN_06 not in plain
+    assert ROUTERS_IN_16_BITS not in plain and ROUTERS_IN_16_BITS_IN_06 not in plain
 
 
 def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transformers() -> None:
@@ -1233,7 +1311,7 @@ def test_automodels_kimi_linear_weighs_experts_with_the_routers_biases(convert: 
     """Beside transformers' own router, which leaves the biases out of the weights."""
     for name in (KIMI, MOONLIGHT):
         text = said(convert(AUTOMODEL, model=MODEL | {"pretrained_model_name_or_path": name}))
-        assert (WITH_BIAS in text) == (name == KIMI)
+        assert (WEIGHTS_WITH_BIAS in text) == (name == KIMI)
     config = KimiLinearConfig(hidden_size=4, num_local_experts=4, num_experts_per_tok=2, n_group=1)
     router = KimiLinearTopkRouter(config)
     router.e_score_correction_bias += torch.tensor([3.0, 1.0, 0.0, 0.0])
@@ -1303,9 +1381,9 @@ def test_the_steps_of_the_code_beside_nemotron_h_are_said_once(
 @pytest.mark.parametrize(
     ("entries", "length", "note"),
     [
-        ([{"path": "a/texts", "type": "pretrain"}], 1024, WINDOWS.format(256)),
-        ([{"path": "a/texts"}], 512, WINDOWS.format(255)),  # by 0.21's own strategy
-        ([{"path": "a/texts"}], 64, WINDOWS.format(31)),
+        ([{"path": "a/texts", "type": "pretrain"}], 1024, PIECES_OVERLAP.format(256)),
+        ([{"path": "a/texts"}], 512, PIECES_OVERLAP.format(255)),  # by 0.21's own strategy
+        ([{"path": "a/texts"}], 64, PIECES_OVERLAP.format(31)),
         ([{"path": "a/texts", "type": "completion", "field": "text"}], 512, TEXTS_CUT),
     ],
 )
@@ -1469,7 +1547,8 @@ def test_rows_that_automodel_cuts_before_their_answers_are_said(convert: Convert
     limits = {"seq_length": 64, "truncation": "longest_first"}
     assert CUT_BEFORE_ANSWER in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits))
     columns = {"column_mapping": {"question": "q", "answer": "a"}}
-    assert NEXT_IN_PLACE in said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+    mapped = said(convert(AUTOMODEL | {"dataset": CHATS}, dataset=limits | columns))
+    assert NEXT_IN_PLACE in mapped and "cut off whole" not in mapped
 
 
 @pytest.mark.parametrize(("strategy", "overlength"), [("thd", "drop"), ("neat", "error")])
@@ -2072,8 +2151,9 @@ def test_a_layer_that_transformers_has_not_may_be_in_code_beside_the_files(
 
 
 def test_keys_that_axolotl_does_not_read_have_no_effect(convert: Convert) -> None:
-    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1)
+    made = convert(AXOLOTL, adam_eps=1e-9, label_smoothing_factor=0.1, eta_min=7e-7)
     assert not {"adam_epsilon", "label_smoothing"} & made.recipe.keys()
+    assert "eta_min" in made.ignored
     assert convert(AXOLOTL, adam_epsilon=1e-9).recipe["adam_epsilon"] == 1e-9
 
 
@@ -2082,12 +2162,12 @@ def test_automodels_warm_up_begins_at_a_tenth_where_there_is_one(
     steps: dict[str, int], is_said: bool, convert: Convert
 ) -> None:
     made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", **steps})
-    assert (SLOW_START in said(made)) == is_said
+    assert (WARMUP_FROM_A_TENTH in said(made)) == is_said
 
 
 def test_automodels_own_warm_up_is_rounded_down_and_ours_up(convert: Convert) -> None:
     """build of LRSchedulerConfig of its components/optim/optimizer.py: min(1000, steps // 10)."""
-    assert TENTH in said(convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine"}))
+    assert WARMUP_OF_A_TENTH in said(convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine"}))
     assert Optimization(warmup_ratio=0.1).schedule(1369).warmup_steps == 1369 // 10 + 1
 
 
@@ -2209,7 +2289,7 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     """Layers that need the whole row on a rank: the shipped Accelerate file does it."""
     conversion = convert(AXOLOTL, base_model=name, context_parallel_size=2)
     assert (conversion.accelerate_file is not None) == is_divided
-    assert (GROUPS.format(1, "1 group") in said(conversion)) == is_divided
+    assert (NUMBER_OF_GROUPS.format(1, "1 group") in said(conversion)) == is_divided
     assert str(conversion.recipe["accelerate_config"]).startswith("fsdp_full_shard_auto")
 
 
@@ -2218,8 +2298,8 @@ def test_no_group_of_ranks_is_left_where_rows_are_whole(
     [
         ({"dp_shard_size": 4, "tensor_parallel_size": 2}, {"dp_shard": 4, "tp": 2}, None),
         ({"dp_shard_size": 4}, {"dp_shard": 4}, None),
-        ({"tensor_parallel_size": 2}, {"dp_shard": 1, "tp": 2}, EXAMPLE.format(WRITTEN)),
-        ({}, None, EXAMPLE.format("fsdp_hybrid_shard.yaml")),
+        ({"tensor_parallel_size": 2}, {"dp_shard": 1, "tp": 2}, EXAMPLE_SIZES.format(WRITTEN_FILE)),
+        ({}, None, EXAMPLE_SIZES.format("fsdp_hybrid_shard.yaml")),
     ],
 )
 def test_groups_of_hybrid_sharding_have_the_files_sizes(
@@ -2230,7 +2310,7 @@ def test_groups_of_hybrid_sharding_have_the_files_sizes(
     sizes = mesh and {"dp_replicate": 2} | mesh
     written = yaml.safe_load(conversion.accelerate_file or "{}").get("parallelism_config")
     assert written == (sizes and {f"parallelism_config_{k}_size": n for k, n in sizes.items()})
-    lines = [EXAMPLE.format(WRITTEN), EXAMPLE.format("fsdp_hybrid_shard.yaml")]
+    lines = [EXAMPLE_SIZES.format(WRITTEN_FILE), EXAMPLE_SIZES.format("fsdp_hybrid_shard.yaml")]
     assert [each for each in lines if each in said(conversion)] == [line] * bool(line)
 
 
@@ -2244,7 +2324,7 @@ def test_automodels_experts_on_more_ranks_than_share_a_row_have_as_many_groups(
     mesh = yaml.safe_load(str(conversion.accelerate_file))["parallelism_config"]
     assert mesh == {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2}
     assert conversion.recipe["expert_parallel_size"] == 8
-    assert GROUPS.format(4, "4 groups") in said(conversion)
+    assert NUMBER_OF_GROUPS.format(4, "4 groups") in said(conversion)
 
 
 @pytest.mark.parametrize(

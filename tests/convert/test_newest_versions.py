@@ -9,8 +9,10 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from finetune.config.facts import has_fused_experts
+from finetune.config.facts import has_fused_experts, read_family_source
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.axolotl import (
     ANSWERS_FOUND,
@@ -29,14 +31,14 @@ from finetune.convert.axolotl import (
 )
 from finetune.convert.base_model import CHATML_ADDED
 from finetune.convert.by_tool import (
-    ALIKE_LENGTHS,
     EMBEDDING_MOMENTS,
-    FEWER_STEPS,
     HEAD_PASSED_BY,
-    OF_EPOCHS,
     ROUNDED_DOWN,
     ROUTERS_IN_FP32,
+    ROWS_BY_LENGTH,
     SMALL_MOMENTS,
+    STEPS_OF_EPOCHS,
+    WHOLE_STEPS_COUNTED,
 )
 from finetune.convert.by_value import ONE_AFTER_ANOTHER, STREAM_IN_ORDER
 from finetune.convert.chat_templates import (
@@ -49,6 +51,7 @@ from finetune.convert.chat_templates import (
     OWN_SYSTEM,
     OWN_THOUGHT,
     SCORED_BREAK,
+    SCORED_QUESTION,
     THOUGHT_OF_IMAGES,
     THOUGHT_WHOLE,
     THOUGHTS_LEFT_OUT,
@@ -82,7 +85,9 @@ from finetune.convert.shared import (
     NORMS_IN_FP32,
     PACKED_AT_A_TIME,
     PACKED_IN_ORDER,
+    ROTATED_WHOLE,
     SUMMED_IN_16_BITS,
+    UNMULTIPLIED,
     WHOLE_STEPS,
 )
 from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED
@@ -177,6 +182,8 @@ def test_the_trainer_of_trl_asks_the_class_too(model: str, convert: Convert) -> 
     ("model", "line"),
     [
         ("LiquidAI/LFM2-350M", APART_IN_21),
+        ("ibm-ai-platform/Bamba-9B-v2", APART_IN_21),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", None),  # which 0.19 cannot load
         ("ai21labs/AI21-Jamba-Mini-1.5", STATE_PASSED_ON),
         ("Qwen/Qwen3-8B", None),
     ],
@@ -226,7 +233,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
-        ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN.format(OF_EPOCHS)]),
+        ({"warmup_ratio": 0.1, "max_steps": 5}, [ROUNDED_DOWN.format(STEPS_OF_EPOCHS)]),
         ({"warmup_ratio": 0.1, "num_epochs": 1}, [ROUNDED_DOWN.format("")]),
         # whose rows are not counted
         ({"warmup_ratio": 0.1, "max_steps": 5, "streaming": True}, [ROUNDED_DOWN.format("")]),
@@ -234,7 +241,7 @@ def test_a_warm_up_of_one_step_is_one_of_two(theirs: int, ours: int, convert: Co
             {"warmup_ratio": 0.1, "max_steps": 5, "pretraining_dataset": [{"path": "a/texts"}]},
             [ROUNDED_DOWN.format("")],
         ),
-        ({"warmup_ratio": 0.1, "num_epochs": 2}, [FEWER_STEPS, ROUNDED_DOWN.format("")]),
+        ({"warmup_ratio": 0.1, "num_epochs": 2}, [WHOLE_STEPS_COUNTED, ROUNDED_DOWN.format("")]),
         ({"warmup_steps": 10, "num_epochs": 1}, []),
         ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, []),
     ],
@@ -243,7 +250,9 @@ def test_how_axolotl_rounds_a_warm_ups_share_is_said(
     keys: dict[str, object], lines: list[str], convert: Convert
 ) -> None:
     made = convert(AXOLOTL, **keys)
-    assert [line for line in made.remarks if "rounded down" in line or line == FEWER_STEPS] == lines
+    assert [
+        line for line in made.remarks if "rounded down" in line or line == WHOLE_STEPS_COUNTED
+    ] == lines
 
 
 @pytest.mark.parametrize(
@@ -425,7 +434,9 @@ def test_what_is_scored_after_an_answer_of_a_pair_is_said(
 def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
     assert SCORED_BREAK in said(convert(file, beta=0.1))
+    assert SCORED_QUESTION in said(convert(file, beta=0.1))
     assert SCORED_BREAK not in said(convert(file))
+    assert SCORED_QUESTION not in said(convert(file, desirable_weight=1.0))
 
 
 @pytest.mark.parametrize(
@@ -762,6 +773,50 @@ def test_other_tools_ask_for_ligers_fused_loss_too(
     assert (HEAD_PASSED_BY in said(convert(file | {key: asks}))) == asks
 
 
+FALCON_H1 = "tiiuae/Falcon-H1-0.5B-Base"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"),
+    [
+        (AXOLOTL | LIGER | {"base_model": FALCON_H1}, True),
+        (AXOLOTL | LIGER | {"base_model": "Qwen/Qwen3-8B"}, False),
+        (AXOLOTL | CUT | {"base_model": FALCON_H1}, False),
+        ({"model_name_or_path": FALCON_H1, "dataset_name": "a/rows", "max_length": 1024, "use_liger_kernel": True}, True),
+        (FACTORY | {"model_name_or_path": FALCON_H1, "template": "falcon_h1", "enable_liger_kernel": True}, False),
+    ],
+)  # fmt: skip
+def test_the_multiplier_of_falcon_h1s_scores_is_unknown_to_ligers_loss(
+    file: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """lce_forward of Liger 0.8 gives its loss the head's weight; transformers' forward multiplies."""
+    assert (UNMULTIPLIED in said(convert(file))) == is_said
+    assert "self.lm_head(hidden_states) * self.model.lm_head_multiplier" in read_family_source(
+        "falcon_h1"
+    )
+
+
+@pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "microsoft/phi-4"])
+@pytest.mark.parametrize(
+    ("file", "key"),
+    [
+        (AXOLOTL, "liger_rope"),
+        (FACTORY | {"template": "phi4"}, "enable_liger_kernel"),
+        ({"dataset_name": "a/rows", "max_length": 1024}, "use_liger_kernel"),
+    ],
+)
+def test_ligers_rotation_of_a_model_that_turns_a_part_of_its_heads_is_said(
+    file: dict[str, object], key: str, name: str, convert: Convert
+) -> None:
+    """LigerRopeFunction pairs a head's number with the one half a head after it."""
+    model = "base_model" if file is AXOLOTL else "model_name_or_path"
+    assert (ROTATED_WHOLE in said(convert(file | {model: name, key: True}))) == ("mini" in name)
+    assert ROTATED_WHOLE not in said(convert(file | {model: name}))
+    rope = Phi3Config(partial_rotary_factor=0.75, hidden_size=256, num_attention_heads=2)
+    cos, _ = Phi3RotaryEmbedding(rope)(torch.zeros(1, 1, 256), torch.zeros(1, 1, dtype=torch.int64))
+    assert cos.shape[-1] == 96  # of 128, of which the kernel reads 64
+
+
 def test_pairs_are_compared_without_the_fused_loss(convert: Convert) -> None:
     adapted = {"adapter": "lora", "lora_r": 8, "lora_target_modules": ["q_proj", "lm_head"]}
     pairs = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
@@ -946,7 +1001,7 @@ def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None
     file = FACTORY | MEGATRON | {"model_name_or_path": mixture}
     text = said(convert(file, recompute_granularity="full"))
     assert all(note in text for note in notes)
-    assert not any(note in text for note in (ALIKE_LENGTHS, LABEL_BEHIND_CUT, "not known here"))
+    assert not any(note in text for note in (ROWS_BY_LENGTH, LABEL_BEHIND_CUT, "not known here"))
     dense = said(convert(file, model_name_or_path="Qwen/Qwen3-8B", calculate_per_token_loss=True))
     assert not any(
         note in dense for note in (AUXILIARY.format(BY_LAYER), MICRO_BATCHES_ALIKE, FUSED_ADAPTERS)

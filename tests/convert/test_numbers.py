@@ -17,7 +17,7 @@ from finetune.config.module_names import is_within
 from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED
 from finetune.convert.base_model import SPECIAL_FIRST
 from finetune.convert.by_tool import ROUNDED_BEFORE
-from finetune.convert.chat_templates import MAYBE_BOS, TOKENIZERS_BOS
+from finetune.convert.chat_templates import MAYBE_BOS, OF_GEMMA, TOKENIZERS_BOS
 from finetune.convert.conversion import convert_file
 from finetune.convert.factory_v1 import V1_ALPACA
 from finetune.convert.numbers import (
@@ -32,11 +32,15 @@ from finetune.convert.numbers import (
     EOS_AT_CUT,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
+    OF_TEXTS,
     ONE_BREAK,
     OTHER_ATTENTION,
+    PAIRS_LEFT_OUT,
     ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
     TEXT_CUT,
+    TYPED_AS_WORDS,
+    UNTRAINED_BY_CUT,
     WARMED_EARLIER,
     WORDS_OF_TURNS,
 )
@@ -127,6 +131,74 @@ def test_a_row_that_is_cut_has_a_label_more_here(
     convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (LABEL_BEHIND_CUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "versions"),
+    [
+        (TRL, {}, f", in TRL before 1.9{OF_TEXTS}"),
+        (TRL, {"assistant_only_loss": True}, ", in TRL before 1.9"),
+        (TRL, {"max_length": None}, None),
+        (TRL, {"beta": 0.1}, ", in TRL 0.29 to 1.8"),
+        (FACTORY, {}, None),  # whose cut leaves some of each
+        (AXOLOTL, {"excess_length_strategy": "truncate"}, None),  # drop_no_trainable_tokens
+        (TUNE, {"tokenizer": TUNE["tokenizer"] | {"max_seq_len": 512}}, None),  # trains prompts
+        (
+            TUNE,
+            {
+                "tokenizer": TUNE["tokenizer"] | {"max_seq_len": 512},
+                "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "a/rows"},
+            },
+            "",
+        ),
+    ],
+)
+def test_a_row_whose_answers_are_cut_off_stays_there(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], versions: str | None
+) -> None:
+    """A filter in TRL's newest trainers; select_examples here."""
+    text = convert(file, **keys)
+    assert ("cut off whole" in text) == (versions is not None)
+    assert versions is None or UNTRAINED_BY_CUT.format(versions) in text
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TRL, {}, False),
+        (TRL, {"beta": 0.1}, True),
+        (TRL, {"center_rewards_coefficient": 0.1}, True),
+        (TRL, {"desirable_weight": 1.0}, False),
+        (AXOLOTL, PAIRS, True),
+    ],
+)
+def test_a_pair_that_teaches_nothing_stays_there(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (PAIRS_LEFT_OUT in convert(file, **keys)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (TUNE, {}, True),
+        (TUNE, {"tokenizer": {"_component_": "torchtune.models.qwen3.qwen3_tokenizer"}}, False),
+        (AXOLOTL, {}, False),
+        (AXOLOTL, {"tokenizer_use_mistral_common": True}, True),
+        (FACTORY, {}, False),
+    ],
+)
+def test_a_special_token_in_a_text_is_words_for_some_tokenizers(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
+) -> None:
+    """encode of torchtune's SentencePieceBaseTokenizer and TikTokenBaseTokenizer, and Qwen's."""
+    assert (TYPED_AS_WORDS in convert(file, **keys)) == is_said
+
+
+def test_line_breaks_that_torchtune_leaves_out_of_gemmas_answers_are_said(convert: Convert) -> None:
+    """encode of its SentencePieceBaseTokenizer: seen with a vocabulary that has a token for two."""
+    gemma = {"_component_": "torchtune.models.gemma.gemma_tokenizer", "path": "a/b"}
+    assert OF_GEMMA in convert(TUNE, tokenizer=gemma) and OF_GEMMA not in convert(TUNE)
 
 
 @pytest.mark.parametrize(

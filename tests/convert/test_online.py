@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from finetune.config.schema import recipe_keys
+from finetune.convert.async_grpo import DRAWN, NEWEST
 from finetune.convert.conversion import convert_file
 from finetune.convert.counterparts import GRPO, list_counterparts
 from finetune.convert.recognize import Refusal
@@ -258,12 +259,29 @@ def test_torchtunes_asynchronous_file_keeps_its_meaning(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in conversion.differences] == [
         "shuffle",
         "training.loss.epsilon",
+        "inference.temperature",
         "training.steps_before_weight_sync",
         "training.batch_size",
         "dataset._component_",
         "dataset.partition",
     ]
     assert "(think_tag='think', positive_reward=1.0)" in conversion.to_do[0]
+    assert any(NEWEST in line for line in conversion.differences)
+
+
+def test_torchtunes_asynchronous_run_gives_vllm_no_top_k(tmp_path: Path) -> None:
+    conversion = convert(ASYNC.replace("batch_size: 1,", "batch_size: 1, top_k: 50,"), tmp_path)
+    assert "top_k" not in conversion.recipe
+    assert not any("top_k" in line for line in conversion.differences)
+
+
+def test_torchtunes_asynchronous_run_draws_from_as_many_completions_as_its_buffer_holds(
+    tmp_path: Path,
+) -> None:
+    """A buffer of torchrl's that has room for one keeps the last of the completions it is given."""
+    text = ASYNC.replace("num_steps: 250", "num_steps: 250, replay_buffer_size: 64")
+    listed = "\n".join(convert(text, tmp_path).differences)
+    assert DRAWN.format(64) in listed and NEWEST not in listed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.convert.by_tool import ALIKE_LENGTHS
+from finetune.convert.by_tool import ROWS_BY_LENGTH
 from finetune.convert.chat_templates import SAVED_TEMPLATE
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.datasets import OF_LLAMA3
@@ -216,7 +216,7 @@ def test_rated_answers_come_in_the_order_of_their_rows_under_trl(
     """Source: _get_train_sampler of its KTOTrainer, from 0.19 to 1.14."""
     found = convert(text, tmp_path)
     assert any(IN_ORDER in line for line in found.differences) == is_in_order
-    assert (ALIKE_LENGTHS in found.remarks) != is_in_order
+    assert (ROWS_BY_LENGTH in found.remarks) != is_in_order
 
 
 def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:

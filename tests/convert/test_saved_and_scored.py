@@ -144,6 +144,7 @@ ALPACA = {"datasets": [{"path": "a/rows", "type": "alpaca"}]}
         (AXOLOTL | PAIRS, LEFT_OUT["Axolotl", "dpo"]),
         (AXOLOTL | ALPACA, None),
         (AXOLOTL | {"chat_template": "phi_4"}, None),
+        (AXOLOTL | {"chat_template": "gemma3"}, None),  # which trims an answer
         (AXOLOTL | {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"}, ""),
         (NEMO | {"dataset": CHAT}, ""),
         (NEMO | {"dataset": {**CHAT, "chat_template": "a/chat.jinja"}}, ""),

@@ -33,6 +33,7 @@ from finetune.convert.swift import (
     ROWS_UNTRAINED,
     SYSTEM_THERE,
     THOUGHTS_KEPT,
+    TRAINED_THOUGHTS,
 )
 from finetune.data.formats import Conversation, parse_row
 from finetune.errors import UserError
@@ -141,6 +142,17 @@ def test_the_thoughts_of_earlier_turns_are_left_out_there_under_last_round(
     assert EMPTY_THOUGHTS.format("in the last turn") in text and THOUGHTS_KEPT not in text
 
 
+def test_what_ms_swift_does_with_thoughts_is_said_by_its_keys(convert: Convert) -> None:
+    """_set_loss_scale of its template_args.py, _get_preserve_thinking of its template/base.py."""
+    keys = {"disable_ignore_empty_think": True, "preserve_thinking": False}
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", **keys))
+    assert TRAINED_THOUGHTS.format("in every turn") in text and THOUGHTS_KEPT not in text
+    assert "preserve_thinking: false" in text
+    last = {"loss_scale": "last_round", "preserve_thinking": True}
+    text = said(convert(SWIFT, model="Qwen/Qwen3-8B", **last))
+    assert THOUGHTS_KEPT in text and "preserve_thinking: " not in text
+
+
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
@@ -233,6 +245,21 @@ def test_the_file_of_an_accelerate_launch_may_shard(file: str, line: str, tmp_pa
     assert line in said(convert_file(script))
     script.write_text(f"swift sft {options}\n")
     assert line not in said(convert_file(script))
+
+
+@pytest.mark.parametrize(
+    ("file", "layout"),
+    [
+        ("./activation_cpu_offload/fsdp2.json", "fsdp_full_shard_auto"),
+        ("./configs/fsdp2_offload.json", "fsdp_cpu_offload"),
+    ],
+)
+def test_the_folder_of_ms_swifts_fsdp_file_says_nothing_of_its_weights(
+    file: str, layout: str, convert: Convert
+) -> None:
+    """That folder's file offloads activations."""
+    made = convert(SWIFT, fsdp=file, torch_dtype="bfloat16")
+    assert made.recipe["accelerate_config"] == layout
 
 
 def test_what_ms_swift_trains_whole_beside_adapters_is_said(convert: Convert) -> None:
@@ -379,6 +406,7 @@ def test_a_list_of_data_sets_of_llama_factorys_v1_is_read(tmp_path: Path, conver
     ]
     assert not made.to_do and DRAWN_AGAIN in said(made) and "two.weight: 2.0" in said(made)
     assert V1_ROWS in said(made) and V1_ROWS in said(convert(V1))
+    assert V1_ROWS in said(convert(V1, train_dataset="elsewhere.yaml"))
     listed["two"]["converter"] = "sharegpt"
     (tmp_path / "listed.yaml").write_text(yaml.safe_dump(listed))
     assert V1_ROWS not in said(convert(V1, train_dataset="listed.yaml"))

@@ -18,13 +18,13 @@ from finetune.config.facts import find_linear_layers
 from finetune.config.module_names import is_within
 from finetune.config.schema import recipe_keys
 from finetune.convert.automodel import (
-    AHEAD,
-    CUT_IN_BATCHES,
-    FIRST_TO_COME,
+    ENDS_WITH_EPOCHS,
     INDEXED_OTHERWISE,
     INDEXED_OTHERWISE_IN_06,
     LATENTS,
     LATENTS_IN_06,
+    LATER_TOKENS_PREDICTED,
+    LONG_ROWS_CUT_IN_BATCHES,
     SAVED_IN_EPOCHS,
 )
 from finetune.convert.axolotl import (
@@ -41,7 +41,12 @@ from finetune.convert.axolotl import (
     SHARE_REFUSED,
 )
 from finetune.convert.base_model import DEQUANTIZED, DEQUANTIZED_AWQ
-from finetune.convert.by_tool import FEWER_STEPS, HELD_OUT_SMOOTHED, RESIZED, RESIZED_BY_COMMON
+from finetune.convert.by_tool import (
+    HELD_OUT_SMOOTHED,
+    RESIZED,
+    RESIZED_BY_COMMON,
+    WHOLE_STEPS_COUNTED,
+)
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
     ADDED_EACH_TIME,
@@ -76,7 +81,7 @@ from finetune.convert.factory import (
 )
 from finetune.convert.image_models import COLUMN_REFUSED, TRAINED_TOWER
 from finetune.convert.model_names import FAMILIES, REFUSED_NAMES, guess_family, guess_vision_family
-from finetune.convert.numbers import BOTH_WARMUPS
+from finetune.convert.numbers import BOTH_WARMUPS, UNTRAINED_BY_CUT
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
@@ -119,7 +124,7 @@ def test_glm_5_3_flash_has_the_layers_of_its_own_family(convert: Convert) -> Non
         num_epochs=1,
     )
     assert made.recipe["lora_target_modules"] == targets and NO_LAYER not in said(made)
-    assert made.recipe["packing"] is False and FEWER_STEPS in made.remarks
+    assert made.recipe["packing"] is False and WHOLE_STEPS_COUNTED in made.remarks
     assert MICRO_BATCHES_ALIKE in made.remarks
     factory = convert(
         FACTORY, model_name_or_path=GLM, template="default", finetuning_type="lora", lora_target="all"
@@ -792,12 +797,15 @@ def test_modules_that_automodels_selectors_freeze_are_frozen(convert: Convert) -
 def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: Convert) -> None:
     cut = convert(VLM, dataloader={"collate_fn": {"_target_": "a.collate_fn", "max_length": 2048}})
     assert (cut.recipe["max_length"], cut.recipe["overlength"]) == (2048, "drop")
-    assert CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
+    assert LONG_ROWS_CUT_IN_BATCHES in said(cut) and UNLIMITED_NOTE not in said(cut)
     mix = {"_target_": f"{COLLATERS}vlm.datasets.make_tulu3_magicoder_text_mix_dataset"}
     function = {"_target_": f"{COLLATERS}vlm.collate_fns.default_collate_fn", "max_length": 2048}
     for keys, overlength in (({}, "truncate"), ({"drop_overlong": True}, "drop")):
         text = convert(VLM, dataset=mix, dataloader={"collate_fn": function | keys})
-        assert text.recipe["overlength"] == overlength and CUT_IN_BATCHES not in said(text)
+        assert text.recipe["overlength"] == overlength and LONG_ROWS_CUT_IN_BATCHES not in said(
+            text
+        )
+        assert (UNTRAINED_BY_CUT.format("") in said(text)) == (overlength == "truncate")
     packed = convert(VLM, packed_sequence={"pack_size": 4096, "max_length": 1024})
     assert (packed.recipe["max_length"], packed.recipe["packing"]) == (4096, True)
     assert UNLIMITED_NOTE not in said(packed)
@@ -808,14 +816,14 @@ def test_automodels_rows_with_images_have_the_length_of_their_batches(convert: C
 def test_automodels_loss_of_later_tokens_is_listed(convert: Convert) -> None:
     for name, is_listed in (("Qwen/Qwen3.5-27B", True), ("Qwen/Qwen3-8B", False)):
         model = {"pretrained_model_name_or_path": name}
-        assert (AHEAD in said(convert(NEMO, model=model))) == is_listed
+        assert (LATER_TOKENS_PREDICTED in said(convert(NEMO, model=model))) == is_listed
         for none in (
             {"num_nextn_predict_layers": 0},
             {"text_config": {"mtp_num_hidden_layers": 0}},
         ):
-            assert AHEAD not in said(convert(NEMO, model=model | none))
+            assert LATER_TOKENS_PREDICTED not in said(convert(NEMO, model=model | none))
         distilled = convert(NEMO, model=model, teacher_model=model | {"torch_dtype": "bfloat16"})
-        assert AHEAD not in said(distilled)
+        assert LATER_TOKENS_PREDICTED not in said(distilled)
 
 
 COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 0}
@@ -1200,7 +1208,7 @@ def test_ms_swift_quantizes_by_its_method_and_measures_with_its_saves(convert: C
 
 def test_automodels_step_scheduler_has_defaults(convert: Convert) -> None:
     made = convert(NEMO, step_scheduler={"local_batch_size": 1, "max_steps": 500})
-    assert made.recipe["global_batch_size"] == 32 and FIRST_TO_COME.format(10) in said(made)
+    assert made.recipe["global_batch_size"] == 32 and ENDS_WITH_EPOCHS.format(10) in said(made)
     made = convert(NEMO, step_scheduler={"max_steps": 500, "num_epochs": None})
     assert "num_epochs" not in said(made)
 

@@ -352,6 +352,16 @@ LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in range(99999) %%}{%% set c = %s %%}{%% endfor %%}"
 
 
+def test_an_argument_is_charged_whatever_its_name() -> None:
+    work = []
+    for name in ("a", "_"):
+        asked = "{{ ('{NAME}' * 64).format(NAME='x' * 2**20)|length }}".replace("NAME", name)
+        template = template_sandbox.compile_template(asked)
+        template.render()
+        work.append(template.environment.work)
+    assert work[0] == work[1]
+
+
 @pytest.mark.parametrize(
     "endless",
     [

@@ -370,6 +370,20 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
                     USER,
                     {
                         "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": [{"type": "image", "image": "a.png"}]}
+                        ],
+                    },
+                ]
+            },
+            "thinking that is a text and closed is expected",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
                         "content": [{"type": "text", "text": "A", "train": False}],
                     },
                 ]

@@ -559,4 +559,4 @@ def test_without_pillow_an_image_and_its_processor_ask_for_it(
     with pytest.raises(UserError, match=r"^images need Pillow; pip install -e"):
         open_image(EncodedImage(b""))
     with pytest.raises(UserError, match=r"^images need Pillow; pip install -e"):
-        _ = processor._own
+        _ = processor._processor

@@ -404,6 +404,16 @@ def test_every_published_accelerate_file_is_read_or_refused_in_a_sentence(shared
     }, refused
 
 
+@pytest.mark.parametrize("value", ["true", "1", "{a: b}"])
+def test_layer_classes_are_names(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"distributed_type: FSDP\nfsdp_config:\n  fsdp_transformer_layer_cls_to_wrap: {value}\n"
+    )
+    with pytest.raises(UserError, match=r"cls_to_wrap: .* does not fit; names are expected"):
+        read_sharding(str(path), None, {"WORLD_SIZE": "2"})
+
+
 def test_accelerates_own_files_are_understood_key_by_key(tmp_path: Path) -> None:
     """What `accelerate config` writes holds keys of launchers and of work done otherwise here: none is an error."""
     from accelerate.commands.config.config_args import ClusterConfig

@@ -30,7 +30,7 @@ from finetune.export.source import Source
 from finetune.export.target import describe_target
 from finetune.export.write import plan_weights
 from finetune.files.tensors import header_bytes, read_folder
-from finetune.models.carried import predicts
+from finetune.models.carried import make_prediction_filter
 from finetune.session import Session
 from tests.conftest import make_chat, make_model
 from tests.models.sweep import is_composite, small_config, tiny_config
@@ -189,7 +189,7 @@ def test_no_class_of_transformers_trains_multi_token_prediction() -> None:
         config = small_config(family)
         with torch.device("meta"):
             model: Any = getattr(transformers, name)._from_config(config)
-        is_predicting = predicts(model)
+        is_predicting = make_prediction_filter(model)
         assert not any(map(is_predicting, model.state_dict())), name
     model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
     ids = torch.arange(8)[None]

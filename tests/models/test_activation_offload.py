@@ -17,7 +17,7 @@ from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import (
     ActivationOffload,
     CudaCopies,
-    _Kept,
+    _OffloadedTensor,
     checkpoint_activations,
     compile_layers,
 )
@@ -185,7 +185,9 @@ def test_copies_overlap_with_the_next_layer_and_come_back_one_ahead() -> None:
     assert [call.split()[0] for call in copies.calls] == ["back", "wait"] * (LAYERS - 1) + ["wait"]
     gc.disable()  # as within a step: nothing waits for a collection
     try:
-        before = weakref.WeakSet(each for each in gc.get_objects() if isinstance(each, _Kept))
+        before = weakref.WeakSet(
+            each for each in gc.get_objects() if isinstance(each, _OffloadedTensor)
+        )
         del hidden
         assert len(before) == 0
     finally:

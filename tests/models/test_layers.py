@@ -73,9 +73,12 @@ def test_every_kth_layer_is_computed_again_in_backward_and_no_other(loaded: dict
     assert recomputed["3"] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_liger_leaves_the_experts_of_a_mixture_alone(
-    family: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {}), ("mixtral", {}), ("phi3", {}), ("phi3", {"partial_rotary_factor": 0.5})],
+)
+def test_liger_leaves_the_experts_of_a_mixture_and_heads_rotated_in_part_alone(
+    family: str, config: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Liger runs on a GPU only: its own function is replaced by one that remembers what it is asked for."""
     asked: dict[str, bool] = {}
@@ -83,5 +86,6 @@ def test_liger_leaves_the_experts_of_a_mixture_alone(
     vars(liger)["_apply_liger_kernel_to_instance"] = lambda _model, **keys: asked.update(keys)
     for module in (ModuleType("liger_kernel"), liger):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    use_liger_kernels(build(family))
-    assert asked.get("swiglu", True) is (family == "llama") and asked["cross_entropy"] is False
+    use_liger_kernels(build(family, **config))
+    assert asked.get("swiglu", True) is (family != "mixtral") and asked["cross_entropy"] is False
+    assert asked.get("rope", True) is not bool(config)

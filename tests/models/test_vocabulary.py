@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from finetune.config.pretrained import Vocabulary
 from finetune.files.tensors import read_folder
-from finetune.models.embedding import grown_reader
+from finetune.models.embedding import make_grown_reader
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_rows_of_added_tokens_are_the_mean_of_the_known(
 ) -> None:
     weight = torch.randn(10, 6).bfloat16()
     save_file({"weight": weight}, tmp_path / "model.safetensors")
-    read = grown_reader(read_folder(tmp_path)["weight"], Vocabulary(known, tokens, rows))
+    read = make_grown_reader(read_folder(tmp_path)["weight"], Vocabulary(known, tokens, rows))
     whole = read((slice(0, rows), slice(0, 6)))
     mean = weight[:known].double().mean(0).float()
     for row in range(rows):

@@ -272,7 +272,7 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
         for path in (recipes["top"].parent / "cache").glob("teacher-*/training/*-of-00001-ids.npy")
         if np.load(path, allow_pickle=False).shape[1] == 5
     )
-    known = distill._recall(folder, found.train, recipe)  # type: ignore[arg-type]
+    known = distill._open_stored(folder, found.train, recipe)  # type: ignore[arg-type]
     assert (
         known is not None
         and known.rows == 262
@@ -284,7 +284,7 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
     content = bytearray(damaged.read_bytes())
     content[-9] ^= 1
     damaged.write_bytes(content)
-    assert distill._recall(folder, found.train, recipe) is None  # type: ignore[arg-type]
+    assert distill._open_stored(folder, found.train, recipe) is None  # type: ignore[arg-type]
 
 
 def runs_log(run: Path) -> str:

@@ -37,7 +37,7 @@ from finetune.training.objectives.early_exit import (
     SCHEDULES,
     EarlyExit,
     choose_exits,
-    find_chances,
+    find_skip_probabilities,
     weigh_exits,
 )
 from tests.conftest import make_chat, make_model, slow_but
@@ -62,7 +62,11 @@ KEYS = Method(method="early_exit", exit_layers="::2", exit_scale=0.5, layer_drop
 def passed_by(example_id: int, step: int, keys: Method = KEYS, layers: int = LAYERS) -> set[int]:
     """The layers that a document passes by."""
     random = make_generator(SEED, f"layer_dropout {step}", example_id).random(layers)
-    return {layer for layer, chance in find_chances(keys, layers).items() if random[layer] < chance}
+    return {
+        layer
+        for layer, chance in find_skip_probabilities(keys, layers).items()
+        if random[layer] < chance
+    }
 
 
 def cut_losses(model: Any, example: Any, number: int, step: int, keys: Method = KEYS) -> torch.Tensor:  # fmt: skip
@@ -190,7 +194,7 @@ def test_weights_schedules_and_slices_are_torchtunes(torchtune: dict[str, Any]) 
             assert weigh_exits(keys, exits, 12) == pytest.approx(expected.tolist(), rel=1e-6)
     for name in SCHEDULES:
         keys = replace(KEYS, layer_dropout_schedule=name, layer_dropout=0.4)
-        chances = find_chances(keys, 12)
+        chances = find_skip_probabilities(keys, 12)
         for layer in range(12):
             theirs = 0.4 * torchtune["get_scale"](torchtune["ScaleType"](name), 11, layer)
             if 0 < layer < 11:  # which are 0 and 1 there, whatever the formula gives

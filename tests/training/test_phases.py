@@ -13,6 +13,7 @@ from finetune.checkpoint.folders import step_folder
 from finetune.files.phases import OVERLAPPING, PHASES, Phases, seconds_by_phase
 from finetune.report.page import render_page
 from finetune.report.run_data import read_run
+from finetune.training.screens import last_screen
 from tests.ranks import run_command, run_python
 
 BEFORE = ["imports", "data", "weights"]
@@ -145,3 +146,14 @@ def test_a_phase_within_another_is_taken_off_it_also_where_it_raises() -> None:
 def test_a_line_that_was_edited_is_passed_over(line: dict[str, Any]) -> None:
     sound = {"phase": "save", "start": 1, "step": 1, "seconds": 1.0}
     assert seconds_by_phase([sound, None, line]) == {1: {"save": {1: 1.0}}}
+
+
+def test_what_overlaps_training_is_no_phase_beside_it(tmp_path: Path) -> None:
+    seconds = {"training": 9.0, "compile": 7.0, "publication": 6.0, "save": 1.0}
+    lines = [
+        {"phase": phase, "seconds": taken, "start": 1, "step": 4}
+        for phase, taken in seconds.items()
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (shown,) = [line for line in last_screen(tmp_path, 4) if line.startswith("time ")]
+    assert shown == "time    9.0 s of training; the longest phase beside it: wait for saves, 1.0 s"

@@ -1,4 +1,7 @@
-"""The objective of methods that learn answers and need no model beside the one that is trained."""
+"""Chooses the objective of the methods that learn the data's answers without a second model.
+
+They are supervised fine-tuning, masked diffusion and early exits.
+"""
 
 from typing import Any
 
@@ -13,8 +16,8 @@ from finetune.training.objectives.objective import SFT, Objective
 def make_answer_objective(recipe: Recipe, tokenizer: Any, steps: int | None) -> Objective:
     """Makes the objective of the recipe's method.
 
-    `steps`: of the run; None if nothing says how many. Raises `UserError` if no token stands for a
-    masked one, or if a curriculum needs the steps and there is no number.
+    `steps`: how many steps the run has; None if that is unknown. Raises `UserError` if the method
+    masks tokens and there is no mask token, or if the curriculum of exits needs an unknown `steps`.
     """
     facts = recipe.method_facts
     keys = recipe.method

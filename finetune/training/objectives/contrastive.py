@@ -1,9 +1,11 @@
-"""Training embeddings: the contrastive loss of all documents of a step, on all ranks, whatever its
+"""Training embeddings: a contrastive loss that compares all documents of a step, over all ranks and
 micro-batches.
 
-Gradients are cached (Gao et al. 2021, arXiv:2101.06983, section 3). A forward of the whole step
-without gradients computes the vectors. From all vectors follow the loss and its gradient to each of
-them. With these gradients, each micro-batch has a forward and a backward of its own.
+Gradients are cached (Gao et al. 2021, arXiv:2101.06983, section 3):
+
+1. `prepare` computes the vectors of the whole step in forwards without gradients.
+2. From all vectors it computes the loss, and the gradient of the loss to each vector.
+3. `measure` runs each micro-batch again with a graph, into which it feeds those gradients.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,28 +30,29 @@ from finetune.training.reference import sum_by_document
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """The loss of all documents of a step or of all held-out data, and its gradients."""
+    """The compared vectors of a step, or of all held-out data: their losses and gradients."""
 
-    row_of: Mapping[int, int]  # example -> the row of its vector
+    row_of: Mapping[int, int]  # example id -> the row of its vector in `contrast`
     contrast: Contrast
 
 
 @dataclass(frozen=True, slots=True)
 class ContrastiveObjective(GroupObjective):
-    """The mean over queries of InfoNCE: how surely a query finds its own document among those of
-    all queries of the step.
+    """InfoNCE averaged over queries: how surely a query finds its own document among the documents
+    of all queries of the step.
     """
 
-    group_size: int  # a query, its document, and its negatives
+    group_size: int  # documents in a group: a query, its document, and its negatives
     temperature: float
-    dims: tuple[int, ...]  # lengths that vectors are cut to, of which the losses are added
+    # the losses of vectors that are cut to these lengths are added; empty: vectors are not cut
+    dims: tuple[int, ...]
     sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
-    is_held_out: bool = False  # then nothing has a backward, and the vectors are enough
+    is_held_out: bool = False  # held-out data has no backward: `measure` runs no forward
     step: StepVectors | None = None  # None before `prepare`
 
     @classmethod
     def of(cls, recipe: Recipe, sequence_group: ProcessGroup | None) -> "ContrastiveObjective":
-        """Makes the recipe's objective."""
+        """Makes the objective of the recipe's keys."""
         return cls(
             recipe.group_size,
             recipe.method.temperature,
@@ -58,15 +61,19 @@ class ContrastiveObjective(GroupObjective):
         )
 
     def for_evaluation(self) -> "ContrastiveObjective":
-        """The same, whose losses have no backward."""
+        """Returns the objective of held-out data, whose losses have no graph."""
         return replace(self, is_held_out=True)
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "ContrastiveObjective":
-        """Returns the objective with the vectors of the whole step, their losses and gradients.
+        """Computes the vectors of the whole step, and their losses and gradients.
 
-        Restores the random state: the forwards that follow have the same dropout again.
+        It restores the random state, so that `measure` drops the same activations as the forwards
+        here.
+
+        Returns:
+            The objective with `step` set.
         """
         ids: list[int] = []
         vectors: list[Tensor] = []
@@ -82,24 +89,29 @@ class ContrastiveObjective(GroupObjective):
         reshard(model)
         all_ids = sorted(set(chain.from_iterable(world.gather(ids))))
         row_of = {example_id: row for row, example_id in enumerate(all_ids)}
-        own = torch.cat(vectors)
-        gathered = own.new_zeros(len(all_ids), own.shape[1])
-        if world.is_first_of_batch:  # the other ranks of its sequence have the same vectors
-            gathered[_copy_rows([row_of[example_id] for example_id in ids], device)] = own
-        world.sum(gathered)
-        compared = contrast(gathered, self.group_size, self.temperature, self.dims)
+        own_vectors = torch.cat(vectors)
+        own_rows = [row_of[example_id] for example_id in ids]
+        all_vectors = own_vectors.new_zeros(len(all_ids), own_vectors.shape[1])
+        # The ranks that share a batch have the same vectors: one of them puts them into the sum.
+        if world.is_first_of_batch:
+            all_vectors[_copy_rows(own_rows, device)] = own_vectors
+        world.sum(all_vectors)
+        compared = contrast(all_vectors, self.group_size, self.temperature, self.dims)
         return replace(self, step=StepVectors(row_of, compared))
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's queries; their backward has the gradient of all losses of
-        the step to the micro-batch's documents.
+        """Sums the losses of the micro-batch's queries.
+
+        The gradient of the sum is not that of these losses alone. It is the gradient of all losses
+        of the step to the vectors of the micro-batch's documents.
         """
         assert self.step is not None, "a step is prepared before it is measured"
         compared = self.step.contrast
         row_list = [self.step.row_of[example_id] for example_id in micro_batch.example_ids]
         rows = _copy_rows(row_list, compared.losses.device)
+        # the first document of each group is its query
         queries = rows[:: self.group_size] // self.group_size
         loss = compared.losses[queries].sum()
         if not self.is_held_out:
@@ -111,7 +123,7 @@ class ContrastiveObjective(GroupObjective):
 
 
 def _copy_rows(rows: list[int], device: torch.device) -> Tensor:
-    """int64[rows] on `device`, which the host does not wait for."""
+    """Copies the numbers of rows to `device` as int64[rows], without making the host wait."""
     return copy_to(torch.tensor(rows, dtype=torch.int64), device)
 
 
@@ -121,13 +133,14 @@ def embed_documents(
     inputs: Mapping[str, Any],
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Computes the vector of each document, the mean state of its tokens with a label;
-    fp64[documents, hidden].
+    """Computes each document's vector, fp64[documents, hidden]: the mean hidden state of its
+    labeled tokens.
 
-    `sequence_group`: the ranks that divide the documents' tokens between them; each returns the
-    vectors of all.
+    `sequence_group`: the ranks that divide the documents' tokens between them; each of them returns
+    the vectors of whole documents. None: this rank has all tokens.
     """
     states: Tensor = model(**inputs, head_function=head_states)
     sums = sum_by_document(states, micro_batch, sequence_group)
-    tokens = sum_by_document(torch.ones_like(states[:, :1]), micro_batch, sequence_group)
-    return sums / tokens
+    ones = torch.ones_like(states[:, :1])
+    token_counts = sum_by_document(ones, micro_batch, sequence_group)
+    return sums / token_counts

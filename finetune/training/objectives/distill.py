@@ -1,8 +1,9 @@
-"""Distillation as an `Objective`: the divergence from a teacher beside the cross entropy of the
-labels.
+"""Distillation as an `Objective`: a mix of the divergence from a teacher and the cross entropy of
+the labels.
 
-The teacher is asked in each step; or once before training, and its k likeliest tokens are kept in
-files beside the token cache (`distill_top_k`). The files that one rank has written are a piece.
+Either the teacher runs in each step, or it runs once before training (`distill_top_k`). Its k
+likeliest tokens at each trained token are then kept in files beside the token cache. The files that
+one rank writes there are called a piece.
 """
 
 import io
@@ -57,25 +58,26 @@ class Distillation(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The loss, and as metrics the divergence and the cross entropy of a token.
-
-        The teacher reads the embeddings without the noise of `inputs`.
+        """Sums the loss over the micro-batch's trained tokens; the metrics are the mean divergence
+        and the mean cross entropy.
         """
         if isinstance(self.teacher, StoredTeacher):
             head_function = self.teacher.recall(micro_batch)
         else:
+            # not `inputs`, which may add noise to the embeddings
             head_function = self.teacher.compare(micro_batch.inputs)
         loss, divergence, cross_entropy = model(**inputs, head_function=head_function).unbind()
-        trained = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
+        trained_tokens = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
         metrics = {
-            "kl": torch.stack([divergence.detach(), trained]),
-            "cross_entropy": torch.stack([cross_entropy.detach(), trained]),
+            "kl": torch.stack([divergence.detach(), trained_tokens]),
+            "cross_entropy": torch.stack([cross_entropy.detach(), trained_tokens]),
         }
         return Measured(loss, metrics)
 
 
-# The arrays of a piece: int64[examples, 2], an example and how many trained tokens it has; of these
-# tokens, one example after another, int32[tokens, k] and fp32[tokens, k + 1] as in `TopScores`.
+# The arrays of a piece. "examples", int64[examples, 2]: an example's id and the number of its
+# trained tokens. "ids", int32[tokens, k], and "scores", fp32[tokens, k + 1]: those of `TopScores`
+# for the trained tokens of all these examples, in their order.
 PARTS = ("examples", "ids", "scores")
 
 
@@ -83,30 +85,36 @@ PARTS = ("examples", "ids", "scores")
 class StoredTeacher:
     """The teacher's likeliest tokens at each trained token, in memory-mapped files."""
 
-    pieces: Sequence[tuple[Int32s, NDArray[np.float32]]]  # ids and scores
-    # [examples, 3]: piece, first token, tokens; -1 for those that the run does not come to
+    pieces: Sequence[tuple[Int32s, NDArray[np.float32]]]  # (ids, scores) of each piece
+    # [examples, 3]: the piece that has an example, the index of its first trained token there, and
+    # the number of its trained tokens; -1 for an example that no step of the run reads
     places: Int64s
-    rows: int  # of the vocabulary
+    rows: int  # of the vocabulary that the scores were computed over
     options: DivergenceOptions
 
     def recall(self, micro_batch: MicroBatch) -> HeadFunction:
-        """As `Teacher.compare`, for a micro-batch on the device."""
-        k = self.pieces[0][0].shape[1]
-        # row 0 stands for positions without a label
+        """Makes the head function that computes the divergence from the stored scores.
+
+        `micro_batch`: on the device. The function's result is that of `Teacher.compare`'s.
+        """
+        first_ids, _ = self.pieces[0]
+        k = first_ids.shape[1]
+        # entry 0 stands for positions without a label
         ids = [np.zeros((1, k), np.int32)]
         scores = [np.zeros((1, k + 1), np.float32)]
-        for piece, first, tokens in self.places[list(micro_batch.example_ids)].tolist():
+        for piece, first, token_count in self.places[list(micro_batch.example_ids)].tolist():
             piece_ids, piece_scores = self.pieces[piece]
-            ids.append(piece_ids[first : first + tokens])
-            scores.append(piece_scores[first : first + tokens])
+            ids.append(piece_ids[first : first + token_count])
+            scores.append(piece_scores[first : first + token_count])
         has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-        row = torch.where(has_label, has_label.cumsum(0), 0)
+        # labeled positions have the same order as the trained tokens of the examples
+        entry_of_position = torch.where(has_label, has_label.cumsum(0), 0)
 
-        def take_rows(parts: list[NDArray[Any]]) -> Tensor:
+        def join_and_look_up(parts: list[NDArray[Any]]) -> Tensor:
             on_host = torch.from_numpy(np.concatenate(parts))
-            return on_host.to(row.device, non_blocking=True)[row]
+            return on_host.to(entry_of_position.device, non_blocking=True)[entry_of_position]
 
-        top = TopScores(take_rows(ids).long(), take_rows(scores), self.rows)
+        top = TopScores(join_and_look_up(ids).long(), join_and_look_up(scores), self.rows)
         return head_divergence(top, self.options)
 
 
@@ -118,82 +126,102 @@ def find_stored_teacher(
     world: World,
     load: Callable[[], Teacher],
 ) -> dict[str, StoredTeacher]:
-    """Finds or computes the teacher's likeliest tokens for the training and held-out data. All
-    ranks call it.
+    """Finds the files of the teacher's likeliest tokens, or writes them; returns them opened.
 
-    The teacher is loaded, asked and freed only if files are missing or damaged. `inputs`: as
-    `fingerprint_inputs` makes them.
+    All ranks call it. The teacher is loaded only if files are missing or damaged.
+
+    Args:
+        model: The student. Only tokens that are in its vocabulary too are kept.
+        recipe: With its teacher.
+        data: The training and held-out data.
+        inputs: The fingerprints that `fingerprint_inputs` makes.
+        world: The ranks of the run.
+        load: Loads the teacher.
 
     Returns:
-        By the names of `find_stored`.
+        The stored teacher of the training data, and that of the held-out data if there are any,
+        under the names of `find_stored`.
     """
     stored = find_stored(data)
     ranks = RankGroup(world)
     keys = recipe.method
-    asked = [inputs.get("teacher"), keys.teacher_load_in_4bit, keys.temperature, keys.distill_top_k]
-    key: str = ranks.on_main(lambda: hash_model_and_data(recipe, stored, json.dumps(asked), world))
+    hashed = [
+        inputs.get("teacher"),
+        keys.teacher_load_in_4bit,
+        keys.temperature,
+        keys.distill_top_k,
+    ]
+    key: str = ranks.on_main(lambda: hash_model_and_data(recipe, stored, json.dumps(hashed), world))
     folders = {name: cache_folder(recipe.data) / f"teacher-{key}" / name for name in stored}
 
-    def recall() -> dict[str, StoredTeacher]:
-        """Opens what is complete on every rank."""
-        here = {}
+    def open_complete() -> dict[str, StoredTeacher]:
+        """Opens the files of those data that every rank finds complete."""
+        opened = {}
         for name, batches in stored.items():
-            teacher = _recall(folders[name], batches, recipe)
-            if teacher is not None:
-                here[name] = teacher
-        names_by_rank = ranks.on_all(lambda: sorted(here))
-        everywhere = set(here).intersection(*names_by_rank)
-        return {name: teacher for name, teacher in here.items() if name in everywhere}
+            stored_teacher = _open_stored(folders[name], batches, recipe)
+            if stored_teacher is not None:
+                opened[name] = stored_teacher
+        names_by_rank = ranks.on_all(lambda: sorted(opened))
+        on_every_rank = set(opened).intersection(*names_by_rank)
+        return {name: each for name, each in opened.items() if name in on_every_rank}
 
-    known = recall()
-    missing = [name for name in stored if name not in known]
+    teachers = open_complete()
+    missing = [name for name in stored if name not in teachers]
     if missing:
         teacher = load()
         for name in missing:
             _store(teacher, folders[name], stored[name], model, recipe, world)
-        known = recall()
+        teachers = open_complete()
     for name in stored:
-        if name not in known:
+        if name not in teachers:
             raise UserError(
                 f"{folders[name]}: lacks what other nodes have computed; set dataset_cache_dir to "
                 "a folder that all share"
             )
-    return known
+    return teachers
 
 
-def _recall(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """Opens what `_store` wrote into `folder`; None if it is damaged or lacks an example."""
+def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
+    """Opens the files that `_store` wrote into `folder`.
+
+    Returns None if there are none, if one is damaged, or if they lack an example that the run
+    reads.
+    """
     pieces: list[tuple[Int32s, NDArray[np.float32]]] = []
     places = np.full((len(batches.examples), 3), -1, np.int64)
     rows = 0
     for path in sorted(folder.glob("*.json")):
-        described = read_json_object(path)
-        arrays = _open_piece(path, described)
+        description = read_json_object(path)
+        arrays = _open_piece(path, description)
         if arrays is None:
             return None
         examples, ids, scores = arrays
-        numbers, counts = examples.T
-        piece = np.full(len(numbers), len(pieces))
-        places[numbers] = np.stack([piece, counts.cumsum() - counts, counts], 1)
+        example_ids, token_counts = examples.T
+        piece = np.full(len(example_ids), len(pieces))
+        first_tokens = token_counts.cumsum() - token_counts
+        places[example_ids] = np.stack([piece, first_tokens, token_counts], 1)
         pieces.append((ids, scores))
-        rows = described["rows"]
+        rows = description["rows"]  # the same in every piece
     steps = steps_of_examples(batches)
-    wanted = np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
-    if not pieces or (places[wanted, 2] != batches.examples.trained[wanted]).any():
+    needed = np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
+    stored_counts = places[:, 2]
+    if not pieces or (stored_counts[needed] != batches.examples.trained[needed]).any():
         return None
     keys = recipe.method
     options = DivergenceOptions(keys.distill_beta, keys.temperature, keys.distill_alpha)
     return StoredTeacher(pieces, places, rows, options)
 
 
-def _open_piece(path: Path, described: Mapping[str, Any]) -> list[NDArray[Any]] | None:
-    """Opens the arrays of `PARTS` beside `path`; None if one has another checksum than
-    `described`.
+def _open_piece(path: Path, description: Mapping[str, Any]) -> list[NDArray[Any]] | None:
+    """Opens the arrays of a piece, in the order of `PARTS`.
+
+    Returns None if a file is missing or has another checksum than the `description`, which is the
+    content of the piece's JSON file at `path`.
     """
     arrays = []
     for part in PARTS:
         file = path.with_name(f"{path.stem}-{part}.npy")
-        if not file.is_file() or checksum(file) != described.get(file.name):
+        if not file.is_file() or checksum(file) != description.get(file.name):
             return None
         arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
     return arrays
@@ -207,40 +235,46 @@ def _store(
     recipe: Recipe,
     world: World,
 ) -> None:
-    """Writes the teacher's likeliest tokens at the trained tokens into `folder`.
+    """Runs the teacher over the data and writes its likeliest tokens into `folder`.
 
-    All ranks call it; each writes a piece.
+    All ranks call it, and each writes a piece. The former content of the folder is removed.
     """
     began = time.monotonic()
     k = recipe.method.distill_top_k or 1
-    heads: list[Any] = [unwrap(model).get_output_embeddings()]
-    heads.append(unwrap(teacher.model).get_output_embeddings())
-    rows = min(head.weight.shape[0] for head in heads)
-    arrays = _ask(teacher, batches, rows, k, world)
+    student_head: Any = unwrap(model).get_output_embeddings()
+    teacher_head: Any = unwrap(teacher.model).get_output_embeddings()
+    # the part of the vocabulary that both models have
+    rows = min(head.weight.shape[0] for head in (student_head, teacher_head))
+    arrays = _find_top_tokens(teacher, batches, rows, k, world)
     ranks = RankGroup(world)
     ranks.on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
     stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
     ranks.on_all(lambda: _write_piece(folder, stem, rows, arrays))
     if world.is_main:
         tokens = int(batches.examples.trained.sum(dtype=np.int64))
-        took = f"{counted(tokens, 'trained token')} in {time.monotonic() - began:.1f} s"
-        print(f"teacher {folder}: the likeliest {k} of each of {took}", file=sys.stderr, flush=True)
+        speed = f"{counted(tokens, 'trained token')} in {time.monotonic() - began:.1f} s"
+        print(
+            f"teacher {folder}: the likeliest {k} of each of {speed}", file=sys.stderr, flush=True
+        )
 
 
-def _ask(
+def _find_top_tokens(
     teacher: Teacher, batches: StoredBatches, rows: int, k: int, world: World
 ) -> list[NDArray[Any]]:
-    """Runs the teacher over this rank's rows; returns the arrays of `PARTS`.
+    """Runs the teacher over this rank's batches, and finds its likeliest tokens.
 
     Args:
-        teacher: Is asked about its likeliest tokens.
-        batches: Of the data.
-        rows: Of the vocabulary, which both models have.
-        k: How many of the likeliest tokens are kept, at most `rows`.
+        teacher: On every rank.
+        batches: Of the training or the held-out data.
+        rows: The rows of the vocabulary that both models have.
+        k: How many of the likeliest tokens are kept; all `rows` if it is larger.
         world: The ranks of the run.
+
+    Returns:
+        This rank's arrays of a piece, in the order of `PARTS`.
     """
     k = min(k, rows)
-    # empty ones first: a rank may have no row
+    # np.concatenate needs an array even if this rank has no batch
     examples = [np.zeros((0, 2), np.int64)]
     ids = [np.zeros((0, k), np.int32)]
     scores = [np.zeros((0, k + 1), np.float32)]
@@ -249,8 +283,8 @@ def _ask(
             on_device = micro_batch.to(world.device)
             top_ids, top_scores = teacher.find_top(on_device.inputs, rows, k)
             has_label = (on_device.labels.flatten()[on_device.trained_positions] >= 0).cpu()
-            numbers = np.array(micro_batch.example_ids, np.int64)
-            examples.append(np.stack([numbers, batches.examples.trained[numbers]], 1))
+            example_ids = np.array(micro_batch.example_ids, np.int64)
+            examples.append(np.stack([example_ids, batches.examples.trained[example_ids]], 1))
             ids.append(top_ids.cpu()[has_label].int().numpy())
             scores.append(top_scores.cpu()[has_label].numpy())
     reshard(teacher.model)
@@ -258,22 +292,32 @@ def _ask(
 
 
 def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[Any]]) -> None:
-    """Writes the arrays of `PARTS`, then a file with the rows of the vocabulary and the arrays'
-    checksums.
+    """Writes a piece: a file for each array, and then a JSON file that describes them.
+
+    The JSON file has `rows`, and the size and checksum of each array's file.
+
+    Args:
+        folder: Of all pieces.
+        stem: What the names of the piece's files begin with.
+        rows: The rows of the vocabulary that the scores were computed over.
+        arrays: In the order of `PARTS`.
     """
-    files = dict[str, object](rows=rows)
+    description = dict[str, object](rows=rows)
     for part, array in zip(PARTS, arrays, strict=True):
         content = io.BytesIO()
         np.save(content, array, allow_pickle=False)
         name = f"{stem}-{part}.npy"
-        files[name] = write_file(folder / name, [content.getbuffer()])
-    write_file(folder / f"{stem}.json", [json.dumps(files).encode()])
+        description[name] = write_file(folder / name, [content.getbuffer()])
+    write_file(folder / f"{stem}.json", [json.dumps(description).encode()])
 
 
 def teacher_flop_per_token(objective: Objective, length: float) -> float:
-    """Counts the FLOP of the teacher's forward of one token in a document of `length` tokens; 0 if
-    no teacher runs in a step.
+    """Counts the FLOP that the teacher's forward adds to each token of a step, in a document of
+    `length` tokens.
+
+    Returns 0 if no teacher runs in a step: the method has none, or its tokens are stored.
     """
+    # a field of `Distillation` and of `PolicyObjective`
     teacher = getattr(objective, "teacher", None)
     if isinstance(teacher, Teacher):
         return teacher.flop_per_token(length)
@@ -281,10 +325,11 @@ def teacher_flop_per_token(objective: Objective, length: float) -> float:
 
 
 def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
-    """Reads the facts of the recipe's teacher, for the rules; None if it has none.
+    """Reads the facts of the recipe's teacher, to which the rules apply; None if it has none.
 
     Raises:
-        UserError: For a config or headers of weights that cannot be read, or another tokenizer.
+        UserError: If the teacher's config or the headers of its weights cannot be read, or if the
+            method learns from its probabilities and it has another tokenizer.
     """
     teacher = recipe.teacher
     if teacher is None:

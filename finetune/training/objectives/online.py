@@ -1,4 +1,6 @@
-"""What a run that samples is made of (engine, rewards, second model), and the checks before it."""
+"""Makes the parts of a run that samples (engine, rewards, second model), and checks its rewards
+before it starts.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -12,6 +14,7 @@ from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.environments import has_tools
+from finetune.data.messages import Message
 from finetune.data.packing import StoredBatches
 from finetune.data.paid_text import read_reward_texts
 from finetune.data.prepare import PreparedData
@@ -49,19 +52,21 @@ def make_policy_objectives(
     teacher: Teacher | None,
     folder: Path | None,
 ) -> Objectives:
-    """Makes the objective of a run that samples, with its engine and rewards, and that of held-out
-    prompts.
+    """Makes the objectives of a run that samples, with the engine and the rewards.
+
+    All ranks call it.
 
     Args:
         model: The model that is trained.
         recipe: Of a method that samples.
-        data: The prompts.
+        data: The prompts, in training and held out.
         world: The ranks of the run.
-        teacher: The teacher, or the reference if it is a second model; else None.
-        folder: The run's, if it has one.
+        teacher: The second model of the run: a teacher or a reference; None if there is none.
+        folder: The run's folder; None for a session without one.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     engine = _make_engine(model, recipe, data, world, folder)
+    # Whether completions can share the forward of their prompt.
     can_share = can_continue(unwrap(model))
     if teacher is not None:
         can_share = can_share and can_continue(unwrap(teacher.model))
@@ -73,6 +78,7 @@ def make_policy_objectives(
         engine,
         Rewards(recipe.rollout),
         data.train.steps,
+        # Each rank lays out the rows of all ranks, so the ranks must agree.
         shares_prompts=recipe.data.packing and not world.any(not can_share),
         tools=make_tool_turns(recipe, data.tokenizer) if has_tool_turns else None,
         reward_models=load_reward_models(recipe, world),
@@ -80,7 +86,8 @@ def make_policy_objectives(
     other_model = _make_other_model(recipe, teacher)
     rollouts = RolloutBatches(sampler, data.train, _make_measure(model, recipe, world, other_model))
     if recipe.method_facts.has_critic:
-        other_model = None  # `rollouts` asks it, since its log-probabilities are a part of rewards
+        # `rollouts` runs it instead: the reference's log-probabilities are a part of the rewards.
+        other_model = None
     training = PolicyObjective(recipe, rollouts, other_model, teacher)
     return Objectives(training, HeldOutRewards(sampler, data.evaluation))
 
@@ -88,9 +95,9 @@ def make_policy_objectives(
 def _make_engine(
     model: nn.Module, recipe: Recipe, data: PreparedData, world: World, folder: Path | None
 ) -> Engine:
-    """Makes the engine that samples: the model itself, or a vLLM server.
+    """Makes the engine that samples: the model itself, or vLLM servers.
 
-    Raises `UserError` for a server without a run's folder.
+    Raises `UserError` if servers are to sample and there is no `folder` to hand weights over in.
     """
     keys = recipe.rollout
     stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
@@ -105,15 +112,15 @@ def _make_engine(
     routing = _replay_routing(unwrap(model)) if keys.routing_replay else None
     images = None if data.images is None else data.tokenizer.images
     if images is not None:
-        # An image's token has no meaning in an answer, and nothing can follow it.
+        # A sampled image token has no image behind it: it ends the answer.
         stop_ids = [*stop_ids, *images.token_ids]
     return EmbeddedEngine(model, world, stop_ids, rows, images=images, routing=routing)
 
 
 def _replay_routing(transformer: nn.Module) -> Routing:
-    """Makes the routers of a mixture replay what they are given (`Routing.replay`).
+    """Makes the routers of a mixture of experts take recorded choices (`Routing.replay`).
 
-    Raises `UserError` if no router is found.
+    Returns the routers. Raises `UserError` if the model has none that are known.
     """
     routing = find_routing(transformer)
     if routing is None:
@@ -126,40 +133,47 @@ def _replay_routing(transformer: nn.Module) -> Routing:
 
 
 def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | None:
-    """Returns the function that asks the teacher or the reference: a second, frozen model, or the
-    trained one without its adapters. None if neither is asked.
+    """Makes the function that computes the log-probabilities of the teacher or the reference.
+
+    It runs the second model `teacher`, or else, for a reference, the trained model without its
+    adapters. Returns None if the recipe has neither teacher nor reference.
     """
     head = partial(head_log_probabilities, temperature=recipe.method.temperature)
 
-    def ask_second_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    def run_second_model(_: nn.Module, micro_batch: MicroBatch) -> Tensor:
         assert teacher is not None
         with torch.no_grad():
             return teacher.model(**micro_batch.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
-    def ask_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
-        unrouted = replace(micro_batch, experts=None)  # a reference chooses its experts itself
+    def run_without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        # The sampler's choices are replayed in training only: a reference chooses its own experts.
+        unrouted = replace(micro_batch, experts=None)
         with evaluating(model), adapters_off(model):
             return model(**unrouted.inputs, head_function=head).double()  # type: ignore[no-any-return]
 
     if teacher is not None:
-        return ask_second_model
-    return ask_without_adapters if recipe.has_reference else None
+        return run_second_model
+    if recipe.has_reference:
+        return run_without_adapters
+    return None
 
 
 def _make_measure(
     model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
 ) -> MeasureTokens | None:
-    """Makes the function that measures a step's tokens before the first update on them: their
-    log-probabilities and, with a critic, its values and the reference's log-probabilities.
+    """Makes the function that measures the tokens of completions before the first update on them.
 
-    None if the loss needs none of them: without a critic, only a correction of the sampler does, if
-    the weights move more than once after sampling.
+    It computes their log-probabilities ("old") and, with a critic, the critic's "values" and the
+    log-probabilities under the "reference", if there is one.
+
+    Returns None if the loss needs none of these. Without a critic it needs only "old", and only if
+    it corrects for the sampler and makes several updates on the same completions.
     """
     keys = recipe.rollout
     has_critic = recipe.method_facts.has_critic
-    is_corrected = keys.importance_sampling_correction != NO_CORRECTION
-    corrects_old_weights = is_corrected and keys.updates_per_generation > 1
-    if not has_critic and not corrects_old_weights:
+    corrects_sampling = keys.importance_sampling_correction != NO_CORRECTION
+    needs_old = corrects_sampling and keys.updates_per_generation > 1
+    if not has_critic and not needs_old:
         return None
     head = choose_head(recipe)
 
@@ -168,7 +182,8 @@ def _make_measure(
             outputs = model(**micro_batch.inputs, head_function=head).float().cpu()
         if not has_critic:
             return {"old": outputs}
-        measured = {"old": outputs[0], "values": outputs[1]}
+        log_probabilities, values = outputs
+        measured = {"old": log_probabilities, "values": values}
         if other_model is not None:
             measured["reference"] = other_model(model, micro_batch).float().cpu()
         return measured
@@ -179,14 +194,14 @@ def _make_measure(
     return measure
 
 
-CHECKED_ROWS = 100  # the first of the data, whose columns reward functions may take
+CHECKED_ROWS = 100  # how many of the first rows `check_rewards` reads for the columns of the data
 
 
 def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Checks that there are rewards and that the rows have the columns that they take, before a
-    model is loaded.
+    """Checks, before a model is loaded, that there are rewards and that the data has the columns
+    that they need.
 
-    All ranks call it. Raises `UserError` on all.
+    All ranks call it. Raises `UserError` on all ranks if not, or if a reward cannot be loaded.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
@@ -199,7 +214,9 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         )
 
     def check() -> None:
-        columns = {"environments"} if recipe.rollout.environment else set[str]()
+        columns = set[str]()
+        if recipe.rollout.environment:
+            columns.add("environments")  # reward functions may take their states
         for row in read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples)))):
             columns.update(row["columns"])
         rewards.check_arguments(sorted(columns))
@@ -211,38 +228,49 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
-    """Asks the rewards for the scores of an empty and a short completion, and the server whether it
-    can sample.
+    """Tries all rewards on an empty and a short completion, and checks the vLLM servers.
 
-    All ranks call it.
+    All ranks call it; the scores are not used.
 
-    Raises `UserError` on all ranks if a reward fails and its failures are not counted instead, or
-    if the server cannot sample for this run.
+    Raises `UserError` on all ranks if a reward fails and `on_bad_reward` makes that an error, or if
+    a server cannot sample for this run.
     """
     assert isinstance(data.train, StoredBatches), "streaming is refused"
     examples = data.train.examples
     tokenizer = data.tokenizer
     rewards = Rewards(recipe.rollout)
-    end = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)[:1]
+    end_ids = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)
+    stop = end_ids[:1]  # any one of them ends an answer
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
-    sampled = [Sampled(ids + end, [], 0.0, Ended.STOPPED) for ids in answers]
+    sampled = [
+        Sampled(ids + stop, log_probabilities=[], entropy=0.0, ended=Ended.STOPPED)
+        for ids in answers
+    ]
 
-    def ask() -> None:
+    def try_all() -> None:
         if recipe.rollout.vllm_server_base_url is not None:
             check_servers(recipe)
-        rows = read_rows(examples, np.arange(2) % len(examples))
-        sampler = Sampler(recipe, world, tokenizer, None, rewards, data.train.steps)
+        rows = read_rows(examples, np.arange(2) % len(examples))  # twice the same if there is one
+        sampler = Sampler(
+            recipe, world, tokenizer, engine=None, rewards=rewards, steps=data.train.steps
+        )
         episodes = None
         if recipe.rollout.environment:
-            place = rewards.reserve_places(len(rows))
-            episodes = Episodes(recipe, tokenizer, rewards, place, rows)
-            episodes.begin([Request((0,), (recipe.run.seed, 0, place)) for place in range(2)])
-        sampler.score(rows, sampled, [[], []], 0, episodes)
-        completions = sampler.read_completions(rows, sampled, [[], []])
+            first_place = rewards.reserve_places(len(rows))
+            episodes = Episodes(recipe, tokenizer, rewards, first_place, rows)
+            # Any prompt does: no token is sampled.
+            requests = [
+                Request(prompt_ids=(0,), seed=(recipe.run.seed, 0, prompt)) for prompt in range(2)
+            ]
+            episodes.begin(requests)
+        no_turns: list[list[Message]] = [[], []]
+        sampler.score(rows, sampled, no_turns, step=0, episodes=episodes)
+        # A reward model is not loaded here, but its chat template is tried.
+        completions = sampler.read_completions(rows, sampled, no_turns)
         for text in read_reward_texts(recipe):
             text.encode(rows[0]["prompt"], completions[0])
 
     try:
-        RankGroup(world).on_main(ask)
+        RankGroup(world).on_main(try_all)
     finally:
         rewards.close()

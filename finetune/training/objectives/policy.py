@@ -1,8 +1,9 @@
 """Learning from sampled completions: GRPO and its kin, as one objective over the probability ratios
-of their tokens.
+of the completions' tokens.
 
-A rank that has no row left in a step gets a filler, a micro-batch without completions. Its loss is
-0, with a graph: the ranks' collectives meet in its forward and backward.
+The losses are in `policy_losses.py`, the metrics in `policy_metrics.py`. A rank that has no row
+left in a step gets a filler, a micro-batch without completions. Its loss is 0, but has a graph,
+because every rank must take part in the collectives of the forward and the backward.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -58,13 +59,18 @@ from finetune.training.objectives.policy_metrics import (
 )
 from finetune.training.objectives.preference import sum_and_count
 
-SAMPLING_RATIO = "importance_sampling/ratio"  # the mean sampling ratio
-# the share of these ratios that the correction replaces by the bound or 0
+# Names of metrics: the mean sampling ratio, and the share of sampling ratios that the correction
+# replaces by the bound or 0.
+SAMPLING_RATIO = "importance_sampling/ratio"
 SAMPLING_CORRECTED = "importance_sampling/corrected"
 
 
 def choose_head(recipe: Recipe) -> HeadFunction:
-    """Chooses the head function of completions: log-probabilities, and with a critic the values."""
+    """Chooses the head function for completions.
+
+    It computes the log-probabilities of labels, [positions]; with a critic these and the critic's
+    values, [2, positions].
+    """
     if recipe.method_facts.has_critic:
         head = head_log_probabilities_and_values
     else:
@@ -73,8 +79,8 @@ def choose_head(recipe: Recipe) -> HeadFunction:
 
 
 OtherModel = Callable[[nn.Module, MicroBatch], Tensor]
-"""(the model in training, a micro-batch on the device) -> fp64[positions]: another model's
-log-probabilities.
+"""(the model in training, a micro-batch on the device) -> the log-probabilities of the reference or
+the teacher, fp64[positions].
 """
 
 
@@ -83,30 +89,36 @@ class PolicyObjective(Objective):
     """The loss of sampled completions, averaged as the recipe's `loss_type` does."""
 
     recipe: Recipe
-    rollouts: RolloutBatches  # has the rewards' names, and what a checkpoint keeps
-    other_model: OtherModel | None = None  # scores tokens by the reference or the teacher
-    teacher: Teacher | None = None  # the teacher's model, which `other_model` runs
+    rollouts: RolloutBatches  # has the names of the rewards, and the files for a checkpoint
+    # the reference or the teacher; None if the loss needs neither
+    other_model: OtherModel | None = None
+    teacher: Teacher | None = None  # the second model that `other_model` runs, if it runs one
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "PolicyObjective":
-        """Under pipeline parallelism, runs the other model on all micro-batches now.
+        """Runs the other model on all micro-batches if there is a pipeline; else does nothing.
 
-        `measure` runs within the schedule of the stages, where no whole forward is possible; it
-        takes each result once, in the order of the micro-batches.
+        In a pipeline `measure` runs within the schedule of the stages, where a rank cannot run a
+        whole forward. It then takes the result of each micro-batch once, in their order.
         """
         if self.other_model is None or world.stages == 1:
             return self
-        log_probabilities = iter(
-            [self.other_model(model, part.to(world.device)) for part in micro_batches()]
+        results = iter(
+            [
+                self.other_model(model, micro_batch.to(world.device))
+                for micro_batch in micro_batches()
+            ]
         )
-        return replace(self, other_model=lambda *_: next(log_probabilities))
+        return replace(self, other_model=lambda _model, _micro_batch: next(results))
 
     def count(self, batch: StepBatch) -> int:
-        """Counts what the summed loss of a step is divided by: its trained tokens, its completions
-        times `max_completion_length` (Dr. GRPO), or its completions.
+        """Returns the divisor of a step's summed loss, over all ranks.
+
+        It is the number of trained tokens, of completions, or (Dr. GRPO) of completions times
+        `max_completion_length`.
         """
-        completions = batch.groups  # of a batch, not of a prompt: each completion is one
+        completions = batch.groups  # in a batch of completions, each is a group of its own
         average = loss_facts(self.recipe).average
         if average == "tokens":
             return batch.trained_tokens
@@ -124,12 +136,13 @@ class PolicyObjective(Objective):
         completions, is 0.
         """
         rollout = micro_batch.columns
-        assert rollout is not None, "completions come with what was sampled"
+        assert rollout is not None, "`make_step_batch` attaches the columns of sampled completions"
         completions = find_completions(micro_batch)
         other_log_probabilities = None
-        if self.other_model is not None:  # for a filler too: all ranks gather weights together
+        # For a filler too: every rank must take part in gathering the weights.
+        if self.other_model is not None:
             other_log_probabilities = self.other_model(model, micro_batch)
-        # [positions], or [2, positions] with a critic
+        # The other model ran before: the last forward must be the trained one.
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
         metrics, maxima = self._describe(
@@ -144,7 +157,8 @@ class PolicyObjective(Objective):
                 value_losses, value_metrics = self._compute_value_losses(
                     values, completions, rollout
                 )
-                losses = losses + value_losses  # [positions] both: RLOO has no critic
+                # Both are [positions]: only RLOO has losses of whole completions, and no critic.
+                losses = losses + value_losses
                 metrics |= value_metrics
             loss = sum_losses(losses, completions, self.recipe)
         else:  # a filler
@@ -154,13 +168,14 @@ class PolicyObjective(Objective):
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the loss is weighted by the sampling ratio, of old to sampled probabilities."""
+        """Whether the loss is weighted by the sampling ratio that `policy_losses.py` defines."""
         return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
 
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Splits the head's outputs into log-probabilities and values, fp64[positions] each.
 
-        `outputs`: fp64[2, positions] with a critic, else fp64[positions] and no values.
+        `outputs`: fp64[2, positions] with a critic. Without one they are the log-probabilities,
+        fp64[positions], and the values are None.
         """
         if not self.recipe.method_facts.has_critic:
             return outputs, None
@@ -174,17 +189,17 @@ class PolicyObjective(Objective):
         completions: Completions,
         rollout: Mapping[str, Tensor],
     ) -> tuple[Tensor, Metrics]:
-        """Computes the policy's losses of a micro-batch, and metrics of ratios, correction and KL.
+        """Computes the policy's losses in a micro-batch, and metrics of ratios, correction and KL.
 
         Args:
             log_probabilities: fp64[positions], of the model in training, with their graph.
-            other_log_probabilities: fp64[positions], of the reference or the teacher; None without
-                one.
-            completions: The completions at these positions.
+            other_log_probabilities: fp64[positions], of the reference or the teacher; None if there
+                is neither.
+            completions: Which completion each position belongs to.
             rollout: The columns of the micro-batch.
 
         Returns:
-            (losses of `loss_shape`, metric's name -> [2], a sum and its divisor).
+            (losses, in the shape that `loss_shape` names; metrics).
         """
         recipe = self.recipe
         shape = loss_shape(recipe)
@@ -208,8 +223,8 @@ class PolicyObjective(Objective):
             metrics[SAMPLING_CORRECTED] = completions.make_mean(is_replaced.double(), shape)
         if kl is not None:
             metrics["kl"] = completions.make_mean(kl.detach(), Shape.POSITIONS)
-            # A teacher's is part of the advantages. The losses are [positions] here: rules refuse
-            # beta with RLOO.
+            # The divergence from a teacher is in the advantages already. Losses and `kl` are both
+            # [positions]: rules refuse beta with RLOO.
             if not recipe.method_facts.needs_teacher:
                 losses = losses + recipe.method.beta * kl
         return losses, metrics
@@ -217,10 +232,11 @@ class PolicyObjective(Objective):
     def _estimate_divergence(
         self, log_probabilities: Tensor, other_log_probabilities: Tensor | None, sampled: Tensor
     ) -> Tensor | None:
-        """Estimates each token's KL divergence from the other model, [positions]; None without one.
+        """Estimates the KL divergence at each token, [positions].
 
-        To a teacher: of the sampling policy, without a gradient, for the advantages. To a
-        reference: of the model in training, with a gradient, for the loss.
+        With a teacher: of the sampling policy from the teacher, without a gradient, since it goes
+        into the advantages. With a reference: of the model in training from the reference, with a
+        gradient, since it is added to the loss. None without either.
         """
         if other_log_probabilities is None:
             return None
@@ -231,27 +247,28 @@ class PolicyObjective(Objective):
     def _choose_advantages(
         self, completions: Completions, rollout: Mapping[str, Tensor], kl: Tensor | None
     ) -> Tensor:
-        """Returns the advantages, of `loss_shape`.
+        """Chooses the advantages, in the shape that `loss_shape` names.
 
-        Under a teacher a token's advantage is that of its completion, less the token's `kl`
-        (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
+        A critic gives each token its own. Else a token has the advantage of its completion; with a
+        teacher, the token's `kl` is subtracted (Agarwal et al. 2023, arXiv:2306.13649, sec. 3.2).
         """
         if self.recipe.method_facts.has_critic:
             return rollout["token_advantages"].double()
-        of_completions = rollout["advantages"].double()
+        by_completion = rollout["advantages"].double()
         if loss_shape(self.recipe) is Shape.COMPLETIONS:
-            return of_completions
-        of_positions = completions.repeat(of_completions)
+            return by_completion
+        by_position = completions.repeat(by_completion)
         if kl is None or not self.recipe.method_facts.needs_teacher:
-            return of_positions
-        return of_positions - kl
+            return by_position
+        return by_position - kl
 
     def _compute_value_losses(
         self, values: Tensor, completions: Completions, rollout: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
-        """The critic's losses with their weight, [positions], and metrics as `_compute_losses`.
+        """Computes the critic's losses times `vf_coef`, [positions], and metrics of the critic.
 
-        "value/mean" is of the values before the first update on these completions.
+        `values`: fp64[positions], of the critic in training, with their graph. "value/mean" is the
+        mean of the values before the first update on these completions.
         """
         old_values = rollout["values"].double()
         returns = rollout["returns"].double()
@@ -262,7 +279,8 @@ class PolicyObjective(Objective):
             "value/mean": completions.make_mean(old_values, Shape.POSITIONS),
             "value/return": completions.make_mean(returns, Shape.POSITIONS),
         }
-        if "reference" in rollout:  # with "old"; the divergence is a part of the rewards
+        if "reference" in rollout:  # then "old" is there too
+            # With a critic the divergence from the reference is a part of the rewards.
             log_ratios = rollout["old"].double() - rollout["reference"].double()
             metrics["kl"] = completions.make_mean(log_ratios, Shape.POSITIONS)
         return self.recipe.method.vf_coef * losses, metrics
@@ -270,12 +288,12 @@ class PolicyObjective(Objective):
     def _choose_old_log_probabilities(
         self, log_probabilities: Tensor, sampled: Tensor, rollout: Mapping[str, Tensor]
     ) -> Tensor:
-        """Chooses the log-probabilities that the ratios divide by, fp64[positions].
+        """Chooses the old log-probabilities, against which ratios are taken, fp64[positions].
 
-        With a critic, or if sampling is corrected, they are those under the weights before the
-        first update on these completions: "old", which training has measured, or the present ones
-        if a correction has no "old", since there is one update only. Else they are the sampler's,
-        however many updates there are.
+        With a critic or a correction of the sampler, they are those before the first update on
+        these completions: "old", which was measured then. If a correction has no "old", this is
+        the only update, and the present log-probabilities are the old ones. In all other cases they
+        are the sampler's.
         """
         if "old" in rollout:
             return rollout["old"].double()
@@ -290,7 +308,10 @@ class PolicyObjective(Objective):
         rollout: Mapping[str, Tensor],
         step: int,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Metrics and maxima of a micro-batch: the same names for every one, fillers included."""
+        """Makes the metrics and maxima that need no losses; metrics of losses get empty sums.
+
+        So every micro-batch has the same names in the same order. A filler keeps the empty sums.
+        """
         sampled = rollout["sampled"].double()
         log_drifts = log_probabilities - sampled
         is_drifted = find_drifted(log_probabilities, sampled, self.recipe)
@@ -309,9 +330,10 @@ class PolicyObjective(Objective):
         return metrics, maxima
 
     def _make_empty_metrics(self, zero: Tensor) -> Metrics:
-        """Names every metric of both losses, with a sum of 0 over 0 values, as a filler has them.
+        """Makes the metrics of the policy's and the critic's losses, each with a sum of 0 over 0
+        values.
 
-        `zero`: [2].
+        `zero`: [2], on the device.
         """
         names = ["clip_ratio"]
         if self.recipe.method_facts.has_critic:
@@ -323,10 +345,10 @@ class PolicyObjective(Objective):
         return dict.fromkeys(names, zero)
 
     def _describe_rollout(self, rollout: Mapping[str, Tensor]) -> Metrics:
-        """Metrics that only some recipes have: of a critic, a server, dynamic sampling, tools and
-        each reward function.
+        """Makes the metrics that depend on the recipe: of a critic, a server, sampling ahead,
+        dynamic sampling, tools and each reward function.
 
-        A score that is nan is left out of its mean: the function does not apply.
+        A score is nan if the function does not apply to the completion; its mean leaves it out.
         """
         keys = self.recipe.rollout
         metrics = {}
@@ -336,10 +358,11 @@ class PolicyObjective(Objective):
                 explained.nan_to_num(), ~explained.isnan()
             )
         if keys.vllm_server_base_url is not None:
-            # of the weights to the server
+            # how long it took to hand the weights over to the server
             metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
-            # how often new weights, or the end of a run, cut a completion, and the tokens lost so
+            # how often new weights or the end of a run interrupted a completion, and the sampled
+            # tokens that were lost by it
             metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
             metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
@@ -349,31 +372,32 @@ class PolicyObjective(Objective):
             metrics["tools/failure_frequency"] = torch.stack(
                 [rollout["failed_calls"].sum(), rollout["calls"].sum()]
             )
-        for name, scores in zip(
-            self.rollouts.sampler.reward_names, rollout["scores"].T, strict=True
-        ):
+        reward_names = self.rollouts.sampler.reward_names
+        for name, scores in zip(reward_names, rollout["scores"].T, strict=True):
             metrics[f"rewards/{name}"] = sum_and_count(scores.nan_to_num(), ~scores.isnan())
         return metrics
 
     def complete(self, means: Means) -> Means:
-        """Replaces each mean square of ratios by the effective sample size, mean**2 / mean square:
-        a share of the tokens, 1 if all ratios are equal.
+        """Replaces each mean square of ratios by the effective sample size, mean**2 / mean square.
+
+        That is a share of the tokens; it is 1 if all ratios are equal.
         """
-        for name in [name for name in means if name.endswith(SQUARE)]:
+        names_of_squares = [name for name in means if name.endswith(SQUARE)]
+        for name in names_of_squares:
             mean_square = means.pop(name)
             prefix = name.removesuffix("/square")  # "ratio", or such as "staleness/2/ratio"
-            if mean_square:  # 0 if the ratios are next to 0; over no tokens there is no mean
+            if mean_square:  # it rounds to 0 if all ratios are close to 0
                 share = means[f"{prefix}/mean"] ** 2 / mean_square
                 # sums in fp32 may round above 1
                 means[f"{prefix}/effective_sample_size"] = min(1.0, share)
         return means
 
     def describe_files(self, step: int) -> Mapping[str, bytes]:
-        """The completions that are still to be trained on."""
+        """Returns the files with the completions that later steps are still to train on."""
         return self.rollouts.describe_files(step)
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Reads the completions that are still to be trained on."""
+        """Reads back the completions that later steps are still to train on."""
         self.rollouts.resume(checkpoint, step)
 
 
@@ -381,58 +405,63 @@ class PolicyObjective(Objective):
 class HeldOutRewards(GroupObjective):
     """The rewards of greedy answers to held-out prompts.
 
-    The loss is their mean, negative, so that less is better; an answer without a reward counts as
-    0 there.
+    The loss is minus the mean reward, since a lower loss must be better. There an answer without a
+    reward counts as 0.
     """
 
     sampler: Sampler
-    prompts: StoredBatches | None
-    # example -> reward, tokens, scores
+    prompts: StoredBatches | None  # None: nothing is held out, and nothing is measured
+    # example id -> the reward, the number of sampled tokens, and the score of each reward function
     results: Mapping[int, list[float]] = field(default_factory=dict)
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "HeldOutRewards":
-        """Samples answers to all held-out prompts, a part of them at a time; every rank has all."""
+        """Samples and rewards answers to all held-out prompts, some of them at a time.
+
+        Returns:
+            The objective with the `results` of all prompts, on every rank.
+        """
         assert self.prompts is not None, "something is held out"
         ids = np.arange(len(self.prompts.examples))
         results: dict[int, list[float]] = {}
-        at_once = (
+        prompts_at_once = (
             self.sampler.recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
         )
-        # Asking for a micro-batch raises where a signal ends the evaluation; none is used. They
-        # begin again at the first one, since there may be more parts than micro-batches.
+        # Reading a micro-batch raises if a signal ends the evaluation. The micro-batches are not
+        # used. They are repeated without end: there may be fewer of them than rounds of sampling.
         checks_for_signal = chain.from_iterable(begin() for begin in repeat(micro_batches))
-        for first in range(0, len(ids), at_once):
+        for first in range(0, len(ids), prompts_at_once):
             next(checks_for_signal)
-            part = ids[first : first + at_once]
             rollout = self.sampler.roll_out(
                 self.prompts.examples,
-                part,
+                ids[first : first + prompts_at_once],
                 step=0,
                 generations=1,
                 greedy=True,
                 prompts_before=first,
             )
-            for i, example_id in enumerate(rollout.example_ids.tolist()):
-                tokens = len(rollout.sampled[i].log_probabilities)
+            for place, example_id in enumerate(rollout.example_ids.tolist()):
+                sampled_tokens = len(rollout.sampled[place].log_probabilities)
                 results[example_id] = [
-                    float(rollout.rewards[i]),
-                    float(tokens),
-                    *rollout.scores[i].tolist(),
+                    float(rollout.rewards[place]),
+                    float(sampled_tokens),
+                    *rollout.scores[place].tolist(),
                 ]
         return replace(self, results=results)
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """Sums the rewards, tokens and scores that `prepare` has collected, and counts them."""
+        """Sums the `results` of the micro-batch's prompts. The model is not run."""
+        # in the order of a result's numbers
         names = ["reward", "completions/mean_length"]
         names += [f"rewards/{name}" for name in self.sampler.reward_names]
-        rows = torch.tensor([self.results[i] for i in micro_batch.example_ids])
-        # a filler has no row
-        columns = rows.reshape(-1, len(names)).to(micro_batch.labels.device).T
+        results = torch.tensor([self.results[i] for i in micro_batch.example_ids])
+        # a filler has none: [0] becomes [0, names]
+        columns = results.reshape(-1, len(names)).to(micro_batch.labels.device).T
         metrics = {}
         for name, column in zip(names, columns, strict=True):
             metrics[name] = sum_and_count(column.nan_to_num(), ~column.isnan()).float()
-        return Measured(-columns[0].nan_to_num().sum(), metrics)
+        rewards = columns[0]
+        return Measured(-rewards.nan_to_num().sum(), metrics)

@@ -1,13 +1,17 @@
-"""The losses of sampled completions, a function a stage: ratios, the bounded loss, corrections,
-divergence, the sum.
+"""The losses of sampled completions, stage by stage: ratios, the bounded loss, the correction, the
+KL divergence, the critic's loss, the sum.
 
-A stage has one value for each position or one for each completion: `Shape` says which.
+Ratios, advantages and losses have one value for each position or one for each completion: `Shape`
+says which.
 
-Three ratios of probabilities occur, each with bounds. The *ratio*, of the model in training to that
-before the first update ("old"), is bounded by the loss (`find_clipped`). The *sampling ratio*, of
-old to sampled, is the loss's weight, with the bounds of a correction (`find_replaced`). The
-*drift*, of the model in training to sampled, is only reported (`find_drifted`), most often as its
-logarithm.
+There are three ratios of a token's probabilities, each with bounds:
+
+- The *ratio*, of the model in training to the model before the first update on these completions
+  ("old"). The loss bounds it (`find_clipped`).
+- The *sampling ratio*, of old to sampled. It weighs the loss, within the bounds of a correction
+  (`find_replaced`).
+- The *drift*, of the model in training to sampled. It is only reported (`find_drifted`), most often
+  as its logarithm.
 """
 
 from dataclasses import dataclass
@@ -25,45 +29,48 @@ from finetune.training.objectives.preference import sum_and_count
 class Shape(Enum):
     """The shape of losses, ratios and advantages."""
 
-    POSITIONS = "positions"  # [positions]: one for each token
-    COMPLETIONS = "completions"  # [completions]: one for each completion; RLOO alone
+    POSITIONS = "positions"  # [positions]: a value for each trained position of a micro-batch
+    COMPLETIONS = "completions"  # [completions]: a value for each completion; only RLOO has these
 
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Which completion of a micro-batch each trained position belongs to."""
+    """Which completion of a micro-batch each of its `trained_positions` belongs to."""
 
-    # int64[positions]: a place in `MicroBatch.example_ids`; 0 for positions without a label
+    # int64[positions]: an index into `MicroBatch.example_ids`; 0 for positions without a label
     of_position: Tensor
-    is_trained: Tensor  # bool[positions]; False for those without a label
-    count: int
+    is_trained: Tensor  # bool[positions]: whether the position has a label
+    count: int  # how many completions there are; 0 in a filler
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums each completion's trained tokens: [positions] -> [completions]."""
+        """Sums `values` over each completion's trained tokens: [positions] -> [completions]."""
         zeros = torch.zeros(self.count, dtype=values.dtype, device=values.device)
         return zeros.index_add(0, self.of_position, torch.where(self.is_trained, values, 0.0))
 
     def average(self, values: Tensor) -> Tensor:
-        """Averages over each completion's trained tokens: [positions] -> [completions]; 0 where it
-        has none.
+        """Averages `values` over each completion's trained tokens: [positions] -> [completions].
+
+        A completion without trained tokens gets 0.
         """
         tokens = self.sum(torch.ones_like(self.of_position, dtype=torch.float64))
         return (self.sum(values) / tokens.clamp(min=1)).to(values.dtype)
 
     def repeat(self, values: Tensor) -> Tensor:
-        """Gives each position its completion's value: [completions] -> [positions]."""
+        """Gives each position the value of its completion: [completions] -> [positions]."""
         return values[self.of_position]
 
     def make_mean(self, values: Tensor, shape: Shape) -> Tensor:
-        """A metric that is the mean of `values`: their sum and their number, [2].
+        """Makes the metric that is the mean of `values`: their sum and their number, fp64[2].
 
         Positions without a label do not count.
         """
-        return sum_and_count(values, self.is_trained if shape is Shape.POSITIONS else None)
+        is_counted = self.is_trained if shape is Shape.POSITIONS else None
+        return sum_and_count(values, is_counted)
 
     def find_largest(self, values: Tensor) -> Tensor:
-        """The largest of `values` [positions], which are not negative, at trained positions: fp32,
-        0-dim; 0 for a filler.
+        """Finds the largest of `values` at trained positions, fp32, 0-dim; 0 if there are none.
+
+        `values`: [positions], none of them negative.
         """
         if not len(values):  # a filler
             return values.new_zeros((), dtype=torch.float32)
@@ -73,7 +80,7 @@ class Completions:
 def find_completions(micro_batch: MicroBatch) -> Completions:
     """Reads which completion each of a micro-batch's `trained_positions` belongs to.
 
-    Those that fill this list up to a round number have no label, and are not trained on.
+    Positions that only fill this list up to a round number have no label, and are not trained on.
     """
     assert micro_batch.trained_documents is not None, "completions are documents"
     is_trained = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
@@ -81,14 +88,14 @@ def find_completions(micro_batch: MicroBatch) -> Completions:
 
 
 def loss_facts(recipe: Recipe) -> PolicyLoss:
-    """The row of the recipe's `loss_type`: how the loss is bounded and averaged."""
+    """Returns the facts of the recipe's `loss_type`: how the loss is bounded and averaged."""
     return POLICY_LOSSES[recipe.method.loss_type]
 
 
 def loss_shape(recipe: Recipe) -> Shape:
-    """COMPLETIONS for RLOO, which has one ratio for a completion; POSITIONS for every other loss.
+    """Returns COMPLETIONS for RLOO, which has one ratio for a completion, and else POSITIONS.
 
-    GSPO's too: it gives each token the ratio of its sequence.
+    GSPO has POSITIONS too: it gives each token the ratio of its sequence.
     """
     if loss_facts(recipe).average == "whole_sequences":
         return Shape.COMPLETIONS
@@ -98,15 +105,17 @@ def loss_shape(recipe: Recipe) -> Shape:
 def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
     """Computes the probability ratios of the model in training to the old one.
 
+    A completion's ratio is the product of its tokens' ratios (RLOO). A token's ratio is its own
+    (GRPO), or the geometric mean over its completion (GSPO: Zheng et al. 2025, arXiv:2507.18071,
+    eq. 7).
+
     Args:
         log_ratios: [positions], of single tokens.
-        completions: Of the positions.
+        completions: Which completion each position belongs to.
         recipe: With its loss and `importance_sampling_level`.
 
     Returns:
-        Of `loss_shape`. A completion's ratio is the product of its tokens' (RLOO). A token's is its
-        own (GRPO), or the geometric mean over its sequence (GSPO: Zheng et al. 2025,
-        arXiv:2507.18071, eq. 7).
+        The ratios, in the shape that `loss_shape` names.
     """
     if loss_shape(recipe) is Shape.COMPLETIONS:
         return completions.sum(log_ratios).exp()
@@ -116,8 +125,9 @@ def compute_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe)
 
 
 def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
-    """The lowest and the highest ratio that the loss does not bound: 1 - epsilon and 1 +
-    epsilon_high (DAPO; epsilon where it is null); 0 and epsilon_high itself for CISPO.
+    """Returns the lowest and the highest ratio that the loss leaves unchanged.
+
+    They are 1 - epsilon and 1 + epsilon_high (DAPO); for CISPO, 0 and epsilon_high itself.
     """
     epsilon, epsilon_high = _epsilons(recipe)
     if loss_facts(recipe).bound == "weight":
@@ -126,7 +136,7 @@ def ratio_bounds(recipe: Recipe) -> tuple[float, float]:
 
 
 def _epsilons(recipe: Recipe) -> tuple[float, float]:
-    """Returns (epsilon, epsilon_high); epsilon is both where epsilon_high is null."""
+    """Returns (epsilon, epsilon_high). If the recipe's epsilon_high is null, it is epsilon too."""
     epsilon = recipe.rollout.epsilon
     epsilon_high = recipe.rollout.epsilon_high
     if epsilon_high is None:
@@ -135,15 +145,14 @@ def _epsilons(recipe: Recipe) -> tuple[float, float]:
 
 
 def find_drifted(log_probabilities: Tensor, sampled: Tensor, recipe: Recipe) -> Tensor:
-    """Says which tokens have drifted beyond the bounds of the loss, whatever their advantages;
-    bool[positions].
+    """Finds the tokens whose drift is outside the bounds of the loss, bool[positions].
 
-    The loss itself holds its bounds against the ratio. Here they are held against each token's
-    drift, or the difference of its two probabilities (DPPO).
+    The bounds are those that the loss sets to its ratios, whatever the advantages. DPPO's are set
+    to the difference of a token's two probabilities instead.
 
     Args:
         log_probabilities: [positions], of the model in training.
-        sampled: [positions], of the sampler.
+        sampled: [positions], the log-probabilities under the sampler.
         recipe: With its loss and bounds.
     """
     if loss_facts(recipe).bound == "difference":
@@ -153,6 +162,7 @@ def find_drifted(log_probabilities: Tensor, sampled: Tensor, recipe: Recipe) -> 
 
 
 def _is_outside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Returns, for each value, whether it lies below or above the bounds (lowest, highest)."""
     low, high = bounds
     return (values < low) | (values > high)
 
@@ -160,18 +170,20 @@ def _is_outside(values: Tensor, bounds: tuple[float, float]) -> Tensor:
 def compute_losses(
     ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
 ) -> Tensor:
-    """Computes the bounded losses: PPO's clipped surrogate, the log-probability under a bounded
-    weight (CISPO), or the surrogate of the tokens whose probability has not moved too far with the
-    advantage (DPPO).
+    """Computes the bounded losses.
+
+    A loss is PPO's clipped surrogate; or the log-probability times a bounded weight (CISPO); or the
+    plain surrogate, which is dropped if the token's probability has moved too far in the direction
+    of the advantage (DPPO).
 
     Args:
-        ratios: Of `loss_shape`.
-        advantages: Of `loss_shape`.
+        ratios: In the shape that `loss_shape` names.
+        advantages: In that shape.
         log_probabilities: [positions], of the model in training.
         recipe: With its loss (`POLICY_LOSSES` names the papers) and bounds.
 
     Returns:
-        Of `loss_shape`.
+        The losses, in that shape.
     """
     bound = loss_facts(recipe).bound
     if bound == "difference":
@@ -186,12 +198,15 @@ def compute_losses(
 def find_clipped(
     ratios: Tensor, advantages: Tensor, log_probabilities: Tensor, recipe: Recipe
 ) -> Tensor:
-    """Says which losses the bounds change; bool, of `loss_shape` like `ratios` and `advantages`.
+    """Finds the losses that the bounds change: a bool for each ratio.
 
-    The surrogate loses its gradient beyond the bound where the ratio went with the advantage: a
-    good token that grew, a bad one that shrank. So does DPPO's, which bounds the differences of
-    probabilities, and for which a token with the advantage 0 is bad. CISPO's weight is bounded for
-    every advantage, and its gradient stays.
+    PPO's surrogate loses its gradient where a ratio is out of bounds in the direction of the
+    advantage: a good token became too likely, or a bad one too unlikely. DPPO's does so too, but
+    the bounds are those of the difference of the two probabilities, and a token with the advantage
+    0 counts as bad. CISPO's weight is bounded whatever the advantage, and the loss keeps its
+    gradient.
+
+    The arguments are those of `compute_losses`.
     """
     bound = loss_facts(recipe).bound
     if bound == "difference":
@@ -200,48 +215,53 @@ def find_clipped(
         old_probabilities = probabilities / ratios.detach()
         growth = probabilities - old_probabilities
         return torch.where(advantages > 0, growth > epsilon_high, growth < -epsilon)
-    is_clipped = _is_outside(ratios, ratio_bounds(recipe))
+    is_outside = _is_outside(ratios, ratio_bounds(recipe))
     if bound == "weight":
-        return is_clipped
-    return is_clipped & ((ratios - 1) * advantages > 0)
+        return is_outside
+    moved_with_advantage = (ratios - 1) * advantages > 0
+    return is_outside & moved_with_advantage
 
 
 def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
     """Computes the sampling ratios: of the old probabilities to the sampler's.
 
+    By the correction's `level`, a ratio is that of a token, that of a whole completion (the product
+    of its tokens' ratios), or the geometric mean of its tokens' ratios. The recipe's
+    `importance_sampling_level` has no influence: it is about the other ratios.
+
     Args:
         log_ratios: [positions], of single tokens.
-        completions: Of the positions.
-        recipe: The row of `CORRECTIONS` says whether a ratio is a token's, a whole sequence's or
-            the geometric mean of its tokens' (`importance_sampling_level` is of the other ratios).
+        completions: Which completion each position belongs to.
+        recipe: With its correction.
 
     Returns:
-        Of `loss_shape`: a sequence's ratio is repeated for its tokens where they have losses of
-        their own. Rules refuse ratios of tokens for RLOO.
+        The ratios, in the shape that `loss_shape` names: the ratio of a completion is repeated at
+        its positions if that is POSITIONS.
     """
     level = CORRECTIONS[recipe.rollout.importance_sampling_correction].level
-    if level == "token":
+    if level == "token":  # [positions]: rules refuse it for RLOO
         return log_ratios.exp()
     if level == "sequence":
-        of_sequences = completions.sum(log_ratios)
+        by_completion = completions.sum(log_ratios)
     else:
-        of_sequences = completions.average(log_ratios)
+        by_completion = completions.average(log_ratios)
     if loss_shape(recipe) is Shape.POSITIONS:
-        return completions.repeat(of_sequences).exp()
-    return of_sequences.exp()
+        return completions.repeat(by_completion).exp()
+    return by_completion.exp()
 
 
 def compute_weights(sampling_ratios: Tensor, recipe: Recipe) -> Tensor:
-    """Computes the weights of the losses, as the recipe's row of `CORRECTIONS` says.
+    """Computes the weight that each sampling ratio gives its loss, as the recipe's correction says.
 
-    Within the bounds a weight is the ratio, or 1 where `is_weighted` is false. Beyond them it is as
-    `weight_beyond` says: the bound, 0, or the ratio all the same.
-
-    Arguments and result are of `loss_shape`.
+    Within the bounds the weight is the ratio, or 1 if the correction's `is_weighted` is false.
+    Beyond the bounds `weight_beyond` decides: the weight is the bound, 0, or still the ratio.
     """
     correction = CORRECTIONS[recipe.rollout.importance_sampling_correction]
     low, high = _sampling_bounds(recipe)
-    within = sampling_ratios if correction.is_weighted else torch.ones_like(sampling_ratios)
+    if correction.is_weighted:
+        within = sampling_ratios
+    else:
+        within = torch.ones_like(sampling_ratios)
     if correction.weight_beyond == "ratio":
         beyond = sampling_ratios
     elif correction.weight_beyond == "bound":
@@ -252,8 +272,9 @@ def compute_weights(sampling_ratios: Tensor, recipe: Recipe) -> Tensor:
 
 
 def find_replaced(sampling_ratios: Tensor, recipe: Recipe) -> Tensor:
-    """Says which sampling ratios the correction replaces by the bound or 0: those beyond the
-    bounds, and none where it keeps the ratio; bool, of `loss_shape`.
+    """Finds the sampling ratios that the correction replaces by the bound or 0: a bool for each.
+
+    These are the ratios beyond the bounds; none if the correction keeps the ratio there.
     """
     if CORRECTIONS[recipe.rollout.importance_sampling_correction].weight_beyond == "ratio":
         return torch.zeros_like(sampling_ratios, dtype=torch.bool)
@@ -261,17 +282,20 @@ def find_replaced(sampling_ratios: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _sampling_bounds(recipe: Recipe) -> tuple[float, float]:
-    """The lowest and the highest sampling ratio that the correction follows."""
+    """Returns the lowest and the highest sampling ratio of the correction's bounds."""
     keys = recipe.rollout
     return keys.importance_sampling_clip_min or 0.0, keys.importance_sampling_clip_max
 
 
 def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
-    """Estimates the KL divergence from the reference, token by token: unbiased, never negative,
+    """Estimates the KL divergence from the reference at each token: unbiased, never negative, and
     with a gradient.
 
-    Source: k3 of Schulman 2020, "Approximating KL divergence". Arguments and result are
-    [positions].
+    Source: k3 of Schulman 2020, "Approximating KL divergence".
+
+    Args:
+        log_probabilities: [positions], of the model in training.
+        reference: [positions], the log-probabilities under the reference.
     """
     return (reference - log_probabilities).exp() - (reference - log_probabilities) - 1
 
@@ -279,33 +303,41 @@ def estimate_kl(log_probabilities: Tensor, reference: Tensor) -> Tensor:
 def compute_value_losses(
     values: Tensor, old_values: Tensor, returns: Tensor, recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
-    """Computes PPO's clipped loss of the values.
+    """Computes PPO's clipped loss of the critic's values.
 
-    A loss is half the larger of two squared errors: that of the value, and that of the value moved
-    to within `cliprange_value` of the old one.
+    A loss is half the larger of two squared errors: that of the value, and that of the clipped
+    value, which is at most `cliprange_value` away from the old value.
 
     Source: PPO's own code (github.com/openai/baselines, ppo2), as TRL and verl have it.
 
     Args:
         values: [positions], of the critic in training, with their graph.
         old_values: [positions], of the critic before the first update on these completions.
-        returns: [positions].
+        returns: [positions], the targets of the values.
         recipe: With `cliprange_value`.
 
     Returns:
-        (losses, bool: whether the moved value has the larger error), [positions] each.
+        (losses, whether the clipped value has the larger error), [positions] each.
     """
-    bound = recipe.method.cliprange_value
-    bounded = torch.minimum(torch.maximum(values, old_values - bound), old_values + bound)
+    clip_range = recipe.method.cliprange_value
+    lowest = old_values - clip_range
+    highest = old_values + clip_range
+    clipped_values = torch.minimum(torch.maximum(values, lowest), highest)
     errors = (values - returns).square()
-    bounded_errors = (bounded - returns).square()
-    return 0.5 * torch.maximum(errors, bounded_errors), bounded_errors > errors
+    clipped_errors = (clipped_values - returns).square()
+    return 0.5 * torch.maximum(errors, clipped_errors), clipped_errors > errors
 
 
 def sum_losses(losses: Tensor, completions: Completions, recipe: Recipe) -> Tensor:
-    """Sums the losses of a micro-batch, 0-dim; for GRPO, the means of its completions' losses.
+    """Sums the losses of a micro-batch, 0-dim.
 
-    The step divides the sum by what `PolicyObjective.count` returns.
+    For GRPO each completion's losses are averaged over its tokens first. The step divides the sum
+    by the result of `PolicyObjective.count`.
+
+    Args:
+        losses: In the shape that `loss_shape` names.
+        completions: Which completion each position belongs to.
+        recipe: With its loss.
     """
     if loss_shape(recipe) is Shape.COMPLETIONS:
         return losses.sum()

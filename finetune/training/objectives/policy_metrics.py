@@ -1,6 +1,6 @@
 """Metrics of sampled completions: lengths, rewards, and how far training is from sampling.
 
-"ratio" and "log_ratio" in a metric's name are drifts, see `policy_losses.py`.
+In a metric's name, "ratio" and "log_ratio" mean the drift that `policy_losses.py` defines.
 """
 
 from collections.abc import Mapping
@@ -14,34 +14,38 @@ from finetune.training.objectives.objective import Metrics
 from finetune.training.objectives.policy_losses import Completions
 from finetune.training.objectives.preference import sum_and_count
 
-# the mean square of ratios, from which the effective sample size is computed
+# how the name of a metric ends that is a mean square of ratios; `PolicyObjective.complete` computes
+# the effective sample size from it
 SQUARE = "ratio/square"
 
 
 def describe_completions(rollout: Mapping[str, Tensor], *, has_groups: bool) -> Metrics:
-    """Metrics of a micro-batch's completions, each [2] as `sum_and_count` makes it.
+    """Makes the metrics of a micro-batch's completions, each as `sum_and_count` does.
 
     Args:
-        rollout: The columns that `completion_rows` makes, [completions] each. Among them are the
-            reward, nan where no function gave a score; the deviation of the rewards in its group;
-            its sampled tokens, without those of tools, and their entropy, summed; and whether the
-            limit of tokens ended it (is_cut). Two are the same for all completions: the share of
-            flat groups (flat), and that of completions with a failed score (failed), among all that
-            the step sampled, groups included that it dropped.
-        has_groups: Whether rewards are compared within groups; a critic compares none.
+        rollout: The columns that `make_step_batch` attaches, [completions] each. It reads: rewards,
+            nan if no function gave a score; deviations, the standard deviation of the rewards in
+            the completion's group; tokens, the number of sampled tokens, without those of tools;
+            entropies, summed over these tokens; is_cut, whether the limit of tokens ended the
+            completion. Two columns have the same value for all completions: flat, the share of
+            groups with equal rewards; and failed, the share of completions with a failed score.
+            Both are shares of all that the step sampled, groups that it dropped included.
+        has_groups: Whether rewards are compared within groups. With a critic they are not.
     """
     rewards = rollout["rewards"]
-    of_groups = {
-        "reward_std": sum_and_count(rollout["deviations"]),
-        "frac_reward_zero_std": sum_and_count(rollout["flat"]),
-    }
+    metrics_of_groups: Metrics = {}
+    if has_groups:
+        metrics_of_groups = {
+            "reward_std": sum_and_count(rollout["deviations"]),
+            "frac_reward_zero_std": sum_and_count(rollout["flat"]),
+        }
     return {
         "reward": sum_and_count(rewards.nan_to_num(), ~rewards.isnan()),
-        **(of_groups if has_groups else {}),
+        **metrics_of_groups,
         "reward_failures": sum_and_count(rollout["failed"]),
         "completions/mean_length": sum_and_count(rollout["tokens"]),
         "completions/clipped_ratio": sum_and_count(rollout["is_cut"]),
-        # the mean over tokens
+        # the mean over tokens, not over completions
         "entropy": torch.stack(
             [rollout["entropies"].double().sum(), rollout["tokens"].double().sum()]
         ),
@@ -49,9 +53,9 @@ def describe_completions(rollout: Mapping[str, Tensor], *, has_groups: bool) -> 
 
 
 def describe_ratios(log_drifts: Tensor, completions: Completions) -> Metrics:
-    """Metrics of how far the model in training is from the one that sampled.
+    """Makes the metrics of how far the model in training is from the model that sampled.
 
-    `log_drifts`: fp64[positions]; "log_ratio/mean" is the mean of their absolute values.
+    "log_ratio/mean" is the mean of the absolute values of `log_drifts`, fp64[positions].
     """
     is_trained = completions.is_trained
     distances = torch.where(is_trained, log_drifts, 0.0).abs()
@@ -63,32 +67,37 @@ def describe_ratios(log_drifts: Tensor, completions: Completions) -> Metrics:
 
 
 def _describe_spread(log_drifts: Tensor, is_counted: Tensor) -> Metrics:
-    """Mean, mean square and histogram of the drifts where `is_counted`, bool[positions]."""
+    """Makes the metrics of how the drifts spread: their mean, mean square and histogram.
+
+    `is_counted`: bool[positions], the positions whose drifts are counted.
+    """
     drifts = log_drifts.exp()
     metrics = {
         "ratio/mean": sum_and_count(drifts, is_counted),
         SQUARE: sum_and_count(drifts.square(), is_counted),
     }
-    # [positions]: a drift is in the bin of the number of borders that are below it
+    # [positions]: a drift's bin is the number of borders that lie below the drift
     bins = torch.stack([drifts > border for border in RATIO_BORDERS]).sum(0)
-    for number, name in enumerate(RATIO_SHARES):
-        metrics[name] = sum_and_count((bins == number).double(), is_counted)
+    for index, name in enumerate(RATIO_SHARES):
+        metrics[name] = sum_and_count((bins == index).double(), is_counted)
     return metrics
 
 
 def describe_staleness(
     log_drifts: Tensor, staleness: Tensor, completions: Completions, recipe: Recipe
 ) -> Metrics:
-    """Metrics of staleness: its mean in steps, and the drifts by age, in whole generations.
+    """Makes the metrics of staleness: its mean in steps, and how the drifts spread at each age.
 
-    The steps of a generation are trained on in turn. So its later ones are stale by the updates
-    before them even where nothing was sampled ahead; their age is 0 all the same.
+    A token's age is its staleness in whole generations. The updates of one generation are made one
+    after another, so the later ones train on stale tokens even if nothing was sampled ahead; the
+    age of these tokens is 0.
 
     Args:
         log_drifts: fp64[positions].
-        staleness: fp64[positions]: the steps from the weights that sampled to those of the step.
-        completions: Of the positions.
-        recipe: With `max_staleness`, the largest age; what is older counts there.
+        staleness: fp64[positions]: how many steps after the weights that sampled the token it is
+            trained on.
+        completions: Which positions are trained.
+        recipe: With `max_staleness`, the largest age; older tokens count as this old.
     """
     keys = recipe.rollout
     is_trained = completions.is_trained

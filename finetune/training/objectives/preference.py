@@ -1,5 +1,7 @@
-"""Training on preferences: DPO, ORPO, SimPO and KTO as objectives over the log-probabilities of
-documents.
+"""Training on preferences: DPO, ORPO, SimPO and KTO as objectives over the documents'
+log-probabilities.
+
+The functions at the end (`make_measured`, `sum_and_count`) serve other objectives too.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,19 +21,21 @@ from finetune.training.reference import Reference, evaluating, sum_log_probabili
 
 
 class Pairs(NamedTuple):
-    """A number of each pair's chosen and rejected answer: log-probabilities, tokens, rewards."""
+    """A value for each chosen and each rejected answer of several pairs, such as its reward."""
 
     chosen: Tensor  # [pairs]
-    rejected: Tensor
+    rejected: Tensor  # [pairs]
 
     @classmethod
-    def of(cls, documents: Tensor) -> "Pairs":
-        """Splits [documents], which alternate: chosen, rejected, chosen, rejected..."""
-        return cls(documents[::2], documents[1::2])
+    def of(cls, values: Tensor) -> "Pairs":
+        """Splits the documents' values, [documents]: the chosen and the rejected answer of the
+        first pair, those of the second pair, and so on.
+        """
+        return cls(values[::2], values[1::2])
 
     @property
     def margin(self) -> Tensor:
-        """The chosen answers' numbers minus the rejected ones', [pairs]."""
+        """The chosen answer's value minus the rejected answer's, [pairs]."""
         return self.chosen - self.rejected
 
     def __sub__(self, other: "Pairs") -> "Pairs":
@@ -44,16 +48,17 @@ class Pairs(NamedTuple):
 def dpo_losses(
     log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Computes the losses of direct preference optimization, [pairs], without the cross entropy
-    that `rpo_alpha` adds.
+    """Computes the losses of direct preference optimization, [pairs].
+
+    The cross entropy of `rpo_alpha` is not among them.
 
     Args:
         log_ratios: Log-probabilities summed over each answer's tokens, minus the reference's.
-        tokens: The number of each answer's tokens, over which IPO alone averages, as TRL does and
-            its authors confirmed.
+        tokens: The number of each answer's tokens. Only IPO reads it: it averages over tokens, as
+            in TRL, and as its authors confirmed.
         keys: With loss_type and beta.
-        label_smoothing: The share of pairs whose order is wrong (Mitchell 2023, "A note on DPO with
-            noisy preferences").
+        label_smoothing: The assumed share of pairs in the wrong order (Mitchell 2023, "A note on
+            DPO with noisy preferences"). Only loss_type sigmoid reads it.
 
     Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023,
     arXiv:2305.10425, eq. 6 (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq.
@@ -67,17 +72,17 @@ def dpo_losses(
     margin = keys.beta * log_ratios.margin
     if keys.loss_type == "hinge":
         return torch.relu(1 - margin)
-    return _smoothed(margin, label_smoothing)
+    return _smooth_sigmoid_losses(margin, label_smoothing)
 
 
 def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
-    """Computes the odds ratio's part of odds ratio preference optimization.
+    """Computes one of the two terms of odds ratio preference optimization: that of the odds ratio.
 
-    The other part is the cross entropy of the chosen answers. Source: Hong et al. 2024,
+    The other term is the cross entropy of the chosen answers. Source: Hong et al. 2024,
     arXiv:2403.07691, eq. 6 and 7.
 
     Args:
-        averages: Log-probabilities per token.
+        averages: Each answer's log-probability, averaged over its tokens.
         keys: With beta, the paper's lambda.
 
     Returns:
@@ -89,15 +94,24 @@ def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
 
 
 def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
-    """Computes the losses of simple preference optimization, [pairs]; it has no metrics of its own.
+    """Computes the losses of simple preference optimization.
 
-    `averages`: log-probabilities per token. Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
+    Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
+
+    Args:
+        averages: Each answer's log-probability, averaged over its tokens.
+        keys: With beta and simpo_gamma.
+
+    Returns:
+        (the losses, [pairs]; no metrics).
     """
     return -F.logsigmoid(keys.beta * averages.margin - keys.simpo_gamma), {}
 
 
-# (losses and metrics of averages; the weight of the chosen answers' cross entropy beside them)
+# (the function that computes losses and metrics from averages per token; the weight of the chosen
+# answers' cross entropy that is added to the losses)
 PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, Metrics]], float]
+# method -> its losses; `PreferenceObjective.measure` calls them
 WITH_REFERENCE: Mapping[str, Callable[[Pairs, Pairs, Method, float], Tensor]] = {"dpo": dpo_losses}
 WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
     "orpo": (orpo_losses, 1.0),
@@ -111,7 +125,8 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) 
     Args:
         log_ratios: Log-probabilities summed over each answer's tokens, minus the reference's.
         desirable: bool[answers], whether the answer is rated good.
-        kl: 0-dim, how far the model is from the reference; without a gradient, not below 0.
+        kl: 0-dim, the estimated KL divergence of the model from the reference; without a gradient,
+            at least 0.
         keys: With beta and the weights of both ratings.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
@@ -121,34 +136,38 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) 
     return weights * (1 - torch.sigmoid(keys.beta * gain))
 
 
-def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+def _smooth_sigmoid_losses(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Computes -log sigmoid of the margins, [pairs], as if a share `label_smoothing` of each margin
+    had the opposite sign.
+    """
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
 def _log1mexp(x: Tensor) -> Tensor:
     """Computes log(1 - exp(x)) for x <= 0, without cancellation (Maechler 2012).
 
-    Takes a probability exp(x) that rounds to 1 as one fp32 step below it, so that odds are finite;
-    they have no gradient there.
+    A probability exp(x) closer to 1 than fp32's epsilon counts as 1 - epsilon, so that odds are
+    finite. It has no gradient then.
     """
     x = x.clamp(max=-torch.finfo(torch.float32).eps)
-    return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+    minus_log_2 = -0.693  # where the paper changes from one formula to the other
+    return torch.where(x > minus_log_2, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(GroupObjective):
-    """The mean of a method's loss over pairs, beside the chosen answers' cross entropy if it has
-    one.
+    """The mean over pairs of a method's loss, plus the weighted cross entropy of the chosen answers
+    if the method has that term.
 
-    That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a
+    The cross entropy is averaged over the chosen answers' tokens of the whole step, not of one
     micro-batch.
     """
 
     keys: Method
     reference: Reference | None  # None: the method needs none
     label_smoothing: float = 0.0
-    # the mean trained tokens of a chosen answer; None: of the step's. Of held-out data it is that
-    # of all batches.
+    # How many trained tokens a chosen answer has on average; None: the average of the step. It is
+    # set for held-out data, whose loss is one average over all batches.
     chosen_tokens_per_pair: float | None = None
     # the ranks that divide the documents' tokens between them
     sequence_group: ProcessGroup | None = None
@@ -156,36 +175,42 @@ class PreferenceObjective(GroupObjective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's pairs, and TRL's metrics of them."""
+        """Sums the losses of the micro-batch's pairs, with the metrics that TRL has."""
         keys = self.keys
+        # The reference runs first: the last forward must be the trained one.
         reference = None
         if self.reference is not None:
             reference = Pairs.of(self.reference(model, micro_batch))
-        sums, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
+        sums, token_counts = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         policy = Pairs.of(sums)
-        lengths = Pairs.of(tokens)
+        tokens = Pairs.of(token_counts)
         metrics: Metrics = {}
         if reference is not None:
-            compute_losses = WITH_REFERENCE[keys.method]
+            compute_with_reference = WITH_REFERENCE[keys.method]
             log_ratios = policy - reference
-            losses = compute_losses(log_ratios, lengths, keys, self.label_smoothing)
+            losses = compute_with_reference(log_ratios, tokens, keys, self.label_smoothing)
             nll_weight = keys.rpo_alpha or 0.0
             metrics |= _describe_pairs(policy, log_ratios, keys.beta)
         else:
             compute, nll_weight = WITHOUT_REFERENCE[keys.method]
-            averages = policy / lengths
+            averages = policy / tokens
             losses, metrics = compute(averages, keys)
             metrics |= _describe_pairs(averages, averages, keys.beta)
         loss = losses.sum()
         if nll_weight:
-            mean_tokens = self.chosen_tokens_per_pair or batch.chosen_tokens / max(1, batch.groups)
-            loss = loss - nll_weight * policy.chosen.sum() / mean_tokens
-            metrics["nll_loss"] = torch.stack([-policy.chosen.sum(), lengths.chosen.sum()])
+            # The step divides the loss by its pairs: together that is a division by chosen tokens.
+            average_of_step = batch.chosen_tokens / max(1, batch.groups)
+            tokens_per_pair = self.chosen_tokens_per_pair or average_of_step
+            loss = loss - nll_weight * policy.chosen.sum() / tokens_per_pair
+            metrics["nll_loss"] = torch.stack([-policy.chosen.sum(), tokens.chosen.sum()])
         return make_measured(loss, metrics, self.sequence_group)
 
 
 def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) -> Metrics:
-    """TRL's metrics of pairs; the reward of an answer is beta times its log ratio."""
+    """Makes the metrics of pairs that TRL has. An answer's reward is `beta` times its log ratio.
+
+    Without a reference, both `log_probabilities` and `log_ratios` are averages per token.
+    """
     rewards = Pairs(beta * log_ratios.chosen, beta * log_ratios.rejected)
     margins = beta * log_ratios.margin
     return {
@@ -202,23 +227,26 @@ def _describe_pairs(log_probabilities: Pairs, log_ratios: Pairs, beta: float) ->
 class RatingObjective(GroupObjective):
     """KTO: the mean over rated answers of their loss.
 
-    Every answer's loss depends on how far the model is from its reference. That is estimated from
-    the mismatched answers (the prompts with other prompts' answers) of a step or an evaluation, on
-    all ranks: in a forward before the first backward.
+    Each loss depends on the KL divergence of the model from its reference. `prepare` estimates it
+    from the mismatched answers (prompts with the answers of other prompts) of a whole step or
+    evaluation on all ranks.
     """
 
     keys: Method
     reference: Reference
-    kl: Tensor | None = None  # 0-dim fp64; None before `prepare`
+    kl: Tensor | None = None  # the estimated divergence, 0-dim fp64; None before `prepare`
     # the ranks that divide the documents' tokens between them
     sequence_group: ProcessGroup | None = None
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "RatingObjective":
-        """Returns the objective with the KL divergence of the model in training from its reference,
-        which is estimated without dropout.
+        """Estimates the KL divergence of the model in training from its reference, without dropout.
+
+        Returns:
+            The objective with `kl`.
         """
+        # the sum of the log ratios, and the number of answers
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         for micro_batch in micro_batches():
             assert micro_batch.mismatched is not None, "rated answers come with mismatched ones"
@@ -235,8 +263,9 @@ class RatingObjective(GroupObjective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's answers, and TRL's metrics of them, which call those
-        rated good chosen.
+        """Sums the losses of the micro-batch's answers, with the metrics that TRL has.
+
+        Their names call the answers that are rated good "chosen", and the others "rejected".
         """
         desirable = micro_batch.desirable
         kl = self.kl
@@ -258,39 +287,43 @@ class RatingObjective(GroupObjective):
         return make_measured(losses.sum(), metrics, self.sequence_group)
 
     def complete(self, means: Means) -> Means:
-        """Adds the margin between the average rewards, since no answer has a partner."""
+        """Adds the margin between the average rewards of good and bad answers.
+
+        It is no mean over pairs, since answers have no partners.
+        """
         if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
-            return means
+            return means  # all answers have the same rating
         return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
 def make_measured(
     loss: Tensor, metrics: Mapping[str, Tensor], sequence_group: ProcessGroup | None
 ) -> Measured:
-    """What this rank measured, in fp32, where all ranks of a sequence compute the same loss.
+    """Makes the `Measured` of a loss that every rank of `sequence_group` computes, in fp32.
 
-    Each rank has its share of the loss; metrics are means, and need no share.
+    The loss is divided by the number of these ranks, since all ranks' losses are added up. Metrics
+    are not: they are quotients of two sums, in which the number cancels out.
     """
     detached = {name: pair.detach().float() for name, pair in metrics.items()}
     return Measured(share_of(loss.float(), sequence_group), detached)
 
 
 def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
-    """A rank's share of a loss that all ranks of a sequence compute."""
+    """Divides a loss by the number of ranks in `sequence_group`, all of which compute it."""
     if sequence_group is None:
         return loss
     return loss / sequence_group.size()
 
 
 def sum_and_count(values: Tensor, where: Tensor | None = None) -> Tensor:
-    """Returns a mean as ranks add it up, fp64[2]: the sum of `values`, and their number.
+    """Computes a metric that is a mean of `values`: their sum and their number, fp64[2].
 
-    `where`: bool of the shape of `values`, those that count; None: all do.
+    `where`: which values count, bool in the shape of `values`; None: all of them.
     """
     if where is None:
-        counted = torch.ones_like(values)
+        weights = torch.ones_like(values)
     else:
-        counted = where.to(values.dtype)
+        weights = where.to(values.dtype)
     return torch.stack(
-        [(values * counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)]
+        [(values * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)]
     )

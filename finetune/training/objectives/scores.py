@@ -20,30 +20,33 @@ from finetune.training.objectives.preference import Pairs, make_measured, sum_an
 from finetune.training.objectives.ranks import describe_order
 from finetune.training.reference import sum_by_document
 
-TINY = torch.finfo(torch.float64).tiny
+TINY = torch.finfo(torch.float64).tiny  # keeps a division by a sum of zeros finite
 
 
 @dataclass(frozen=True, slots=True)
 class PairScores(GroupObjective):
-    """The mean over pairs of -log sigmoid(chosen score - rejected score - margin) (Bradley and
-    Terry 1952).
+    """The loss of a reward model: -log sigmoid(chosen score - rejected score - margin), averaged
+    over pairs (Bradley and Terry 1952).
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the margin, 0 in rows without one: Touvron
-    et al. 2023, arXiv:2307.09288, eq. 2; the centering: Eisenstein et al. 2023, arXiv:2312.09244,
-    section 5, as TRL's RewardTrainer.
+    A row without a margin has margin 0. Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 1; of the
+    margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2; of the centering: Eisenstein et al. 2023,
+    arXiv:2312.09244, section 5, as in TRL's RewardTrainer.
     """
 
+    # the weight of the squared sum of both scores in the loss; None: that term is left out
     center_coefficient: float | None
     sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's pairs, and TRL's metrics of them."""
+        """Sums the losses of the micro-batch's pairs, with the metrics that TRL has."""
         micro_batch = micro_batch.with_documents()
-        scores = Pairs.of(score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0])
-        # the chosen answer's label is the margin of the row
-        row_margins = Pairs.of(read_numbers(find_labels(micro_batch, self.sequence_group))).chosen
+        document_scores = score_documents(model, micro_batch, inputs, self.sequence_group)
+        scores = Pairs.of(document_scores[:, 0])  # the head has one score
+        # the label of a chosen answer holds the margin of the row
+        numbers = Pairs.of(read_numbers(find_labels(micro_batch, self.sequence_group)))
+        row_margins = numbers.chosen
         losses = -F.logsigmoid(scores.margin - row_margins)
         if self.center_coefficient is not None:
             losses = losses + self.center_coefficient * (scores.chosen + scores.rejected) ** 2
@@ -58,34 +61,34 @@ class PairScores(GroupObjective):
 
 @dataclass(frozen=True, slots=True)
 class ClassScores(Objective):
-    """The mean over documents of the cross entropy of their class.
+    """The loss of a classifier: the cross entropy of a document's class, averaged over documents.
 
-    Its metrics are means over the documents of a step or of all held-out data: accuracy, and the F1
-    of each class, whose mean is `f1_macro`. F1 is twice the documents of a class that are predicted
-    to be of it, divided by the sum of those that are predicted to be and those that are.
+    The metrics are computed over the documents of a step or of all held-out data: accuracy, and the
+    F1 of each class, whose mean is `f1_macro`. F1 is 2 x hits / (predicted + true): the documents
+    of the class that are predicted to be so, all that are predicted to be so, and all of the class.
     """
 
-    labels: Names
-    weights: tuple[float, ...]  # of the classes
-    has_several: bool  # a document may have several classes, of which each is decided alone
-    sequence_group: ProcessGroup | None
-    is_held_out: bool = False
+    labels: Names  # the names of the classes
+    weights: tuple[float, ...]  # of each class, in the loss
+    has_several: bool  # whether a document may have several classes; each is then decided alone
+    sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
+    is_held_out: bool = False  # then the scores of all documents are kept for `describe_rows`
 
     @classmethod
     def of(cls, recipe: Recipe, sequence_group: ProcessGroup | None) -> "ClassScores":
-        """Makes the recipe's objective."""
+        """Makes the objective of the recipe's keys; classes without weights have the weight 1."""
         labels = recipe.data.labels
         weights = recipe.method.class_weights or (1.0,) * len(labels)
         return cls(labels, weights, recipe.data.problem_type == MULTI_LABEL, sequence_group)
 
     def for_evaluation(self) -> "ClassScores":
-        """The same, with the scores of all documents for `describe_rows`."""
+        """Returns the objective of held-out data, which also keeps scores for `describe_rows`."""
         return replace(self, is_held_out=True)
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's documents."""
+        """Sums the losses of the micro-batch's documents, with their metrics."""
         micro_batch = micro_batch.with_documents()
         scores = score_documents(model, micro_batch, inputs, self.sequence_group)
         labels = find_labels(micro_batch, self.sequence_group)
@@ -96,10 +99,13 @@ class ClassScores(Objective):
     ) -> Measured:
         """Computes the loss and the metrics of documents from their scores.
 
+        `StepScores` passes the steps of answers instead of documents.
+
         Args:
             scores: fp64[documents, classes].
-            labels: int64[documents]; IGNORE_INDEX is no label.
-            sequence_group: The ranks that know the same scores.
+            labels: int64[documents], as `_read_classes` reads them; IGNORE_INDEX: the document has
+                no label, and does not count.
+            sequence_group: The ranks that call this with the same scores; None: this rank alone.
         """
         is_labeled = labels != IGNORE_INDEX
         are_true = self._read_classes(labels) & is_labeled[:, None]
@@ -109,8 +115,8 @@ class ClassScores(Objective):
         metrics = {"accuracy": sum_and_count(is_right.double(), is_labeled)}
         for index, name in enumerate(self.labels):
             hits = (are_predicted & are_true)[:, index].sum(dtype=torch.float64)
-            named = are_predicted[:, index].sum() + are_true[:, index].sum()
-            metrics[f"f1/{name}"] = torch.stack([2 * hits, named.double()])
+            predicted_and_true = are_predicted[:, index].sum() + are_true[:, index].sum()
+            metrics[f"f1/{name}"] = torch.stack([2 * hits, predicted_and_true.double()])
         measured = make_measured(losses.sum(), metrics, sequence_group)
         if not self.is_held_out:
             return measured
@@ -118,28 +124,30 @@ class ClassScores(Objective):
         return replace(measured, rows=(rows,))
 
     def _read_classes(self, labels: Tensor) -> Tensor:
-        """Reads from labels whether each document has each class, bool[documents, classes].
+        """Reads from the labels which classes each document has, bool[documents, classes].
 
-        A label is the index of a class; if there may be several classes, bit i stands for class i.
+        A label is the index of the document's class. With `has_several`, the bits of a label stand
+        for the classes: bit i is set if the document has class i.
         """
         classes = torch.arange(len(self.labels), device=labels.device)
         if self.has_several:
-            return (labels[:, None] >> classes & 1).bool()
+            return ((labels[:, None] >> classes) & 1).bool()
         return labels[:, None] == classes
 
     def _compute_losses(self, scores: Tensor, are_true: Tensor) -> Tensor:
-        """The losses by the classes' weights, [documents, classes]; one without label has none.
+        """Computes the weighted losses of each class, fp64[documents, classes].
 
-        A document's loss is their sum.
+        A document's loss is the sum over its row. Each row is the cross entropy of one class; with
+        `has_several`, the mean of the binary cross entropies of all classes.
         """
         if self.has_several:
             losses = F.binary_cross_entropy_with_logits(scores, are_true.double(), reduction="none")
             losses = losses / len(self.labels)
         else:
             losses = -scores.log_softmax(1) * are_true
-        # weights are numbers of the host: a tensor of them would have to be copied to the device
-        weighed = zip(losses.unbind(1), self.weights, strict=True)
-        return torch.stack([column * weight for column, weight in weighed], 1)
+        # Column by column, since a tensor of weights would have to be copied to the device.
+        by_class = zip(losses.unbind(1), self.weights, strict=True)
+        return torch.stack([class_losses * weight for class_losses, weight in by_class], 1)
 
     def _predict(self, scores: Tensor) -> Tensor:
         """Predicts which classes each document has, bool[documents, classes]."""
@@ -149,77 +157,86 @@ class ClassScores(Objective):
         return scores.argmax(1, keepdim=True) == classes
 
     def describe_rows(self, rows: Tensor) -> Means:
-        """Metrics of how the scores order documents, and how true their probabilities are.
+        """Computes the metrics of the held-out documents' probabilities (`calibration.py`).
 
-        `rows`: fp64[documents, 2 x classes]: scores, then whether a document has each class.
+        `rows`: fp64[documents, 2 x classes]: the scores, and then whether the document has each
+        class (1 or 0). Without rows there are no metrics.
         """
         if not len(rows):
             return {}
         classes = len(self.labels)
-        return describe_probabilities(rows[:, :classes], rows[:, classes:] > 0, self.has_several)
+        scores = rows[:, :classes]
+        are_true = rows[:, classes:] > 0
+        return describe_probabilities(scores, are_true, self.has_several)
 
     def complete(self, means: Means) -> Means:
-        """Adds the mean F1 of the classes that occur."""
-        scores = [value for name, value in means.items() if name.startswith("f1/")]
-        if scores:
-            return means | {"f1_macro": sum(scores) / len(scores)}
+        """Adds the mean F1 over the classes that occur, predicted or true."""
+        f1_scores = [value for name, value in means.items() if name.startswith("f1/")]
+        if f1_scores:
+            return means | {"f1_macro": sum(f1_scores) / len(f1_scores)}
         return means
 
 
 @dataclass(frozen=True, slots=True)
 class StepScores(Objective):
-    """The mean cross entropy of whether a step of an answer is right (Lightman et al. 2023,
-    arXiv:2305.20050, as TRL's PRMTrainer), with the metrics of two classes.
+    """The loss of a process reward model: the cross entropy of whether a step of an answer is
+    right, averaged over steps (Lightman et al. 2023, arXiv:2305.20050, as in TRL's PRMTrainer).
     """
 
-    classes: ClassScores
+    classes: ClassScores  # computes loss and metrics of the two classes, right and wrong
 
     @classmethod
     def of(cls, _recipe: Recipe, _sequence_group: ProcessGroup | None) -> "StepScores":
-        """Makes the objective, on which no recipe has an influence.
+        """Makes the objective; the arguments, which all rows of `SCORING` get, have no influence.
 
-        It needs no sequence group: of a document's steps, a rank has those among its own tokens.
+        The sequence group is not needed: each rank measures only the steps among its own tokens.
         """
-        return cls(ClassScores(STEP_SCORES, (1.0, 1.0), has_several=False, sequence_group=None))
+        return cls(
+            ClassScores(STEP_SCORES, weights=(1.0, 1.0), has_several=False, sequence_group=None)
+        )
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's steps."""
+        """Sums the losses of the micro-batch's steps, with their metrics."""
         scores: Tensor = model(**inputs, head_function=head_scores)
         labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
-        return self.classes.describe(scores.double(), labels, None)
+        return self.classes.describe(scores.double(), labels, sequence_group=None)
 
     def complete(self, means: Means) -> Means:
-        """Adds the mean F1 of both classes."""
+        """Adds the mean F1 over both classes."""
         return self.classes.complete(means)
 
 
 @dataclass(frozen=True, slots=True)
 class RankedScores(Objective):
-    """The loss of a reranker: of the scores of a query's documents, against their relevance.
+    """The loss of a reranker, which compares the scores of a query's documents with their
+    relevance.
 
     The documents of a query are in one micro-batch.
     """
 
-    loss_type: str
-    group_size: int
-    sequence_group: ProcessGroup | None
+    loss_type: str  # a key of `RANKING`
+    group_size: int  # documents of a query
+    sequence_group: ProcessGroup | None  # the ranks that divide the documents' tokens between them
 
     def count(self, batch: StepBatch) -> int:
-        """The queries of the step; its documents if the loss looks at each alone."""
+        """Returns the divisor of the step's loss: its queries, or its documents if the loss takes
+        each document alone.
+        """
         if self.loss_type == POINTWISE:
-            return batch.trained_tokens
+            return batch.trained_tokens  # one in each document
         return batch.groups
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The losses of the micro-batch's queries, and metrics of their documents' order."""
+        """Sums the losses of the micro-batch's queries, with metrics of their documents' order."""
         micro_batch = micro_batch.with_documents()
-        scores = score_documents(model, micro_batch, inputs, self.sequence_group)[:, 0]
-        shape = (len(scores) // self.group_size, self.group_size)  # [queries, documents]
-        scores = scores.view(shape)
+        document_scores = score_documents(model, micro_batch, inputs, self.sequence_group)
+        queries = len(document_scores) // self.group_size
+        shape = (queries, self.group_size)  # [queries, documents of each]
+        scores = document_scores[:, 0].view(shape)  # the head has one score
         relevance = read_numbers(find_labels(micro_batch, self.sequence_group)).view(shape)
         losses = RANKING[self.loss_type](scores, relevance)
         metrics = {"scores/mean": sum_and_count(scores.flatten())}
@@ -229,9 +246,12 @@ class RankedScores(Objective):
 
 
 def _compare_pairs(scores: Tensor, relevance: Tensor) -> Tensor:
-    """The mean of -log sigmoid(score difference) over a query's pairs of a more and a less relevant
-    document, [queries] (RankNet: Burges et al. 2005); 0 without such pairs.
+    """Computes the losses of RankNet (Burges et al. 2005), [queries].
+
+    A loss is the mean of -log sigmoid(score difference) over the query's pairs of a more and a less
+    relevant document; 0 if there are no such pairs. Both arguments are [queries, documents].
     """
+    # [queries, documents, documents]: whether the first document is more relevant than the second
     is_pair = relevance[:, :, None] > relevance[:, None, :]
     margins = scores[:, :, None] - scores[:, None, :]
     losses = torch.where(is_pair, -F.logsigmoid(margins), 0.0)
@@ -239,14 +259,16 @@ def _compare_pairs(scores: Tensor, relevance: Tensor) -> Tensor:
 
 
 def _compare_shares(scores: Tensor, shares: Tensor) -> Tensor:
-    """The cross entropy of the softmax over a query's documents against `shares`, which add up to
-    1; [queries].
+    """Computes the cross entropy of the softmax over a query's documents, [queries].
+
+    `shares`: [queries, documents], the target probabilities. They add up to 1 for each query; a
+    query whose shares are all 0 has loss 0.
     """
     return -(shares * scores.log_softmax(1)).sum(1)
 
 
-# loss_type -> the losses, [queries] or [queries, documents], of scores against relevance, both
-# [queries, documents]
+# loss_type -> (scores, relevance), both [queries, documents] -> the losses: [queries], or
+# [queries, documents] if the loss takes each document alone
 RANKING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     POINTWISE: lambda scores, relevance: F.binary_cross_entropy_with_logits(
         scores, relevance.clamp(max=1), reduction="none"
@@ -260,6 +282,7 @@ RANKING: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# kind of rows -> a function that makes the objective from the recipe and the sequence group
 SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = {
     "scored_pairs": lambda recipe, group: PairScores(
         recipe.method.center_rewards_coefficient, group
@@ -276,22 +299,31 @@ def score_documents(
     inputs: Mapping[str, Any],
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Computes the scores of each document of the micro-batch at its one labeled token,
-    fp64[documents, scores].
+    """Computes the scores of each document of the micro-batch, fp64[documents, scores].
 
-    `sequence_group`: the ranks that divide the documents' tokens between them; each returns the
-    scores of all.
+    They are the head's output at the document's only labeled token.
+
+    `micro_batch`: with `trained_documents`. `sequence_group`: the ranks that divide the documents'
+    tokens between them; each returns the scores of all. None: this rank has all tokens.
     """
     scores_of_tokens: Tensor = model(**inputs, head_function=head_scores)
+    # the sum over one token is its score
     return sum_by_document(scores_of_tokens, micro_batch, sequence_group)
 
 
 def read_numbers(labels: Tensor) -> Tensor:
-    """Reads the numbers whose bits `label_of_number` made the labels of; fp64 of their shape."""
+    """Turns labels that `label_of_number` made back into the numbers, fp64 in the labels' shape.
+
+    Such a label, int64, is the bits of the number in fp32.
+    """
     return labels.to(torch.int32).view(torch.float32).double()
 
 
 def find_labels(micro_batch: MicroBatch, sequence_group: ProcessGroup | None) -> Tensor:
-    """Finds the label of each document, int64[documents]."""
+    """Finds the label of each document's only labeled token, int64[documents].
+
+    The arguments are those of `score_documents`.
+    """
     labels = micro_batch.labels.flatten()[micro_batch.trained_positions]
+    # the sum over one token is its label
     return sum_by_document(labels, micro_batch, sequence_group).long()

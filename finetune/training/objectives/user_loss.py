@@ -1,4 +1,4 @@
-"""A loss of the user's own, as `Session.forward_backward` takes it."""
+"""The objective of a loss function that a user passes to `Session.forward_backward`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,11 @@ from finetune.models.log_probabilities import choose_label_head
 from finetune.training.objectives.objective import Measured, Objective
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""The `loss` of `Session.forward_backward`, which documents it."""
+"""(log-probabilities, micro-batch) -> the loss, as `Session.forward_backward` documents it."""
 
 
 class AskedColumns(dict[str, Tensor]):
-    """The columns of a batch by name; a missing one is explained to the user."""
+    """The columns of a micro-batch by name. Reading a missing one raises `UserError`."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(
@@ -28,26 +28,31 @@ class AskedColumns(dict[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class FunctionObjective(Objective):
-    """A user's loss, averaged over what the recipe's method counts.
+    """A user's loss, averaged over the step's pairs or trained tokens.
 
-    Where the function fails, the loss is 0, since the other ranks wait in the backward;
-    `raise_fault` raises the fault after it.
+    If the function fails, the loss is 0 for the time being, since the other ranks wait for this
+    rank's backward. `raise_fault`, called after the backward, raises the error.
     """
 
     function: LossFunction
-    counts_pairs: bool
-    faults: list[UserError] = field(default_factory=list)
+    counts_pairs: bool  # whether the recipe's method averages over pairs
+    faults: list[UserError] = field(default_factory=list)  # of the function, on this rank
 
     def count(self, batch: StepBatch) -> int:
-        """The step's trained tokens, or its pairs."""
+        """Returns the divisor of the step's loss, over all ranks: its pairs or trained tokens."""
         return batch.groups if self.counts_pairs else batch.trained_tokens
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The function's loss; of a filler 0, with a graph: ranks meet in its backward too."""
+        """Computes the function's loss; 0 for a filler, or if the function fails.
+
+        A loss of 0 has a graph too, because every rank must take part in the collectives of the
+        backward.
+        """
         outputs = model(**inputs, head_function=choose_label_head(micro_batch.targets))
-        if not micro_batch.example_ids:
+        is_filler = not micro_batch.example_ids
+        if is_filler:
             return Measured(outputs.sum() * 0.0)
         columns = AskedColumns(micro_batch.columns or {})
         try:
@@ -56,10 +61,14 @@ class FunctionObjective(Objective):
             self.faults.append(fault)
             return Measured(outputs.sum() * 0.0)
 
-    def _call(self, outputs: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Calls the function. Raises `UserError` if it fails or returns no loss."""
+    def _call(self, log_probabilities: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Calls the user's function; returns the loss, 0-dim.
+
+        Raises `UserError` if the function fails, or if it returns anything but one number with a
+        graph.
+        """
         with explained("loss", self.function):
-            loss: object = self.function(outputs, micro_batch.with_documents())
+            loss: object = self.function(log_probabilities, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise UserError(
                 f"{place_of(self.function)}loss: returned {_describe(loss)}; return one number "
@@ -68,12 +77,13 @@ class FunctionObjective(Objective):
         return loss
 
     def raise_fault(self) -> None:
-        """Raises the first fault of the function on this rank, if there was one."""
+        """Raises the first error of the function on this rank, if there was one."""
         if self.faults:
             raise self.faults[0]
 
 
 def _describe(loss: object) -> str:
+    """Describes, for a message, a value that is no loss: not a tensor, not one number, no graph."""
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     if loss.dim():
