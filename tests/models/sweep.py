@@ -82,7 +82,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
     "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), VOCABULARY),
     "max_position_embeddings": 256,
     "head_dim": 16,
     "rotary_dim": 8,
