@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import inspect
 import itertools
+import os
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Mapping
@@ -16,7 +17,8 @@ from typing import Any
 
 from finetune.errors import Preempted, UserError
 
-PACKAGE = str(Path(__file__).resolve().parents[1])  # the folder of this package's own files
+# The folder of this package's own files. Without the separator it would match finetune_mine.py.
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 MANY_ROWS = 100_000  # progress is printed at this row, and at ten times as many, and so on
 
 

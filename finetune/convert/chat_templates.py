@@ -621,7 +621,7 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
             conversion.remarks.append(f"{key}: {value}   ({MAYBE_EARLIER_THOUGHTS})")
 
 
-def compare_scored_turns(settings: ToolFile, conversion: Conversion) -> None:
+def report_scored_text(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where a reward model reads another text there than here.
 
     Replaces the reports about trained tokens: a reward model only scores the text.

@@ -15,7 +15,7 @@ from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
-from finetune.convert.chat_templates import compare_scored_turns
+from finetune.convert.chat_templates import report_scored_text
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
@@ -571,7 +571,7 @@ def _adapt_reward(settings: ToolFile, source: Path, conversion: Conversion) -> N
             conversion.add_difference("lora_task_type", settings.get("lora_task_type"), FROZEN_HEAD)
         if COMMAND not in settings and settings.get("center_rewards_coefficient") is None:
             conversion.remarks.append(f"method: reward   ({NAMED_REWARD})")
-    compare_scored_turns(settings, conversion)
+    report_scored_text(settings, conversion)
     _drop_supervised_keys("reward", conversion)
 
 

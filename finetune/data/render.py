@@ -822,11 +822,11 @@ def _check_turns(
         for start, end in spans
         if not turn_ends or end in turn_ends or end == spans[-1][1]
     ]
-    if not all(_ends_turn(span_text, renderer) for span_text in last_spans):
+    if not all(_ends_with_turn_or_special_token(span_text, renderer) for span_text in last_spans):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
-    elif last_spans and not _stops(last_spans[-1], renderer):
+    elif last_spans and not _stops_at_last_token(last_spans[-1], renderer):
         yield "stop_not_trained"
 
 
@@ -846,7 +846,7 @@ def _describes_calls(conversation: Conversation) -> bool:
     return all(any(name in text for text in descriptions) for name in called_names)
 
 
-def _ends_turn(trained: str, renderer: Renderer) -> bool:
+def _ends_with_turn_or_special_token(trained: str, renderer: Renderer) -> bool:
     """Whether a trained span ends with the template's end of turn, or with a special token."""
     if renderer.end_of_turn and trained.endswith(renderer.end_of_turn):
         return True
@@ -854,7 +854,7 @@ def _ends_turn(trained: str, renderer: Renderer) -> bool:
     return bool(ends) and ends[-1] == len(trained.rstrip())
 
 
-def _stops(trained: str, renderer: Renderer) -> bool:
+def _stops_at_last_token(trained: str, renderer: Renderer) -> bool:
     """Whether generation stops at the last special token of a trained span, which must have one."""
     *_, last_match = renderer.special_tokens.finditer(trained)
     return renderer.up_to_stop.fullmatch(last_match.group()) is not None

@@ -279,7 +279,8 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
         Raises `TemplateRuntimeError` if that exceeds the budget.
         """
-        self.work += work  # type: ignore[assignment]
+        # A template may multiply a text by a negative number: that gives no work back.
+        self.work += max(work, 0)  # type: ignore[assignment]
         if self.work > MAX_WORK:
             _raise_refusal("takes more time or memory than any conversation needs")
 

@@ -270,8 +270,8 @@ class PlannedFiles:
     ) -> str:
         """Writes and verifies the weights of the Hugging Face folder.
 
-        Returns the verdict for the last line. Raises `UserError` if the weights are wrong, or if
-        they lack a tensor of the base that the card does not name.
+        Returns the verdict, which ends the line on the folder. Raises `UserError` if the weights
+        are wrong, or if they lack a tensor of the base that the card does not name.
         """
         make_files(folder, self.weights)
         with start_verification(folder, self.weights, self.options, logits, reload) as (
@@ -406,8 +406,8 @@ def _check_output_is_apart(source: Source, output: Path) -> None:
 
 
 def _describe_result(source: Source, weights: Weights) -> str:
-    """Describes the export for the last line: its size, its dtype, and whether a tokenizer is
-    missing.
+    """Describes the export for the line on its folder: its size, its dtype, and whether a tokenizer
+    is missing.
     """
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"

@@ -190,8 +190,8 @@ def start_verification(
     Yields:
         Two functions for the writer. The first must be called with (file, end) once the first `end`
         bytes of a file are on disk. The second must be called with the digests of all that was
-        written. It returns the verdict for the export's last line, and raises `UserError` if the
-        export is wrong.
+        written. It returns the verdict, which ends the line on the export's folder, and raises
+        `UserError` if the export is wrong.
     """
     if not options.verify:
         yield ignore, lambda written: ", not verified"

@@ -186,12 +186,14 @@ class Adapters:
             with_optimizer: False sets the optimizer's moments and steps to 0 first.
 
         Returns:
-            The size of the state's files in bytes.
+            The size of the state's weights, config and moments in bytes.
 
         Raises:
             UserError: The state cannot be written. All ranks raise it.
         """
         if not with_optimizer:
+            # If the write fails, the model no longer has the moments of the state that was active.
+            self._active = None
             self._reset_optimizer()
         weights = {}
         moments = {}

@@ -366,6 +366,8 @@ def test_an_argument_is_charged_whatever_its_name() -> None:
     "endless",
     [
         "{{ 'a' * 10**10 }}",
+        "{% set b = 'a' * -(10**15) %}{{ 'a' * 10**10 }}",
+        "{% set b = 'a'|indent(-10**12) %}{{ 'a' * 10**10 }}",
         "{{ '%10000000000d' % 1 }}",
         "{{ '{:>{w}}'.format(1, w=10**10) }}",
         "{{ 'a'|center(10000000000) }}",
