@@ -639,7 +639,7 @@ def _initialize(model: Any, name: str) -> None:
 def _join_with_verb(names: Iterable[str], most: int = 4) -> str:
     """Joins names in alphabetical order, `most` of them, with the verb of their number.
 
-    >>> _join_with_verb(["b", "a"]), _list_with_verb("abcdef"), _list_with_verb("a")
+    >>> _join_with_verb(["b", "a"]), _join_with_verb("abcdef"), _join_with_verb("a")
     ('a, b are', 'a, b, c, d and 2 more are', 'a is')
     """
     ordered = sorted(names)
