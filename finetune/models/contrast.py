@@ -75,8 +75,10 @@ def _compute_losses(leaves: Tensor, dim: int, group_size: int, temperature: floa
     units = normalized.detach().requires_grad_()
     losses = []
     for queries, documents, own in _split_queries(units, group_size):
-        logits = units[queries] @ units[documents].T / temperature
-        query_losses = F.cross_entropy(logits, own, reduction="none")
+        # The cosines have no name, which would keep them in memory during the backward.
+        query_losses = F.cross_entropy(
+            units[queries] @ units[documents].T / temperature, own, reduction="none"
+        )
         query_losses.sum().backward()  # type: ignore[no-untyped-call]
         losses.append(query_losses.detach())
     normalized.backward(units.grad)  # type: ignore[no-untyped-call]

@@ -246,9 +246,9 @@ def _read_aqlm(parts: Parts, rows: slice) -> Tensor:
     codes = parts.read_rows("codes", grid_rows).long() % size
     entries = parts.read("codebooks").float().reshape(books * size, height * width)
     entry_ids = (codes + torch.arange(books) * size).flatten(0, 1)
-    sums = F.embedding_bag(entry_ids, entries, mode="sum")
     row_count, column_count, _ = codes.shape
-    matrices = sums.view(row_count, column_count, height, width)
+    matrices = F.embedding_bag(entry_ids, entries, mode="sum")
+    matrices = matrices.view(row_count, column_count, height, width)
     matrices = matrices * parts.read_rows("scales", grid_rows).float()
     values = matrices.transpose(1, 2).reshape(row_count * height, -1)
     first = rows.start - grid_rows.start * height

@@ -164,10 +164,13 @@ def _forward_with_cross_attention(
     attends_to_tile = torch.where(is_after_image[:, None, None], attended, is_owned[:, :, None])
     # The keys are the patches of all tiles, then the zeros.
     attends_to_zeros = ~is_owned.any(1, keepdim=True)
-    attends_to_patch = attends_to_tile.repeat_interleave(patches, 2).flatten(1)
-    attends = torch.cat([attends_to_patch, attends_to_zeros], 1)  # bool[tokens, keys]
+    # bool[tokens, keys]
+    attends = torch.cat(
+        [attends_to_tile.repeat_interleave(patches, 2).flatten(1), attends_to_zeros], 1
+    )
     masked_out = torch.finfo(states.dtype).min
     mask = torch.zeros_like(attends, dtype=states.dtype).masked_fill(~attends, masked_out)
+    del attends  # the trunk needs the memory
     keys = torch.cat([states.view(1, -1, hidden), states.new_zeros(1, 1, hidden)], 1)
     outputs = trunk(
         **kwargs | {"use_cache": False},
