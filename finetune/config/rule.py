@@ -174,9 +174,8 @@ def _find_place(keys: Names, case: Case) -> str:
     """
     recipe = case.recipe
     layout = case.layout
-    if case.is_teacher:
-        keys = ("teacher_model_name_or_path", *keys)
-    for key in keys:
+    looked_up = ("teacher_model_name_or_path", *keys) if case.is_teacher else keys
+    for key in looked_up:
         if key in recipe.places:
             return recipe.places[key]
         if layout is not None and layout.place_of(key) != layout.source:
