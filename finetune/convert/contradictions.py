@@ -16,7 +16,7 @@ WHOLE_TEXT = (
     "chat_template: the line break after the last answer is trained too here, and a row is one "
     "text; there it ends with <|im_end|>, and each message is tokenized apart"
 )
-# The remark about torchtune's rows of which every token is trained, by our chat template.
+# Our chat_template -> the remark for torchtune's rows in which every token is trained.
 WHOLE_TEXTS = {
     "chatml": WHOLE_TEXT,
     "phi3": (
