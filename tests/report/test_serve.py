@@ -107,6 +107,18 @@ def test_an_open_page_shows_what_its_runs_write(
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def wait_until_answered(get: Callable[[], http.client.HTTPResponse]) -> None:
+    """Repeats a request until the server has a thread for it; fails after 30 seconds."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            assert get().status == 200
+            return
+        except ConnectionError:  # closed without an answer: every thread is still taken
+            assert time.monotonic() < deadline, "the closed connections keep their threads"
+            time.sleep(0.05)
+
+
 def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -144,6 +156,7 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         )
         for connection in idle:
             connection.close()
+        wait_until_answered(get)  # the server's threads see a closed connection a moment later
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
         assert b"not a JSON object" in get().read(), (
             "a damaged run is named, and the server keeps running"
