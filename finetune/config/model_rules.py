@@ -330,8 +330,10 @@ def _has_unfit_attention(case: Case) -> bool:
     if keys.trust_remote_code or not (reads_mask or has_own_code):
         return False
     kind = keys.attn_implementation
-    support = f"_supports_{kind.removesuffix('_2')} = True"
-    is_supported = kind in ("auto", "eager") or support in read_family_source(model_type)
+    # flash and flex attention of own code: not tried with any family
+    is_supported = kind in ("auto", "eager") or (
+        kind == "sdpa" and "_supports_sdpa = True" in read_family_source(model_type)
+    )
     can_pack = reads_mask and kind in ("auto", "eager", "sdpa")
     return not is_supported or (case.recipe.data.packing and not can_pack)
 
