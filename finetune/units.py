@@ -117,10 +117,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """Writes a large number, such as of parameters or tokens, in millions or billions.
 
-    >>> count(8030261248), count(736000), count(41943040)
+    >>> format_count(8030261248), format_count(736000), format_count(41943040)
     ('8.03 B', '736,000', '41.9 M')
     """
     if number >= 10**9:

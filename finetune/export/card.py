@@ -110,7 +110,7 @@ OTHER_BASE = (
 )
 
 
-def model_card(
+def render_card(
     source: Source,
     name: str,
     *,

@@ -59,7 +59,7 @@ class Logits(NamedTuple):
     # the indices of each call of `topk`, int64[..., chosen]; such as the experts of each token
     choices: list[Tensor]
 
-    def differ_from(self, other: "Logits") -> float:
+    def relative_difference(self, other: "Logits") -> float:
         """Returns the norm of the difference from `other`, divided by the norm of `other`."""
         difference = (self.values - other.values).norm() / other.values.norm().clamp_min(1e-30)
         return float(difference)

@@ -15,7 +15,7 @@ from finetune.constants import (
     TOKENIZER_FILE,
 )
 from finetune.errors import UserError
-from finetune.export.card import CARD_FILE, model_card
+from finetune.export.card import CARD_FILE, render_card
 from finetune.export.publish import ExportOptions
 from finetune.export.sentence_transformer import describe_sentence_transformer, is_embedder
 from finetune.export.source import Source
@@ -71,7 +71,7 @@ def write_metadata(
             _check_tokenizer_code(source.description)
         _write_configs(folder, source, target, weights, options)
     if weights.model:
-        card = model_card(
+        card = render_card(
             source,
             title,
             merge=weights.merge,
@@ -87,7 +87,7 @@ def write_metadata(
         adapter_folder.mkdir(exist_ok=True)
         config = _make_adapter_config(source, source.adapter.config, weights)
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
-        _write_text(adapter_folder / CARD_FILE, model_card(source, title, is_adapter=True))
+        _write_text(adapter_folder / CARD_FILE, render_card(source, title, is_adapter=True))
     _copy_tokenizer(source.description, folder)
     if weights.model and options.trust_remote_code:
         for path in sorted(source.description.glob("*.py")):

@@ -193,7 +193,7 @@ def merged_value(update: WeightUpdate, base: Value) -> Value:
     return Value(base.name, base.shape, base.dtype, rows)
 
 
-def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
+def find_scale(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
     """Returns (scale, rank) of LoRA on one module: its update is scale * B A.
 
     rank_pattern and alpha_pattern may give the module its own rank and alpha.
@@ -374,7 +374,7 @@ def _make_embedding_update(adapter: Adapter, module: str, where: str) -> WeightU
 def _make_bias_update(adapter: Adapter, module: str, where: str) -> WeightUpdate:
     """Makes the update of a layer's bias by the bias of B, which is scaled as B is."""
     bias = adapter.tensors[f"{module}.lora_B.bias"]
-    scale, _ = scale_of(adapter.config, module, where)
+    scale, _ = find_scale(adapter.config, module, where)
     return WeightUpdate(
         lambda base, slices: base + scale * read_slice(bias, slices).float(),
         bias.shape,
@@ -442,7 +442,7 @@ def _find_factors(
         f".{weight}".endswith(f".{target}")  # whole parts of the name
         for target in adapter.config.get("target_parameters") or ()
     )
-    scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
+    scale, rank = find_scale(adapter.config, weight if is_parameter else module, where)
     width = experts * rank
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != width or b.shape[1] != width:
         of_experts = f" of {experts} experts" if experts > 1 else ""

@@ -374,10 +374,10 @@ def compare_logits(checkpoint: CheckpointLogits, exported: Logits, bound: float)
             "the checkpoint's logits are not finite: the training has diverged; export an earlier "
             "checkpoint"
         )
-    difference = exported.differ_from(expected)
+    difference = exported.relative_difference(expected)
     condition = ""
     if bound and difference > bound and not exported.chooses_as(expected):
-        difference = exported.differ_from(checkpoint.with_choices(exported.choices))
+        difference = exported.relative_difference(checkpoint.with_choices(exported.choices))
         condition = " with the same experts"
     if not difference <= bound:  # also if it is nan
         # the bounds of the 16-bit dtypes

@@ -174,7 +174,7 @@ class LossHead(nn.Module):
     def prepare(self, hidden: Tensor) -> HeadProduct:
         """Returns what this rank multiplies to apply the head to `hidden` [tokens, hidden]."""
         weight, bias, shard = find_local_head(self.weight, self.bias)
-        return HeadProduct(hidden, self.without_gradient(weight), bias, shard=shard)
+        return HeadProduct(hidden, self.detach_if_frozen(weight), bias, shard=shard)
 
     @property
     def is_trained(self) -> bool:
@@ -184,7 +184,7 @@ class LossHead(nn.Module):
         """
         return not self.is_frozen and bool(self.weight.requires_grad)
 
-    def without_gradient(self, weight: Tensor) -> Tensor:
+    def detach_if_frozen(self, weight: Tensor) -> Tensor:
         """Detaches `weight` from the graph if the head is frozen."""
         return weight.detach() if self.is_frozen and weight.requires_grad else weight
 

@@ -41,8 +41,8 @@ from finetune.models.quantized_layers import (
     SCALES,
     QuantizedWeight,
     expert_layers,
+    expert_weights,
     recomputed_modules,
-    weights_of,
 )
 
 ALIGNMENT_BYTES = 16  # the rows of a grouped product's matrices must be a multiple of this size
@@ -430,7 +430,9 @@ def quantize_experts(
     recomputed = recomputed_modules(model)
     for path, module in expert_layers(model):
         frozen = {
-            name: weight for name, weight in weights_of(module).items() if not weight.requires_grad
+            name: weight
+            for name, weight in expert_weights(module).items()
+            if not weight.requires_grad
         }
         for name, parameter in frozen.items():
             weight = QuantizedWeight(tuple(parameter.shape), quantization, dtype)

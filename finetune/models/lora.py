@@ -622,7 +622,7 @@ def _head_class() -> type[nn.Module]:
         def prepare(self, hidden: Tensor) -> HeadProduct:
             base = self.base_layer
             weight, bias, shard = find_local_head(base.weight, base.bias)
-            weight = self.without_gradient(weight)
+            weight = self.detach_if_frozen(weight)
             if self.disable_adapters:
                 return HeadProduct(hidden, weight, bias, shard=shard)
             hidden_and_inner = torch.cat((hidden, self._multiply_by_a(hidden)), -1)

@@ -29,7 +29,7 @@ from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, count_heads, list_layer_configs, read_head_size
 from finetune.models.experts import count_active
 from finetune.models.load import build_on_meta, forget_quantization
-from finetune.models.quantized_layers import weights_of
+from finetune.models.quantized_layers import expert_weights
 
 # Transformers' name of a parameter (the first name of a tied one) -> its shape.
 Shapes = Mapping[str, Shape]
@@ -222,7 +222,9 @@ def _describe(
         shapes=shapes,
         linears=name_own(linear.weight for linear in linears),
         adaptable=adaptable,
-        experts=name_own(weight for module in experts for weight in weights_of(module).values()),
+        experts=name_own(
+            weight for module in experts for weight in expert_weights(module).values()
+        ),
         routed=name_own(parameter for module in experts for parameter in module.parameters()),
         is_transposed=any(getattr(module, "is_transposed", False) for module in experts),
     )

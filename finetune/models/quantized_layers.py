@@ -61,7 +61,7 @@ def quantized_weights(model: nn.Module) -> list[str]:
     """
     of_linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
     of_experts = [
-        f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)
+        f"{path}.{name}" for path, module in expert_layers(model) for name in expert_weights(module)
     ]
     return of_linears + [base_name(name) for name in of_experts]
 
@@ -103,7 +103,7 @@ def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in text_modules(model) if is_experts(module)]
 
 
-def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
+def expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the weights [experts, rows, columns] in a layer of experts by name; no biases."""
     return {
         name: weight

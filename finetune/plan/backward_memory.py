@@ -494,4 +494,4 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
 
 def _count_elements(tensors: Iterable[StateTensor]) -> int:
     """Counts the elements of `tensors` on one rank: divided by expert parallelism, not by FSDP."""
-    return sum(tensor.numel // tensor.divided for tensor in tensors)
+    return sum(tensor.numel // tensor.expert_ranks for tensor in tensors)

@@ -53,7 +53,7 @@ def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
     forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
     if spec.sharding.is_fsdp:
-        elements = sum(tensor.numel // tensor.divided for tensor in spec.part_tensors)
+        elements = sum(tensor.numel // tensor.expert_ranks for tensor in spec.part_tensors)
         point = replace(forward, gathered=computation.itemsize * elements)
     else:
         point = forward

@@ -119,7 +119,7 @@ def _list_unit_collectives(spec: RunSpec) -> Iterator[Collective]:
     micro_batches = spec.accumulation
     replicas = spec.ranks // (spec.stages * spec.state_ranks)
     for tensors, gathers in _list_units(spec):
-        expert_ranks = tensors[0].divided  # the same for all tensors of a unit
+        expert_ranks = tensors[0].expert_ranks  # the same for all tensors of a unit
         shards = spec.shards // expert_ranks
         stride = spec.tensor_ranks * expert_ranks
         unit_bytes = 0
@@ -156,7 +156,7 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
         is_tied_embedding = name == "embedding" and units.embedding.numel == 0
         if is_tied_embedding or (name == "layers" and spec.sharding.layout == "fsdp1"):
             name = "tail"
-        if tensor.divided > 1:
+        if tensor.expert_ranks > 1:
             name += ", divided"
         tensors_by_unit.setdefault(name, []).append(tensor)
     for name, tensors in tensors_by_unit.items():
@@ -179,8 +179,8 @@ def _count_padded(tensor: StateTensor, shards: int) -> int:
 
     Rows are padded to a multiple of `shards`. Experts that ranks share need no padding.
     """
-    if tensor.divided > 1:
-        return tensor.numel // tensor.divided
+    if tensor.expert_ranks > 1:
+        return tensor.numel // tensor.expert_ranks
     rows = tensor.shape[0]
     padded_rows = ceil_div(rows, shards) * shards
     return tensor.numel // rows * padded_rows
@@ -601,7 +601,8 @@ def rollout_seconds(spec: RunSpec, mfu: float, forward: float) -> float:
     completions = ceil_div(spec.rows_per_step, spec.data_ranks)  # of a rank
     rows = min(keys.per_device_generation_batch_size, completions)  # sampled at once
     weights = sum(
-        t.numel // t.divided * min(t.itemsize, spec.computation.itemsize) for t in spec.part_tensors
+        t.numel // t.expert_ranks * min(t.itemsize, spec.computation.itemsize)
+        for t in spec.part_tensors
     )
     bytes_read = weights + kv_cache_bytes(spec, rows * spec.recipe.data.max_length) / 2
     flops_per_second = mfu * PEAK_FLOPS[ASSUMED_DEVICE]

@@ -55,7 +55,7 @@ class StateTensor:
     trainable: bool
     # How many ranks share the experts of this parameter under expert parallelism. FSDP shards each
     # of these shares over further ranks.
-    divided: int = 1
+    expert_ranks: int = 1
 
     @property
     def numel(self) -> int:
@@ -67,12 +67,12 @@ class StateTensor:
         Each rank holds a block of rows; the last blocks may be smaller or empty. Experts that ranks
         share are split into equal shards, if `shard_experts` finds such a split.
         """
-        fsdp_ranks = shards // self.divided
-        if self.divided > 1 and len(self.shape) > 1:
-            equal_shard = shard_experts(self.shape, self.divided, fsdp_ranks)
+        fsdp_ranks = shards // self.expert_ranks
+        if self.expert_ranks > 1 and len(self.shape) > 1:
+            equal_shard = shard_experts(self.shape, self.expert_ranks, fsdp_ranks)
             if equal_shard is not None:
                 return equal_shard
-        rows = self.shape[0] // self.divided
+        rows = self.shape[0] // self.expert_ranks
         block = ceil_div(rows, fsdp_ranks)
         rows_before = rank % fsdp_ranks * block
         rows_of_rank = min(block, max(0, rows - rows_before))
@@ -597,7 +597,7 @@ def split_into_units(
         embedding = Unit(0, 0)
     # Every rank holds experts of its own if as many ranks share the experts as hold one replica.
     on_one_rank_alone = [
-        tensor for tensor in tensors if tensor.unit == widest and tensor.divided == shards > 1
+        tensor for tensor in tensors if tensor.unit == widest and tensor.expert_ranks == shards > 1
     ]
     return FsdpUnits(
         embedding=embedding,
@@ -606,7 +606,7 @@ def split_into_units(
         layers=layers,
         stay_gathered=all_stay or not is_layer_wrapped,
         embedding_stays=all_stay,
-        unshared=sum(tensor.numel // tensor.divided for tensor in on_one_rank_alone),
+        unshared=sum(tensor.numel // tensor.expert_ranks for tensor in on_one_rank_alone),
     )
 
 
@@ -624,6 +624,6 @@ def _count_unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) 
     `fp8`: the names of the weights that are gathered in 8 bits.
     """
     in_unit = [tensor for tensor in tensors if tensor.unit == name]
-    trained = (t.numel // t.divided for t in in_unit if t.trainable)
+    trained = (t.numel // t.expert_ranks for t in in_unit if t.trainable)
     in_fp8 = (t.numel for t in in_unit if t.name in fp8)
-    return Unit(sum(t.numel // t.divided for t in in_unit), sum(trained), sum(in_fp8))
+    return Unit(sum(t.numel // t.expert_ranks for t in in_unit), sum(trained), sum(in_fp8))

@@ -22,7 +22,7 @@ from finetune.plan.speed import (
     Speed,
 )
 from finetune.plan.temporary_memory import Snapshot
-from finetune.units import GIB, MIB, count, counted, disk_size, gib
+from finetune.units import GIB, MIB, counted, disk_size, format_count, gib
 
 # The columns of the memory table: the fields of a snapshot that are bytes, in their order.
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
@@ -92,11 +92,12 @@ def _describe_model(spec: RunSpec) -> str:
     name = spec.recipe.model.model_name_or_path or "model_config"
     active = ""
     if architecture.facts.experts:
-        active = f"{count(architecture.parameters - architecture.idle_parameters)} active, "
+        active = f"{format_count(architecture.parameters - architecture.idle_parameters)} active, "
     lora = " (LoRA)" if spec.recipe.lora.use_peft else ""
     return (
-        f"model      {name}: {architecture.model_type}, {count(architecture.parameters)} "
-        f"parameters, {active}{count(spec.trained_numel)} trained{lora}, {architecture.layer_names}"
+        f"model      {name}: {architecture.model_type}, {format_count(architecture.parameters)} "
+        f"parameters, {active}{format_count(spec.trained_numel)} trained{lora}, "
+        f"{architecture.layer_names}"
     )
 
 
@@ -237,7 +238,7 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
         )
     return [
         f"teacher    {model and model.model_name_or_path}: {architecture.model_type}, "
-        f"{count(architecture.parameters)} parameters, "
+        f"{format_count(architecture.parameters)} parameters, "
         f"frozen in {spec.compute_dtype}{quantized}{before_training}"
     ]
 
@@ -248,8 +249,9 @@ def _describe_reward_models(spec: RunSpec) -> list[str]:
     names = spec.recipe.rollout.reward_models
     for name, architecture in zip(names, spec.reward_models, strict=True):
         lines.append(
-            f"reward     {name}: {architecture.model_type}, {count(architecture.parameters)} "
-            f"parameters, in {spec.compute_dtype}, whole on each rank"
+            f"reward     {name}: {architecture.model_type}, "
+            f"{format_count(architecture.parameters)} parameters, in {spec.compute_dtype}, "
+            "whole on each rank"
         )
     for judge in spec.recipe.rollout.judges:
         lines.append(
@@ -338,7 +340,7 @@ def format_speed(speed: Speed, ranks: int) -> str:
     epoch = "the length of an epoch is known once the data has been read"
     if speed.seconds_per_epoch is not None and speed.epoch_tokens is not None:
         epoch = (
-            f"an epoch of about {count(speed.epoch_tokens)} tokens: "
+            f"an epoch of about {format_count(speed.epoch_tokens)} tokens: "
             f"{format_duration(speed.seconds_per_epoch)}"
         )
     lines = [
@@ -391,7 +393,7 @@ def _describe_communication(speed: Speed) -> list[str]:
         calls_of_kind[collective.kind] += collective.calls
         bytes_of_kind[collective.kind] += collective.bytes
     kinds = ", ".join(
-        f"{kind} {disk_size(bytes_of_kind[kind])} in {count(calls)} calls"
+        f"{kind} {disk_size(bytes_of_kind[kind])} in {format_count(calls)} calls"
         for kind, calls in calls_of_kind.items()
     )
     seconds = format_duration(speed.communication_seconds)

@@ -35,7 +35,7 @@ from finetune.files.run_files import (
 )
 from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
-from finetune.units import count, counted, disk_size, duration, format_compact, gib
+from finetune.units import counted, disk_size, duration, format_compact, format_count, gib
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -454,8 +454,8 @@ def _make_resource_tiles(run: RunRecord) -> Iterator[Tile]:
     """Yields the tiles of what the run has used: tokens, speed, idle experts, memory."""
     if run.last("tokens"):
         trained = run.last("trained_tokens")
-        note = f"{count(trained)} trained" if trained else ""
-        yield Tile("Tokens read", count(run.last("tokens")), note)
+        note = f"{format_count(trained)} trained" if trained else ""
+        yield Tile("Tokens read", format_count(run.last("tokens")), note)
     speeds = [value for _, value in run.series("tokens_per_second")]
     if speeds:
         mfu = [value for _, value in run.series("mfu")]

@@ -101,7 +101,7 @@ class InFlight:
 
     ask: Ask
     threads: int  # the most requests that are at the server at once
-    keeps: bool  # whether an interrupted request keeps its tokens; else it starts over
+    keeps_tokens: bool  # whether an interrupted request keeps its tokens; else it starts over
     flights: dict[int, Flight] = field(default_factory=dict)  # by `prompts_step`
     # Guards the two fields below, and wakes threads that wait for a change of them.
     _gate: threading.Condition = field(default_factory=threading.Condition)
@@ -265,7 +265,7 @@ class InFlight:
             answer = replace(answer, versions=[version] * len(answer.token_ids))
             if answer.ended is not Ended.ABORTED:
                 return so_far.join(answer)
-            if self.keeps:
+            if self.keeps_tokens:
                 so_far = so_far.join(answer)
             else:
                 so_far = replace(so_far, dropped=so_far.dropped + len(answer.token_ids))

@@ -126,10 +126,10 @@ class Adapters:
                 optimizer_state[parameter]["step"].fill_(shard.steps)
         self._steps = shard.steps
         for layer in self._layers:
-            layer.scaling[ADAPTER_NAME] = self.scale_of(form)
+            layer.scaling[ADAPTER_NAME] = self.compute_scale(form)
         self._active = (state, form)
 
-    def scale_of(self, form: AdapterForm) -> float:
+    def compute_scale(self, form: AdapterForm) -> float:
         """Returns the factor by which peft scales an adapter's output.
 
         It is alpha / rank, or alpha / sqrt(rank) with rsLoRA.

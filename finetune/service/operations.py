@@ -219,7 +219,7 @@ class Operations:
     def _stack_adapters(self, parts: Sequence[Mapping[str, Any]]) -> AdapterStack:
         """Stacks the adapter of each part: the one in its `state`, which has the form `form`."""
         adapters = [self._adapters.read_whole(part["state"], part["form"]) for part in parts]
-        scales = [self._adapters.scale_of(part["form"]) for part in parts]
+        scales = [self._adapters.compute_scale(part["form"]) for part in parts]
         return AdapterStack(self.session.model, adapters, scales)
 
     def _add_gradients(

@@ -45,7 +45,7 @@ class AdapterStack:
             model: The session's model, which has an adapter on the same layers.
             adapters: Each adapter's unsharded factors by parameter name: A [rank, in] and B
                 [out, rank], with the rank of the model's adapter.
-            scales: What `Adapters.scale_of` returns for each adapter.
+            scales: What `Adapters.compute_scale` returns for each adapter.
         """
         transformer = unwrap(model)
         device = next(iter(adapters[0].values())).device

@@ -260,7 +260,7 @@ def _log(
     """Logs a line of metrics, and news of torch.compile; passes the line to the callbacks."""
     run.log.step(line)
     run.notify("on_log", progress, line)
-    if news := compilation.news():
+    if news := compilation.describe_new_graphs():
         run.log.say(news)
     # `garbage_collected_between_lines` has switched collection off. The young generations are
     # enough: the garbage of the steps is in them.

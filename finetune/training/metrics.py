@@ -128,7 +128,7 @@ class Compilation:
             return None
         return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"])
 
-    def news(self) -> str | None:
+    def describe_new_graphs(self) -> str | None:
         """Describes all compiled graphs, if there are new ones since the last call; else None."""
         if not self._is_on:
             return None

@@ -69,6 +69,6 @@ def test_the_median_difference_is_that_of_most_tokens() -> None:
     values = torch.randn(2, 16, 50, generator=generator)
     near = values * (1 + 0.01 * torch.randn(values.shape, generator=generator))
     near[:, ::3] = torch.randn(2, 6, 50, generator=generator)
-    of_all = Logits(near, []).differ_from(Logits(values, []))
+    of_all = Logits(near, []).relative_difference(Logits(values, []))
     of_half = Logits(near, []).median_difference(Logits(values, []))
     assert of_all > 0.5 and 0.005 < of_half < 0.02

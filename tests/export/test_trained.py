@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export.card import model_card
+from finetune.export.card import render_card
 from finetune.export.export import export_run, export_source
 from finetune.export.publish import ExportOptions
 from finetune.export.source import open_source
@@ -251,7 +251,7 @@ def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(
         json.dumps({"sources": [{"formats": ["preference"], "pairs": 1234}]})
     )
     source = open_source(trained / "ddp-tied")
-    card = model_card(
+    card = render_card(
         replace(source, run=run, state={**source.state, "recipe": {**source.recipe, **keys}}),
         "mine",
     )

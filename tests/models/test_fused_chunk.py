@@ -135,17 +135,17 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_ke
         )
         assert peak + scores.nbytes == pytest.approx(planned, rel=0.02)
 
-        said = compilation.news()
+        said = compilation.describe_new_graphs()
         assert (
             said is not None
             and "1 graph, of whose parts 1 were compiled and 0 were in the cache" in said
         )
-        assert compilation.news() is None
+        assert compilation.describe_new_graphs() is None
         seconds = compilation.seconds()
         assert seconds is not None and seconds > 0
         torch._dynamo.reset()  # as the next start begins
         torch.compile(compute_fused_chunk, dynamic=True)(scores, labels, *arguments)
-        said = compilation.news()
+        said = compilation.describe_new_graphs()
         assert (
             said is not None and f"1 were compiled and 1 were in the cache, in {tmp_path}" in said
         )
@@ -174,4 +174,4 @@ def test_what_is_compiled_is_kept_in_the_cache_of_hugging_face(
 
 
 def test_nothing_is_counted_where_nothing_is_compiled() -> None:
-    assert Compilation(False).seconds() is None and Compilation(False).news() is None
+    assert Compilation(False).seconds() is None and Compilation(False).describe_new_graphs() is None

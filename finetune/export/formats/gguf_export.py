@@ -43,7 +43,7 @@ from finetune.export.logits import CheckpointLogits, Logits, make_prompts
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
-from finetune.export.values import scale_of
+from finetune.export.values import find_scale
 from finetune.export.verify import refuse_differences
 from finetune.export.write import Weights
 from finetune.files.tensors import StoredTensor
@@ -304,7 +304,7 @@ def _compare_with_llama_cpp(
         _compare_tokens(path.name, plan.tokenizer, ids, llama_ids)
     expected = logits.result()
     computed = Logits(torch.from_numpy(np.stack(prompt_logits)), [])
-    difference = computed.differ_from(expected)
+    difference = computed.relative_difference(expected)
     agreement = "logits"
     if expected.choices and difference > bound:
         # In a mixture rounding sends some tokens to other experts, and llama.cpp does not report
@@ -445,7 +445,7 @@ def _plan_adapter(
     config = model.config.get_text_config()
     _refuse_unknown_adapter(adapter, options, where)
     modules = [name.removesuffix(A_END) for name in adapter.tensors if name.endswith(A_END)]
-    scales = {module: scale_of(adapter.config, module, where) for module in modules}
+    scales = {module: find_scale(adapter.config, module, where) for module in modules}
     alpha = _find_common_alpha(scales.values())
     # Planning the base's weights gives their names and the order of their rows; they are not read.
     names = [f"{module}.weight" for module in modules]
