@@ -310,7 +310,7 @@ def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
     field, what_is_divided = DIVISIONS[key]
     group_sizes = sharding.group_sizes | {key: size}
     ranks_of_group = prod(group_sizes.values())
-    groups = spec.ranks // ranks_of_group
+    groups = spec.ranks // (ranks_of_group * sharding.pipeline_parallel_size)
     sharding_keys: dict[str, Any] = {field: size, "shard_size": groups}
     cost = f"{size} ranks divide {what_is_divided}; more communication"
     if spec.ranks_per_node % ranks_of_group != 0:

@@ -268,6 +268,15 @@ def test_a_file_that_divides_matrices_is_advised_to_divide_rows_too() -> None:
     ]
 
 
+def test_a_pipeline_is_advised_to_divide_matrices_and_rows_within_its_stages() -> None:
+    staged = replace(FULL_SHARD, pipeline_parallel_size=2, source="pp.yaml")
+    planned = make_spec(LLAMA_31_70B, ranks=16, sharding=staged, global_batch_size=16)
+    texts = [change.text for change in list_changes(planned)]
+    for size, key in ((4, "cp_size"), (4, "tp_size")):
+        mesh = f"{{parallelism_config_{key}: {size}, parallelism_config_dp_shard_size: {8 // size}}}"
+        assert f"parallelism_config: {mesh}" in texts, texts
+
+
 def test_a_change_says_where_it_is_made() -> None:
     """Beside --config, which decides, the recipe's key would have no effect; and what init writes has nothing to fill in."""
     changes = list(list_changes(make_spec(LLAMA_31_8B, ranks=16)))
