@@ -369,6 +369,7 @@ class Session:
     def _saver(self) -> Saver:
         """What saves checkpoints into the run's folder; made at the first save."""
         loaded = self._loaded
+        # carried: the base's tensors outside the trained model, which an export carries over
         options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
         if loaded.objectives is not None:
             options["describe_files"] = loaded.objectives.training.describe_files

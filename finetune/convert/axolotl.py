@@ -525,9 +525,9 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
 def _remove_end_of_thought(family: str | None, conversion: Conversion) -> None:
     """Removes the token that ends a thought from the recipe's `eot_tokens`.
 
-    An answer would stop at it. The key goes if no token is left.
+    An answer would stop at it here. The key goes if no token is left.
     """
-    end_of_thought = ENDS_OF_THOUGHTS.get(str(family))
+    end_of_thought = ENDS_OF_THOUGHTS.get(family or "")
     eot_tokens = conversion.recipe.pop("eot_tokens", None) or []
     other_tokens = [token for token in eot_tokens if token != end_of_thought]
     if other_tokens:

@@ -34,9 +34,10 @@ LOWEST_SCALE = 1.0
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Skips the all-reduce of gradients between replicas in this block; a backward accumulates.
 
-    Used for all micro-batches of a step but the last. FSDP still reduce-scatters in every
-    micro-batch, because unsharded gradients would take the memory that it saves; hybrid FSDP2 thus
-    reduces within a replica only.
+    Used for all micro-batches of a step but the last, and for all of a training service's, which
+    adds up gradients itself. FSDP still reduce-scatters in every micro-batch, because unsharded
+    gradients would take the memory that it saves; hybrid FSDP2 thus reduces within a replica only.
+    Nothing is skipped with one process or FSDP1.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():

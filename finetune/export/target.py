@@ -89,6 +89,7 @@ class TargetModel:
         config["dtype"] = dtype_name
         sections = [config[key] for key in SECTIONS if isinstance(config.get(key), dict)]
         for section in (config, *sections):
+            # the tensors of a tower may keep the base's dtype, and transformers reads the main one
             if section is not config.get("vision_config"):
                 section |= {key: dtype_name for key in ("dtype", "torch_dtype") if key in section}
             if section.get("use_cache") is False:

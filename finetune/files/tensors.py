@@ -497,7 +497,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, Shape, int, int]:
     """Checks one entry of a header and returns its (dtype, shape, begin, end).
 
-    `begin` and `end` are bytes from the header's end. Raises `UserError` if the entry is wrong.
+    `begin` and `end` are offsets in bytes from the header's end; `end` is exclusive. Raises
+    `UserError` if the entry is wrong.
     """
 
     def fail(problem: str) -> NoReturn:

@@ -155,13 +155,16 @@ def _begins_with_images(source: DatasetSource) -> bool:
     from finetune.data.sources import list_files, read_file
 
     try:
+        if source.function is not None:
+            return False
         file = next(iter(list_files(source)), None)
-        if file is None or source.function is not None:
+        if file is None:
             return False
         row = next((row for _, row in read_file(file) if isinstance(row, dict)), {})
     except (OSError, UserError):  # the run reports it
         return False
     has_column = any(holds_images(column, value) for column, value in row.items())
+    # content of the type image or image_url
     return has_column or '"type": "image' in json.dumps(row, default=str)
 
 

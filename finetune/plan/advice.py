@@ -301,29 +301,27 @@ def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
     The other key and the rows of a step stay as they are.
     """
     rows = spec.global_batch_size
-    sharding = spec.sharding
-    if spec.recipe.batch.global_batch_size:
-        keep = ""
-    else:
-        keep = f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
+    row_key = ""  # what a user sets to keep the rows, if the recipe does not set it already
+    if not spec.recipe.batch.global_batch_size:
+        row_key = f"global_batch_size={rows}"
     field, what_is_divided = DIVISIONS[key]
-    group_sizes = sharding.group_sizes | {key: size}
+    group_sizes = spec.sharding.group_sizes | {key: size}
     ranks_of_group = prod(group_sizes.values())
-    groups = spec.ranks // (ranks_of_group * sharding.pipeline_parallel_size)
-    sharding_keys: dict[str, Any] = {field: size, "shard_size": groups}
+    shards = spec.ranks // (ranks_of_group * spec.sharding.pipeline_parallel_size)
+    sharding_keys: dict[str, Any] = {field: size, "shard_size": shards}
     cost = f"{size} ranks divide {what_is_divided}; more communication"
     if spec.ranks_per_node % ranks_of_group != 0:
         cost += ", between nodes too"
     if _is_shipped(key, size, spec):
-        text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
+        text = f"accelerate_config=fsdp_sequence_parallel {row_key}".rstrip()
         return Change(text, cost, _apply_both(keep_rows, partial(_shard_fully, **sharding_keys)))
-    mesh = {name: size for name, size in group_sizes.items() if size > 1}
-    mesh["dp_shard_size"] = groups
-    entries = ", ".join(f"parallelism_config_{name}: {size}" for name, size in mesh.items())
+    if row_key:
+        cost += f"; {row_key} keeps the step"
+    mesh_sizes = {name: ranks for name, ranks in group_sizes.items() if ranks > 1}
+    mesh_sizes["dp_shard_size"] = shards
+    entries = ", ".join(f"parallelism_config_{name}: {n}" for name, n in mesh_sizes.items())
     text = f"parallelism_config: {{{entries}}}"
-    if keep:
-        cost += f"; {keep} keeps the step"
     apply = _apply_both(keep_rows, _set_sharding(**sharding_keys))
     return Change(text, cost, apply, is_in_file=True)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from finetune.config.layout import divides_heads
+from finetune.config.layout import Sharding, divides_heads
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE, ceil_div
@@ -23,7 +23,7 @@ from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.activations import TOKEN_ID
 from finetune.plan.forward_memory import kv_cache_bytes
 from finetune.plan.run_spec import RunSpec, count_multiplied
-from finetune.plan.state import StateTensor, split_into_units
+from finetune.plan.state import FsdpUnits, StateTensor, split_into_units
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 COMPRESSED = (".gz", ".parquet")  # files whose size says little about the size of their text
@@ -148,30 +148,39 @@ def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
     """
     units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
     forwards = 2 if spec.reference == "adapters off" else 1  # with the reference's
-    tensors_by_unit: dict[str, list[StateTensor]] = {}
+    # (unit, whether ranks share the tensors) -> tensors
+    tensors_by_unit: dict[tuple[str, bool], list[StateTensor]] = {}
     for tensor in spec.part_tensors:
-        name = tensor.unit
-        if name.startswith("layer") and not units.wraps_layers:
-            name = "layers"
-        is_tied_embedding = name == "embedding" and units.embedding.numel == 0
-        if is_tied_embedding or (name == "layers" and spec.sharding.layout == "fsdp1"):
-            name = "tail"
-        if tensor.expert_ranks > 1:
-            name += ", divided"
-        tensors_by_unit.setdefault(name, []).append(tensor)
-    for name, tensors in tensors_by_unit.items():
-        stays = name == "tail" or units.stay_gathered
+        key = (_find_unit(tensor, units, spec.sharding), tensor.expert_ranks > 1)
+        tensors_by_unit.setdefault(key, []).append(tensor)
+    for (unit, are_shared), tensors in tensors_by_unit.items():
         # A frozen embedding has a backward only under activation checkpointing, which asks for the
         # gradient of its output.
         has_backward = (
-            name != "embedding"
-            or any(t.trainable for t in tensors)
+            unit != "embedding"
+            or any(tensor.trainable for tensor in tensors)
             or spec.sharding.activation_checkpointing
         )
-        if stays:
+        is_root = unit == "tail" and not are_shared  # FSDP does not free its root unit
+        if is_root or units.stay_gathered:
             yield tensors, 1
+        elif has_backward:
+            yield tensors, forwards + 1
         else:
-            yield tensors, forwards + has_backward
+            yield tensors, forwards
+
+
+def _find_unit(tensor: StateTensor, units: FsdpUnits, sharding: Sharding) -> str:
+    """Returns the name of the FSDP unit that gathers a tensor: `StateTensor.unit`, or a larger one.
+
+    FSDP's root unit, "tail", gathers a tied embedding, and under FSDP1 every embedding. If layers
+    are not wrapped, all of them are one unit; under FSDP1 they are in the root too.
+    """
+    if tensor.unit == "embedding" and units.embedding.numel == 0:
+        return "tail"
+    if tensor.unit.startswith("layer") and not units.wraps_layers:
+        return "tail" if sharding.layout == "fsdp1" else "layers"
+    return tensor.unit
 
 
 def _count_padded(tensor: StateTensor, shards: int) -> int:

@@ -357,7 +357,7 @@ def describe_run(
         "diverged": find_divergence(losses_of(run.lines)),
         "questions": _pair_answers(questions),
         "prompts": _pair_answers(prompts),
-        "sampled": _page_completions(run.completions),
+        "sampled": _group_by_step(run.completions),
         "ratios": _ratio_histogram(run),
         "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
         "benchmarks_note": describe_models(run.benchmarks),
@@ -731,7 +731,7 @@ def _make_phase_cell(by_step: Mapping[int, float], longest: float) -> tuple[str,
     return duration(seconds) + note, round(percent, 2)
 
 
-def _page_completions(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+def _group_by_step(lines: Sequence[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """Groups completions by step: (step, completions) of at most MAX_SAMPLES steps.
 
     The steps are spread evenly over the run; the first and the last are among them.

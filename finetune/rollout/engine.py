@@ -39,6 +39,11 @@ class Request(NamedTuple):
     max_tokens: int | None = None  # a limit of this request; None: that of the `Sampling`
     images: tuple[EncodedImage, ...] = ()  # of the prompt
 
+    @property
+    def prompt_seed(self) -> tuple[int, ...]:
+        """The part of the seed that all completions of the prompt have in common."""
+        return self.seed[:3]
+
     def draw_uniforms(self, tokens: int) -> Floats:
         """Draws a number in [0, 1) for each token: fp64[tokens]."""
         entropy = np.random.SeedSequence([*self.seed, *b"rollout"])

@@ -96,15 +96,15 @@ class Episodes:
         """Makes the item that asks for the reset of a completion's environment."""
         environment_key = self._choose(place)
         columns = dict(self.rows[place]["columns"])
-        if environment_key:  # the row's column has chosen it; TRL does not pass this column on
+        # The only environment of a run has an empty key. Else the row's column has chosen it, and
+        # TRL does not pass this column on.
+        if environment_key:
             del columns["environment"]
-        # Without the completion's number, so that completions of one prompt begin alike.
-        prompt_seed = request.seed[:3]
         return {
             "place": self.first_place + place,
             "environment": self.recipe.rollout.environments[environment_key],
             "row": {"prompt": self.rows[place]["prompt"], **columns},
-            "seed": str(prompt_seed),
+            "seed": str(request.prompt_seed),  # completions of one prompt begin alike
         }
 
     def _choose(self, place: int) -> str:
