@@ -195,7 +195,7 @@ def _gathered_besides_unit(memory: LayoutMemory, layers_left: int) -> int:
 
     `layers_left`: how many layers' backwards come after it. The embedding's comes after those.
     """
-    gathered = layers_left * memory.each_layer_until_backward + memory.staying_embedding
+    gathered = memory.bytes_until_backward(layers_left) + memory.staying_embedding
     if memory.tail_has_embedding:
         gathered += memory.tail.gathered
     if layers_left:
@@ -302,7 +302,7 @@ def unsharded_points(
         name = _name_layer(done, memory.layers)
         if not name:
             continue
-        staying = (memory.layers - done - 1) * memory.each_layer_until_backward
+        staying = memory.bytes_until_backward(memory.layers - done - 1)
         point = replace(
             before,
             name=f"backward of {name}",
@@ -342,7 +342,7 @@ def _update_points_of_head(
             before,
             name="update of the head",
             activations=kept_for_backward(spec),
-            gathered=memory.layers * memory.each_layer_until_backward,
+            gathered=memory.bytes_until_backward(memory.layers),
             gradients=update.gradients,
             temporaries=update.temporaries,
             communication=memory.buckets,

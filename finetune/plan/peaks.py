@@ -256,7 +256,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
     """Yields the loss and the backward of the head, when the activations of all layers are there.
 
     Layers that stay gathered are there at both points (`all_layers_until_loss`,
-    `each_layer_until_backward`). If they do not stay, the backward of the head prefetches the last
+    `bytes_until_backward`). If they do not stay, the backward of the head prefetches the last
     layer; without sharding its buffer is 0 bytes.
     """
     head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
@@ -271,7 +271,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
         + teacher_tail_bytes(spec),
     )
     if layout.each_layer_until_backward:
-        layers = layout.layers * layout.each_layer_until_backward
+        layers = layout.bytes_until_backward(layout.layers)
     else:
         layers = layout.layer.arriving
     yield replace(

@@ -318,15 +318,24 @@ class LayoutMemory:
     layer: UnitMemory
     tail: UnitMemory
     layers: int  # how many units like `layer` there are; 1 if all layers are one unit
-    # The next two are 0 unless layers stay gathered after their forward. Under autocast with
-    # activation checkpointing they stay only until the loss: the backward casts each layer again.
+    # The next two are 0 unless weights of layers stay, gathered or cast, after their forward.
     all_layers_until_loss: int = 0  # bytes of all layers
-    each_layer_until_backward: int = 0  # bytes of one layer, until its own backward
+    # bytes of one layer, until its own backward; see `bytes_until_backward`
+    each_layer_until_backward: int = 0
+    # Every n-th layer is recomputed, and its backward casts its weights again. None: all stay.
+    recasts_every: int | None = None
     staying_embedding: int = 0  # bytes of the embedding, if it stays until its own backward
     tail_has_embedding: bool = False  # then `embedding` is empty
     buckets: int = 0  # DDP's: an fp32 number for each trained one
     # without sharding: the gradient of a tied head, until it is added to the embedding's
     tied_head_gradient: int = 0
+
+    def bytes_until_backward(self, layers: int) -> int:
+        """Bytes that the first `layers` layers hold for their own backwards."""
+        recast = 0
+        if self.recasts_every is not None:
+            recast = ceil_div(layers, self.recasts_every)
+        return (layers - recast) * self.each_layer_until_backward
 
 
 def plan_layout_memory(spec: RunSpec) -> LayoutMemory:
@@ -410,9 +419,11 @@ def _plan_unit(spec: RunSpec, unit: Unit, names: Sequence[str], unshared: int = 
 def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     """Plans the memory of each unit under DDP and on a single device, where nothing is sharded.
 
-    Autocast caches a cast copy of every trained weight of a layer. Each copy stays until the
-    layer's backward, or only until the end of the forward if layers are recomputed. DDP holds a
-    bucket entry for every gradient (torch.nn.parallel.distributed).
+    Nothing is gathered: a unit's `gathered` is the cast copies that autocast makes of a layer's
+    trained weights, and its `shard` is all of its gradients. Autocast keeps the copies of all
+    layers until the forward ends. A layer that is not recomputed holds its own until its backward;
+    the backward of a recomputed layer casts its weights again. DDP holds a bucket entry for every
+    gradient (torch.nn.parallel.distributed).
     """
     computation = spec.computation
     architecture = spec.architecture
@@ -440,7 +451,8 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         tail=UnitMemory(shard=_trained_bytes(spec, "tail")),
         layers=architecture.layers,
         all_layers_until_loss=cast_layer * architecture.layers,
-        each_layer_until_backward=cast_layer if computation.checkpoint_every is None else 0,
+        each_layer_until_backward=cast_layer,
+        recasts_every=computation.checkpoint_every,
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         tied_head_gradient=embedding if architecture.tied else 0,
     )
