@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from finetune.constants import FP32, PROMPTS_AT_ONCE, ceil_div
 from finetune.plan.activations import evaluation_bytes, mask_bytes
-from finetune.plan.loss_memory import chunk_bytes, compared_bytes, vector_bytes
+from finetune.plan.loss_memory import chunk_bytes, compared_bytes, count_held_out, vector_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
@@ -29,25 +29,55 @@ INT16 = 2  # bytes of an expert's index in a recorded routing (`routing_replay`)
 
 
 def rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """Yields the points at which the model in training samples a step's completions, in order.
+
+    Yields nothing if the method samples no completions, or a server samples them.
+    """
+    if spec.recipe.samples_itself:
+        completions = ceil_div(spec.rows_per_step, spec.data_ranks)
+        yield from _sampling_points(
+            spec, at_rest, completions, of_a_prompt=spec.recipe.rollout.num_generations
+        )
+
+
+def held_out_rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """Yields the points at which an evaluation samples a completion of each held-out prompt.
+
+    Yields nothing if nothing is held out, or a server samples.
+    """
+    held_out = count_held_out(spec)
+    if not spec.recipe.samples_itself or held_out == 0:
+        return
+    if held_out is None:  # as many as are sampled at once
+        completions = spec.recipe.rollout.per_device_generation_batch_size
+    else:
+        completions = ceil_div(held_out, spec.data_ranks)
+    yield from _sampling_points(spec, at_rest, completions, of_a_prompt=1)
+
+
+def _sampling_points(
+    spec: RunSpec, at_rest: Snapshot, completions: int, of_a_prompt: int
+) -> Iterator[Snapshot]:
     """Yields the points at which the model in training samples completions, in order.
 
-    All its parameters are gathered meanwhile. Yields nothing if the method samples no completions,
-    or a server samples them.
+    All its parameters are gathered meanwhile.
+
+    Args:
+        spec: The run.
+        at_rest: The memory between steps.
+        completions: How many this rank samples, per_device_generation_batch_size at once.
+        of_a_prompt: How many consecutive completions share a prompt.
     """
-    if not spec.recipe.samples_itself:
-        return
     architecture = spec.computed
     computation = spec.computation
     rollout = spec.recipe.rollout
-    rows = min(
-        rollout.per_device_generation_batch_size, ceil_div(spec.rows_per_step, spec.data_ranks)
-    )
     # A row is one completion with its prompt.
+    rows = min(rollout.per_device_generation_batch_size, completions)
     if rollout.takes_turns:  # in each turn a row reads its conversation so far as a prompt
         prompts = rows
         prompt_tokens = spec.recipe.data.max_length
-    else:  # the completions of a group share a prompt
-        prompts = ceil_div(rows, rollout.num_generations)
+    else:
+        prompts = ceil_div(rows, of_a_prompt)
         prompt_tokens = spec.recipe.data.max_length - rollout.max_completion_length
     row_tokens = prompt_tokens + rollout.max_completion_length
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)

@@ -32,8 +32,8 @@ def vector_bytes(spec: RunSpec, queries: int) -> int:
     return FP64 * queries * spec.recipe.group_size * spec.computed.hidden
 
 
-def count_held_out_queries(spec: RunSpec) -> int | None:
-    """The number of held-out queries, all of which are compared at once; 0 if no data is held out.
+def count_held_out(spec: RunSpec) -> int | None:
+    """The number of held-out examples, such as prompts or queries; 0 if no data is held out.
 
     None if the recipe does not say the number: where it holds out a share of the data, or a whole
     dataset.

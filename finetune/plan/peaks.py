@@ -14,6 +14,7 @@ from finetune.errors import UserError
 from finetune.plan.backward_memory import kept_for_backward, sharded_points, unsharded_points
 from finetune.plan.forward_memory import (
     dequantized_bytes,
+    held_out_rollout_points,
     plan_forward,
     rollout_points,
     scoring_points,
@@ -22,7 +23,7 @@ from finetune.plan.forward_memory import (
     vector_points,
 )
 from finetune.plan.loss_memory import (
-    count_held_out_queries,
+    count_held_out,
     loss_backward_bytes,
     loss_bytes,
     teacher_divergence_bytes,
@@ -95,12 +96,11 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points_of = {"load": [_loading_point(spec, before_training)]}  # by phase, in their order
     if spec.reference == "stored":
         points_of["reference"] = [plan_forward(spec, before_training, "a batch", spec.tokens)]
-    sampling = list(rollout_points(spec, at_rest))
-    if rollout := [*sampling, *scoring_points(spec, at_rest)]:
+    if rollout := [*rollout_points(spec, at_rest), *scoring_points(spec, at_rest)]:
         points_of["rollout"] = rollout
     points_of["first step"] = step if keeps_state_in_files else _first_step(spec, step)
     points_of["steady step"] = step
-    points_of["evaluation"] = _list_evaluation_points(spec, at_rest, sampling)
+    points_of["evaluation"] = _list_evaluation_points(spec, at_rest)
     points_of["save"] = [at_rest]
     points_of["resume"] = [_resume_point(spec, at_rest)]
     points_of["export"] = [at_rest]
@@ -144,22 +144,22 @@ def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     return replace(at_rest, name="optimizer state read", temporaries=temporaries)
 
 
-def _list_evaluation_points(
-    spec: RunSpec, at_rest: Snapshot, sampling: list[Snapshot]
-) -> list[Snapshot]:
+def _list_evaluation_points(spec: RunSpec, at_rest: Snapshot) -> list[Snapshot]:
     """Lists the points of an evaluation.
 
-    First the teacher's, if there is one. Then, if the model samples completions, the points of
-    `sampling`; else a held-out batch and, for an embedding method, the comparison of its vectors.
+    A method that samples measures the rewards of held-out prompts. Any other computes the loss of a
+    held-out batch, after the teacher's forward if there is a teacher; an embedding method then
+    compares its vectors.
     """
+    if spec.recipe.method_facts.samples:
+        sampling = held_out_rollout_points(spec, at_rest)
+        return [at_rest, *sampling, *scoring_points(spec, at_rest)]
     rows = spec.recipe.batch.per_device_eval_batch_size or spec.rows
     tokens = spec.share_tokens(rows)
     teacher = teacher_points(spec, at_rest, tokens)
-    if sampling:
-        return [*teacher, *sampling]
     held_out = plan_forward(spec, at_rest, "a held-out batch", tokens)
     # A number of queries that is not known counts as 0, which the plan's notes say.
-    vectors = vector_points(spec, at_rest, held_out, count_held_out_queries(spec) or 0)
+    vectors = vector_points(spec, at_rest, held_out, count_held_out(spec) or 0)
     return [*teacher, held_out, *vectors]
 
 

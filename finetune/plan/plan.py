@@ -33,7 +33,7 @@ from finetune.plan.architecture import (
     read_reward_model,
     set_scores,
 )
-from finetune.plan.loss_memory import compared_bytes, count_held_out_queries
+from finetune.plan.loss_memory import compared_bytes, count_held_out
 from finetune.plan.peaks import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import (
     CPU_PROCESS_BYTES,
@@ -185,7 +185,7 @@ def _judge_length(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
 
 def _describe_held_out(spec: RunSpec) -> Iterator[str]:
     """Yields a remark if held-out vectors are not counted, because their number is not known."""
-    if spec.recipe.method_facts.embeds and count_held_out_queries(spec) is None:
+    if spec.recipe.method_facts.embeds and count_held_out(spec) is None:
         bytes_per_query = compared_bytes(spec, queries=1)
         yield (
             f"held-out queries are compared all at once, {bytes_per_query / 1024:.0f} KiB each, "

@@ -30,6 +30,7 @@ CASES = [
     (2048, 4, 4, 16, 72),
 ]
 QUICK = [CASES[0], CASES[3]]
+HELD_OUT = 40  # prompts
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,32 @@ QUICK = [CASES[0], CASES[3]]
 def test_sampling_takes_what_it_allocates(
     case: tuple[int, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    _, prompts, generations, tokens, _ = case
+    requests = [
+        Request(tuple(range(i, i + tokens)), (i, j))
+        for i in range(prompts)
+        for j in range(generations)
+    ]
+    planned, taken = _plan_and_sample(case, "rollout", requests)
+    with capsys.disabled():
+        print(
+            f"\nsampling {case}: planned {planned / 2**20:.1f} MiB, taken {taken / 2**20:.1f}, {planned / taken - 1:+.1%}"
+        )
+    assert planned == pytest.approx(taken, rel=0.1)
+
+
+@pytest.mark.parametrize("tokens, most", [(64, 64), pytest.param(192, 32, marks=pytest.mark.slow)])
+def test_an_evaluation_samples_one_completion_of_each_of_more_prompts_than_a_step_has(
+    tokens: int, most: int
+) -> None:
+    case = (512, 2, 16, tokens, most)  # a step has two prompts
+    requests = [Request(tuple(range(i, i + tokens)), (i, 0)) for i in range(HELD_OUT)]
+    planned, taken = _plan_and_sample(case, "evaluation", requests)
+    assert planned == pytest.approx(taken, rel=0.1)
+
+
+def _plan_and_sample(case: tuple[int, ...], phase: str, requests: list[Request]) -> tuple[int, int]:
+    """The bytes that the plan counts for sampling in `phase`, and those that `requests` take."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     vocabulary, prompts, generations, tokens, most = case
@@ -52,11 +79,10 @@ def test_sampling_takes_what_it_allocates(
         "rewards=[length]",
         f"num_generations={generations}",
         f"max_completion_length={most}",
-    ]
-    keys += [
         f"max_length={tokens + most}",
         f"global_batch_size={prompts}",
         "per_device_generation_batch_size=64",
+        f"eval_split_size={HELD_OUT}",
     ]
     recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", *keys])
     sharding = Sharding(layout="single", mixed_precision="no")
@@ -67,8 +93,7 @@ def test_sampling_takes_what_it_allocates(
         ranks=1,
         device="cpu",
     )
-    peak = next(phase.peak for phase in plan_phases(spec) if phase.name == "rollout")
-    planned = peak.activations + peak.loss + peak.temporaries
+    peak = next(planned.peak for planned in plan_phases(spec) if planned.name == phase)
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
@@ -78,14 +103,5 @@ def test_sampling_takes_what_it_allocates(
         device = torch.device("cpu")
 
     engine = EmbeddedEngine(model, Alone(), [7], 64)  # type: ignore[arg-type]  # now and then a row ends
-    requests = [
-        Request(tuple(range(i, i + tokens)), (i, j))
-        for i in range(prompts)
-        for j in range(generations)
-    ]
     taken = allocated_peak(lambda: engine.sample(requests, Sampling(max_tokens=most)))
-    with capsys.disabled():
-        print(
-            f"\nsampling {case}: planned {planned / 2**20:.1f} MiB, taken {taken / 2**20:.1f}, {planned / taken - 1:+.1%}"
-        )
-    assert planned == pytest.approx(taken, rel=0.1)
+    return peak.activations + peak.loss + peak.temporaries, taken
