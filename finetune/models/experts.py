@@ -294,12 +294,13 @@ def _add_adapter(
     else:  # left [experts, out, rank] is B, right [experts, rank, in] is A
         a = right
         b = left
-    # Zeros fill up the rank: a [experts, rank, in], b [experts, out, rank].
+    # Grouped products need rows of a multiple of 16 bytes, so zeros fill up the rank:
+    # a [experts, padded rank, in], b [experts, out, padded rank].
     padding = -a.shape[1] % EXPERT_RANK_MULTIPLE
     if padding:
         a = F.pad(a, (0, 0, 0, padding))
         b = F.pad(b, (0, padding))
-    inner = multiply_grouped(rows, a.mT, ends)  # [n, rank]
+    inner = multiply_grouped(rows, a.mT, ends)  # [n, padded rank]
     # `contiguous`: peft keeps B of all experts in one matrix, where the columns of an expert are
     # not adjacent.
     added = multiply_grouped(inner, b.contiguous().mT, ends)

@@ -465,10 +465,9 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
 
 
 def _activations_at_layer(spec: RunSpec, done: int) -> int:
-    """Bytes of activations when the backward of the layer that follows `done` others begins.
+    """Bytes of activations at the highest point of a layer's backward, `done` layers after the loss.
 
-    They include the activations that the layer computes again and those that only its backward
-    needs.
+    They include what the layer computes again, and what only its backward needs.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -477,7 +476,7 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
     )
     if computes_again:  # the whole layer, or in a quantized base its experts
         factors = expert_factor_bytes(architecture, computation).layer
-    else:
+    else:  # the forward has kept them: `kept_for_backward` counts them
         factors = 0
     per_token = (
         recomputed_bytes(architecture, computation)

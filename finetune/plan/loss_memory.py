@@ -62,8 +62,8 @@ def compared_bytes(spec: RunSpec, queries: int) -> int:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """Bytes of the head and its loss: a chunk of logits, and the gradients of head and hidden
-    states that the loss computes in its forward.
+    """Bytes that the head and its loss allocate in the forward: a chunk of logits, and the gradients
+    of the head and of the hidden states, which are computed there.
 
     Every token counts as trained.
     """
@@ -71,7 +71,8 @@ def loss_bytes(spec: RunSpec) -> int:
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
         return _pooled_bytes(spec)
-    if spec.weighs_documents:  # the head's gradient is computed in the backward
+    # A loss of log-probabilities or scores computes the head's gradient in the backward.
+    if spec.weighs_documents:
         head_gradient = 0
     else:
         head_gradient = _head_gradient(spec)

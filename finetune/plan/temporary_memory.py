@@ -259,10 +259,10 @@ def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
     `waiting`: bytes of gradients that wait for a later update.
     """
     largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-    shard = ceil_div(largest, spec.shards)
+    shard_bytes = ceil_div(largest, spec.shards)
     return UpdateMemory(
         gradients=waiting + largest,
-        temporaries=_count_temporaries(spec, tensors, roots=shard),
+        temporaries=_count_temporaries(spec, tensors, roots=shard_bytes),
         waiting=waiting,
     )
 

@@ -574,11 +574,13 @@ class RolloutBatches:
     def _sample_step(
         self, prompts_step: int, first_trained_at: int, sampled_ahead: list[Sampled] | None = None
     ) -> Rollout:
-        """Samples and rewards completions of the prompts of a step, and measures their tokens if
-        the loss needs that. All ranks call it.
+        """Samples and rewards completions of the prompts of a step. All ranks call it.
+
+        Groups of equal rewards are replaced if the recipe says so, and tokens are measured if the
+        loss needs that.
 
         Args:
-            prompts_step: The step whose prompts are drawn.
+            prompts_step: The step whose prompts are taken.
             first_trained_at: The first step that trains on the completions; part of their seeds.
             sampled_ahead: The completions, on every rank, if they were sampled ahead; None: they
                 are sampled now.

@@ -69,7 +69,9 @@ def describe_ratios(log_drifts: Tensor, completions: Completions) -> Metrics:
 def _describe_spread(log_drifts: Tensor, is_counted: Tensor) -> Metrics:
     """Makes the metrics of how the drifts spread: their mean, mean square and histogram.
 
-    `is_counted`: bool[positions], the positions whose drifts are counted.
+    Args:
+        log_drifts: fp64[positions]; 0 at positions without a label.
+        is_counted: bool[positions], the positions whose drifts are counted.
     """
     drifts = log_drifts.exp()
     metrics = {
