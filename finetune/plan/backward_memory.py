@@ -465,7 +465,7 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
 
 
 def _activations_at_layer(spec: RunSpec, done: int) -> int:
-    """Bytes of activations at the highest point of a layer's backward, `done` layers after the loss.
+    """Bytes of activations at the highest point of the backward of a layer, after `done` others.
 
     They include what the layer computes again, and what only its backward needs.
     """

@@ -62,10 +62,10 @@ def compared_bytes(spec: RunSpec, queries: int) -> int:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """Bytes that the head and its loss allocate in the forward: a chunk of logits, and the gradients
-    of the head and of the hidden states, which are computed there.
+    """Bytes that the head and its loss allocate in the forward.
 
-    Every token counts as trained.
+    They are a chunk of logits, and the gradients of the head and of the hidden states, which are
+    computed in the forward. Every token counts as trained.
     """
     architecture = spec.computed
     computation = spec.computation
