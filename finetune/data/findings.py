@@ -80,8 +80,8 @@ CHECKS: dict[str, Check] = {
     "stop_not_trained": Check(
         "warning",
         "fatal",
-        "the token that is trained at the end of the assistant's turn is none at which generation "
-        "stops (eos_token, generation_config.json), so no answer would end; name it in eot_tokens",
+        "the answer's trained end-of-turn token is not one at which generation stops "
+        "(eos_token, generation_config.json), so no answer would end; name it in eot_tokens",
     ),
     "end_of_turn_is_text": Check(
         "warning",
@@ -97,8 +97,8 @@ CHECKS: dict[str, Check] = {
     "typed_special_token": Check(
         "warning",
         "warning",
-        "the content contains a special token, such as an end-of-turn, and is tokenized with it: "
-        "content can end turns and begin others",
+        "the content contains a special token, such as an end-of-turn, as text, and is "
+        "tokenized with it: content can end a turn and begin another",
     ),
     "system_dropped": Check("warning", "warning", "the chat template drops the system message"),
     "user_dropped": Check("warning", "fatal", "the chat template drops a user's message"),
@@ -131,33 +131,33 @@ CHECKS: dict[str, Check] = {
     "unlike_inference": Check(
         "warning",
         "warning",
-        "an answer, or what stands before it, is not what the model sees and writes when it is "
-        "asked for this turn: the chat template writes earlier turns differently once others "
-        "follow; remove turns: whole, where it is set",
+        "the answer, or the text before it, differs from what the model sees and writes at "
+        "inference: the chat template writes earlier turns differently once others follow; "
+        "remove turns: whole, if it is set",
     ),
     "prompt_not_continued": Check(
         "warning",
         "warning",
-        "a trained answer does not follow the prompt that inference gives (one that opens "
-        "<think>, for an answer without reasoning): the model is never trained at the place where "
-        "it is asked; give the answers reasoning_content, ask without it (chat_template_kwargs: "
+        "a trained answer does not follow the prompt of inference, such as one that opens "
+        "<think> for an answer without reasoning, so the model is not trained on what it will "
+        "be asked; give the answers reasoning_content, turn thinking off (chat_template_kwargs: "
         "{enable_thinking: false} in the entry of datasets, and in chat), or use a "
-        "chat_template whose prompt is what its answers begin with",
+        "chat_template whose prompt fits the answers",
     ),
     "no_reasoning": Check(
         "notice",
         "warning",
-        "no answer has reasoning, which the chat template writes where the model thinks: it "
-        "learns to answer without; give the answers reasoning_content, or set "
-        "chat_template_kwargs: {enable_thinking: false} in the entry of datasets, and in chat, "
-        "where the template reads it",
+        "no answer has reasoning, although the chat template has a place for it, so the model "
+        "learns to answer without; give the answers reasoning_content, or, if the template "
+        "reads it, set chat_template_kwargs: {enable_thinking: false} in the entry of datasets, "
+        "and in chat",
     ),
     "not_read_back": Check(
         "warning",
         "warning",
-        "the tokenizer's own response_template reads an answer back otherwise than the row has "
-        "it, and so would a server; use the chat_template that it was made for, or set it to null "
-        "in tokenizer_config.json",
+        "the tokenizer's own response_template does not parse the answer back into what the row "
+        "has, and a server would parse it in the same way; use the chat_template that it was "
+        "made for, or set it to null in tokenizer_config.json",
     ),
     "turns_split": Check(
         "notice",
@@ -244,34 +244,32 @@ CHECKS: dict[str, Check] = {
     "order_swapped": Check(
         "notice",
         "warning",
-        "the row's own scores rate the rejected answer higher; in most rows it means that the "
+        "the row's own scores rate the rejected answer higher; if most rows have this, the "
         "columns are swapped (chosen_column, rejected_column)",
         many=0.5,
     ),
     "best_unread": Check(
         "warning",
         "warning",
-        "a document behind the first num_negatives + 1, which alone are read, has a higher score "
-        "than they; put it first, or raise num_negatives",
+        "only the first num_negatives + 1 documents are read, and a later one has a higher "
+        "score; put it first, or raise num_negatives",
     ),
     "same_scores": Check(
         "notice",
         "warning",
-        "the documents of a query have the same score, from which only loss_type: pointwise learns",
+        "all documents of a query have the same score, from which only loss_type: pointwise learns",
     ),
     "same_texts": Check(
         "warning",
         "warning",
-        "the document that answers is the query itself or one of its negatives, so the loss pulls "
-        "a text toward itself or away from it; correct the row",
+        "the document that answers the query is the query itself or one of its negatives, so "
+        "the loss pulls a text toward itself or away from itself; correct the row",
     ),
     "same_ratings": Check(
         "warning",
         "warning",
-        (
-            "the answer is rated as all others are; a method of ratings learns from good answers "
-            "beside bad ones"
-        ),
+        "the answer has the same rating as all others; a method of ratings learns from good "
+        "answers beside bad ones",
     ),
     "images_unread": Check(
         "warning",
@@ -288,7 +286,8 @@ CHECKS: dict[str, Check] = {
     "prompts_differ": Check(
         "warning",
         "warning",
-        "the chat template writes the prompt before chosen differently from that before rejected",
+        "the chat template writes the prompt differently before the chosen and before the "
+        "rejected answer",
     ),
     "no_space_between": Check(
         "notice",
@@ -298,7 +297,7 @@ CHECKS: dict[str, Check] = {
     "begins_with_assistant": Check(
         "notice",
         "warning",
-        "the conversation begins with the assistant, as none does that answers a user",
+        "the conversation begins with the assistant; at inference it begins with the user",
     ),
     "calls_without_tools": Check(
         "warning",
@@ -317,15 +316,15 @@ CHECKS: dict[str, Check] = {
     "columns_recognized": Check(
         "notice",
         "notice",
-        "two columns are read as a user's turn and the assistant's by their names (type: "
-        "messages, prompt_column and completion_column say it; type: prompt_completion joins them "
-        "without a chat template)",
+        "two columns are read as the user's and the assistant's turn because of their names "
+        "(type: messages, prompt_column and completion_column set this; type: prompt_completion "
+        "joins them without a chat template)",
     ),
     "template_unused": Check(
         "warning",
         "warning",
-        "prompt and completion are plain text and do not use the tokenizer's chat template, in "
-        "which the model will be asked; type: messages in the entry of datasets does",
+        "prompt and completion are plain text and do not use the tokenizer's chat template, "
+        "which chat and servers use; type: messages in the entry of datasets applies it",
     ),
 }
 

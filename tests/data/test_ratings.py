@@ -243,7 +243,7 @@ def test_answers_that_are_all_rated_alike_are_a_finding(prepare: Prepare, tmp_pa
     for path in (good, bad):
         (finding,) = prepare([{"path": path}], method="kto").report.findings
         assert str(finding).startswith(
-            "warning: same_ratings: in 4 of 4 rows the answer is rated as all others are; a method"
+            "warning: same_ratings: in 4 of 4 rows the answer has the same rating as all others; a method"
         )
     assert names(prepare([{"path": good}, {"path": bad}], method="kto")) == {}
 
