@@ -4,6 +4,7 @@ import argparse
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -271,12 +272,11 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
             raise UserError(f"--method: {name}: {problem}; choose one of {', '.join(known)}")
         return name
 
-    choices = "; ".join(f"{name} {METHODS[name].says.partition(' (')[0]}" for name in known)
     if options.method is None and len(known) == 1:
         flag_value = known[0]  # nothing to ask
     else:
         flag_value = options.method
-    question = f"Learn from what? {choices}"
+    question = f"Learn from what?\n{_list_methods(known)}\nMethod"
     name = read_or_ask(flag_value, "--method", question, known[0], read=read_method)
     keys: Keys = {} if name == DEFAULT_METHOD else {"method": name}
     if data.labels:
@@ -298,6 +298,20 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> Keys:
     elif options.rewards is not None:
         raise UserError(f"--rewards: is for --method {' or '.join(REWARDED)}")
     return keys
+
+
+def _list_methods(names: Sequence[str]) -> str:
+    """Lists methods with what each learns, a method on a line, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns
+    column = max(len(name) for name in names) + 2
+    lines = []
+    for name in names:
+        learned = METHODS[name].says.partition(" (")[0]
+        text = f"{name:<{column}}{learned}"
+        lines.append(
+            textwrap.fill(text, width, initial_indent="  ", subsequent_indent=" " * (column + 2))
+        )
+    return "\n".join(lines)
 
 
 def _choose_trained(options: argparse.Namespace) -> Trained | None:

@@ -653,7 +653,7 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
                 "u",
             ),
             ("Which one holds the answer?: ", "v"),
-            ("Learn from what? sft learns the answers; masked_diffusion learns ", ""),
+            ("Learn from what?\r\n  sft               learns the answers\r\n", ""),
             (
                 "Train what? auto: all parameters where they fit, else adapters; full, lora, qlora [auto]: ",
                 "full",
