@@ -614,9 +614,7 @@ def _report_liger(settings: ToolFile, conversion: Conversion) -> None:
     """
     name = name_model(settings)
     layout = read_section(settings, "distributed")
-    is_parallel = any(
-        str(layout.get(size, 1)) not in ("none", "1") for size in ("tp_size", "cp_size")
-    )
+    is_parallel = _is_shared(layout, "tp_size") or _is_shared(layout, "cp_size")
     asked = read_section(settings, "model").get("use_liger_kernel")
     if is_parallel or asked is False:
         return
@@ -700,6 +698,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _report_positions(settings, conversion)
     _report_masks(settings, conversion)
     _report_reduction(settings, conversion)
+    _report_ranks_in_06(settings, conversion)
     _report_own_class(settings, conversion)
     _report_head_bits(settings, conversion)
     _report_fused_loss(settings, conversion)
@@ -1028,6 +1027,46 @@ REDUCED_BY_MEGATRON = (
 # torch's FSDP2 casts a reduced gradient to its parameter's dtype, orig_dtype. The gradients of
 # experts that ep_size alone shards are summed over a step's micro-batches in it too.
 GRADIENTS_ROUNDED = "gradients: in 16 bits there, as their weights are; in float32 here"
+# Values of `experts` for which MoE of components/moe/layers.py makes GroupedExpertsTE, unless a
+# dispatcher has experts of its own. _clip_grad_norm_impl of components/training/utils.py takes a
+# rank's weights of it for weights that all ranks have.
+EXPERTS_OF_ENGINE = ("te", "torch")
+DISPATCHERS_OTHERWISE = ("torch", "mok")
+CLIPPED_BY_RANK_IN_06 = (
+    "each rank clips gradients by a norm with its own experts alone in 0.6 there, so that parts of "
+    "one weight are scaled otherwise; by one norm with all experts since, as here"
+)
+# transformers' style for a norm that each head of a rank has; get_hf_tp_shard_plan and the plans of
+# components/distributed/optimized_tp_plans.py leave such norms alone in 0.6
+NORM_OF_HEADS = 'self_attn.q_norm": "replicated_with_grad_allreduce"'
+NORMS_OF_RANKS_IN_06 = (
+    "q_norm and k_norm are trained on each rank by the gradients of its own heads alone in 0.6 "
+    "there, and become other weights on each; by those of all heads since, as here"
+)
+
+
+def _report_ranks_in_06(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which gradients were of one rank alone in 0.6, where ranks share a layer."""
+    name = name_model(settings)
+    layout = read_section(settings, "distributed")
+    backend = read_section(read_section(settings, "model"), "backend")
+    has_own_class = not is_of_transformers(settings)
+    experts = backend.get("experts")
+    is_of_engine = (
+        experts in EXPERTS_OF_ENGINE and backend.get("dispatcher") not in DISPATCHERS_OTHERWISE
+    )
+    if is_of_engine and has_own_class and _is_shared(layout, "ep_size"):
+        conversion.add_remark("model.backend.experts", experts, CLIPPED_BY_RANK_IN_06)
+    # Automodel's own mixtures split no attention over the ranks
+    splits_heads = _is_shared(layout, "tp_size") and not (is_mixture(name) and has_own_class)
+    plan = read_family_source(guess_family(name) or "", "configuration")
+    if splits_heads and NORM_OF_HEADS in plan and not conversion.recipe.get("use_peft"):
+        conversion.add_remark("distributed.tp_size", layout["tp_size"], NORMS_OF_RANKS_IN_06)
+
+
+def _is_shared(layout: Mapping[str, Any], size: str) -> bool:
+    """Whether a size in the section `distributed` makes several ranks share a layer or a row."""
+    return str(layout.get(size)) not in ("None", "none", "1")
 
 
 def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:

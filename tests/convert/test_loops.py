@@ -40,6 +40,7 @@ from finetune.convert.automodel import (
     ADDED_IN_FP32,
     AS_FILED,
     AS_FILED_BUT_IN_06,
+    CLIPPED_BY_RANK_IN_06,
     CUT_BEFORE_ANSWER,
     DOCUMENTS_NOT_APART,
     ENDS_WITH_EPOCHS,
@@ -60,6 +61,7 @@ from finetune.convert.automodel import (
     MOVED_BIASES,
     MOVED_BIASES_IN_06,
     NEXT_IN_PLACE,
+    NORMS_OF_RANKS_IN_06,
     NOTHING_SAVED,
     PADDED_ROWS,
     RATES_IN_FP32,
@@ -1011,6 +1013,45 @@ def test_the_dtype_of_automodels_routers_is_said(
     forced = {"pretrained_model_name_or_path": name, "backend": backend, "force_hf": True}
     plain = said(convert(AUTOMODEL, model=forced))
     assert ROUTERS_IN_16_BITS not in plain and ROUTERS_IN_16_BITS_IN_06 not in plain
+
+
+@pytest.mark.parametrize(
+    ("backend", "keys", "is_said"),
+    [
+        ({"experts": "te"}, {"distributed": {"ep_size": 8}}, True),
+        ({"experts": "te", "dispatcher": "hybridep"}, {"distributed": {"ep_size": 8}}, True),
+        ({"experts": "te", "dispatcher": "torch"}, {"distributed": {"ep_size": 8}}, False),
+        ({"experts": "torch_mm"}, {"distributed": {"ep_size": 8}}, False),
+        ({"experts": "te"}, {"distributed": {"ep_size": 1}}, False),
+        ({"experts": "te"}, {}, False),
+    ],
+)
+def test_the_norm_by_which_ranks_of_automodel_clipped_their_own_experts_is_said(
+    backend: dict[str, str], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: _clip_grad_norm_impl of its components/training/utils.py, in 0.6 and in 0.7."""
+    model = {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B", "backend": backend}
+    assert (CLIPPED_BY_RANK_IN_06 in said(convert(AUTOMODEL, model=model, **keys))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("Qwen/Qwen3-8B", {}, True),
+        ("google/gemma-4-31B-it", {}, True),
+        ("Qwen/Qwen3-8B", {"peft": {"dim": 8}}, False),
+        ("Qwen/Qwen3-8B", {"distributed": {"tp_size": 1}}, False),
+        ("Qwen/Qwen3-30B-A3B", {}, False),  # whose attention all ranks compute whole
+        ("meta-llama/Llama-3.1-8B", {}, False),
+        ("allenai/OLMo-2-1124-7B", {}, False),  # whose norm is of all heads together
+    ],
+)
+def test_norms_of_heads_that_ranks_of_automodel_trained_apart_are_said(
+    name: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: its components/distributed/optimized_tp_plans.py and parallelizer.py, in 0.6 and 0.7."""
+    keys = {"model": {"pretrained_model_name_or_path": name}, "distributed": {"tp_size": 2}} | keys
+    assert (NORMS_OF_RANKS_IN_06 in said(convert(AUTOMODEL, **keys))) == is_said
 
 
 def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transformers() -> None:
