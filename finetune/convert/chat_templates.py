@@ -110,7 +110,8 @@ SCORED_EOS_THERE = (
     "the EOS token follows an answer there, and is scored; here the line break before it is"
 )
 EMPTY_SYSTEM = (
-    "a row whose system column is empty has a system message without words there, none here"
+    "a row whose system column is empty has a system message without words there; here what the "
+    "chat template writes for a row without one: none, or its own"
 )
 SYSTEM_REFUSED = (
     "each row has a system message there, which this template refuses: no run ends; here one with "

@@ -157,6 +157,16 @@ LEFT_OUT = {
     ("Axolotl", "kto"): ", which is left out",
 }
 OF_TEXTS = ", in a row of two texts, prompt and completion"
+# tokenize_row of TRL's DPOTrainer, whose tokenizer gets an answer without its prompt
+SPACE_BEFORE_ANSWERS = (
+    "rows: until 0.28 an answer is tokenized as a text alone there, and its first token begins "
+    "with the space that tokenizers as Llama 2's and Mistral's write before a text; here it "
+    "follows its prompt, without one"
+)
+# families that have such tokenizers, None for one that is not known, and names of their models
+# that have others
+SPACING_FAMILIES = (None, "llama", "mistral", "mixtral", "phi3")
+SPACING_NONE = re.compile(r"llama-?[34]|smollm|nemo|phi-?4")
 OWN_TEMPLATE = re.compile(r"\{|/|\.jinja$")  # a template's text, or its file
 # tools that encode a prompt and its answer as one text
 ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")
@@ -201,6 +211,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_typed_tokens(settings, conversion)
     _report_ends(settings, conversion)
     _report_joined_breaks(conversion)
+    _report_spaces(conversion)
 
 
 def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
@@ -340,6 +351,15 @@ def _report_joined_breaks(conversion: Conversion) -> None:
         form = OF_TEXTS if trains_all else ""
         addition = LEFT_OUT.get((conversion.tool, str(recipe.get("method"))), form)
         conversion.remarks.append(JOINED_BREAKS.format(addition))
+
+
+def _report_spaces(conversion: Conversion) -> None:
+    """Reports that TRL may put a space before an answer of a pair."""
+    recipe = conversion.recipe
+    name = str(recipe.get("model_name_or_path")).lower()
+    may_space = guess_family(name) in SPACING_FAMILIES and not SPACING_NONE.search(name)
+    if conversion.tool == "TRL" and recipe.get("method") == "dpo" and may_space:
+        conversion.remarks.append(SPACE_BEFORE_ANSWERS)
 
 
 def _may_join_breaks(recipe: Mapping[str, Any], may_be_texts: bool) -> bool:

@@ -6,15 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from finetune.config.schema import Data, DatasetSource
+from finetune.constants import IGNORE_INDEX
 from finetune.convert.by_tool import ROWS_BY_LENGTH
-from finetune.convert.chat_templates import SAVED_TEMPLATE
+from finetune.convert.chat_templates import EMPTY_SYSTEM, SAVED_TEMPLATE
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.datasets import OF_LLAMA3
 from finetune.convert.objectives import ALWAYS_SIGMOID
 from finetune.convert.recognize import Refusal
 from finetune.convert.shared import IN_ORDER
 from finetune.convert.value_conversion import Conversion
+from finetune.data.source_tokens import SourceStats, tokenize_rows
+from finetune.data.sources import RowBatch
+from finetune.data.tokenizer import read_template
 from finetune.errors import UserError
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
@@ -304,3 +310,32 @@ def test_what_a_reward_model_does_otherwise_is_said(tmp_path: Path) -> None:
     by_name = convert(TRL, tmp_path, "reward.yaml")
     assert "the name of the file says so" in str(by_name.remarks)
     assert convert(TRL, tmp_path, "rewarding.yaml").recipe.get("method", "sft") == "sft"
+
+
+def tokenize_pair(tokenizer: Any, template: str) -> tuple[list[int], list[int]]:
+    """(the ids of a pair's chosen side, those that are scored), of a row with an empty system column."""
+    tokenizer.chat_template = read_template(template)
+    row = {"system": "", "input": "Who?", "chosen": "Once", "rejected": "Never"}
+    source = DatasetSource(path="rows.jsonl", type="messages", prompt_column="input")
+    batch = RowBatch("rows.jsonl", (0,), (row,))
+    data = Data(datasets=(source,), dataset_num_proc=1)
+    (pair,) = tokenize_rows([(source, batch)], data, tokenizer, SourceStats(), kind="pairs")
+    labels = pair.labels[: pair.lengths[0]]
+    return pair.input_ids[: pair.lengths[0]].tolist(), labels[labels != IGNORE_INDEX].tolist()
+
+
+@pytest.mark.parametrize("folder", ["models/stories260k", "tokenizers/llama3"])
+def test_an_answer_of_a_pair_is_no_text_of_its_own(folder: str, shared: Path) -> None:
+    """tokenize_row of TRL's older DPOTrainer makes it one: SentencePiece then begins it with a space."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / folder)
+    _, scored = tokenize_pair(tokenizer, "zephyr")
+    alone = tokenizer("Once", add_special_tokens=False).input_ids
+    assert (scored[: len(alone)] == alone) == (folder == "tokenizers/llama3")
+
+
+def test_a_row_without_a_system_message_may_have_the_templates_own(shared: Path) -> None:
+    """So that an empty column is not always no message here."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    texts = [tokenizer.decode(tokenize_pair(tokenizer, name)[0]) for name in ("qwen", "chatml")]
+    assert ["You are" in text for text in texts] == [True, False]
+    assert EMPTY_SYSTEM.endswith("none, or its own")

@@ -10,7 +10,7 @@ from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.base_model import PADDING_SAVED
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
-from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT, OF_TEXTS
+from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT, OF_TEXTS, SPACE_BEFORE_ANSWERS
 from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
 from tests.convert.test_newest_versions import AXOLOTL, FACTORY
@@ -130,6 +130,23 @@ def test_positions_that_axolotl_adds_to_the_saved_config_are_said(
 PAIRS = {"rl": "dpo", "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
 CHAT = {"_target_": "a.ChatDataset", "path_or_dataset_id": "a/rows"}
 ALPACA = {"datasets": [{"path": "a/rows", "type": "alpaca"}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"beta": 0.1, "model_name_or_path": "mistralai/Mistral-7B-v0.1"}, True),
+        ({"beta": 0.1, "model_name_or_path": "org/ours"}, True),
+        ({"beta": 0.1, "model_name_or_path": "meta-llama/Llama-3.1-8B"}, False),
+        ({"beta": 0.1}, False),
+        ({"model_name_or_path": "mistralai/Mistral-7B-v0.1"}, False),
+    ],
+)
+def test_an_answer_of_a_pair_begins_with_a_space_in_trls_older_versions(
+    keys: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """Source: tokenize_row of its DPOTrainer, until 0.28. test_preferences.py has the ids."""
+    assert (SPACE_BEFORE_ANSWERS in convert(TRL, **keys).remarks) == is_said
 
 
 @pytest.mark.parametrize(
