@@ -32,6 +32,11 @@ EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second i
 COSINE_SCHEDULES = ("cosine", "rex")
 
 
+def _reads_itself(file: ToolFile) -> bool:
+    """Whether an ms-swift file reads its data set on the model's own name."""
+    return any("self-cognition" in str(file.get(key)) for key in ("dataset", "val_dataset"))
+
+
 def _takes_arguments(optimizer: str) -> bool:
     """Whether Axolotl passes optim_args on to this optimizer."""
     facts = OPTIMIZERS.get(optimizer)
@@ -101,6 +106,8 @@ UNREAD_RULES = (
     UnreadRule(
         ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0
     ),
+    # init_self_cognition_preprocessor of dataset/loader.py
+    UnreadRule(("ms-swift",), ("model_author", "model_name"), lambda file: not _reads_itself(file)),
     # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
     UnreadRule(
         ("Automodel",),

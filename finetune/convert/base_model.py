@@ -18,7 +18,7 @@ PACKED_MODEL = re.compile("gptq|awq|aqlm|nvfp4")
 FP8_MODEL = re.compile(r"^(?!.*(bf16|nvfp4|bnb)).*[-_]fp8\b")
 # Models that may be in FP8 too: only their config says so.
 MAYBE_FP8_MODEL = re.compile(
-    r"^(?!.*(bf16|fp8|nvfp4|bnb|distill)).*(minimax-m2|deepseek-(v3|r1)\b|mimo-v2|"
+    r"^(?!.*(bf16|fp8|nvfp4|bnb|distill|qwen)).*(minimax-m2|deepseek-(v3|r1)\b|mimo-v2|"
     r"devstral-(2|small-2)-|ministral-3-\w+-instruct|mistral-(large-3|small-4|medium-3\.5)-)"
 )
 KEPT_IN_FP8 = (

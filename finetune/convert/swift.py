@@ -312,6 +312,11 @@ OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
 BESIDE_NUMBERS = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
 # our keys for these rows
 OF_ALPACA_NAMED = {"type": "alpaca", "prompt_column": "instruction", "completion_column": "output"}
+# name of a data set -> our keys for its rows of a question and an answer
+QUESTION_COLUMNS = {
+    "AdvertiseGen": {"prompt_column": "content", "completion_column": "summary"},
+    "self-cognition": {"prompt_column": "query", "completion_column": "response"},
+}
 THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
 # SelfCognitionPreprocessor of dataset/dataset/llm.py: subset that ms-swift makes -> how it rewrites
 # rows
@@ -344,11 +349,10 @@ def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
         entry["path"] = ON_HUGGING_FACE.get(path, path)
         if entry["path"] != path:
             conversion.add_remark("dataset", path, THERE_AS.format(entry["path"]))
-        if name != SELF_COGNITION:
-            continue
-        entry |= {"type": "messages", "prompt_column": "query", "completion_column": "response"}
+        if name in QUESTION_COLUMNS:
+            entry |= {"type": "messages", **QUESTION_COLUMNS[name]}
         subset = entry.get("name")
-        if subset in SUBSETS:
+        if name == SELF_COGNITION and subset in SUBSETS:
             del entry["name"]
             conversion.add_difference("dataset", f"{path}:{subset}", SUBSETS[subset])
 

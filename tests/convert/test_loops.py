@@ -1827,6 +1827,8 @@ def test_a_base_in_fp8_is_computed_in_fp8_by_transformers(
         ("mistralai/Ministral-3-3B-Instruct-2512", True),
         ("mistralai/Ministral-3-3B-Instruct-2512-BF16", False),
         ("MiniMaxAI/MiniMax-M2-FP8", False),  # whose name says it
+        ("deepseek-ai/DeepSeek-R1-0528", True),
+        ("deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", False),
     ],
 )
 def test_what_only_the_config_of_a_base_says_is_said_on_condition(

@@ -309,6 +309,31 @@ def test_the_rows_of_data_sets_that_ms_swift_knows(convert: Convert) -> None:
     assert REPEATED in said(made) and REPEATED not in said(streamed)
 
 
+def test_the_question_and_the_answer_of_advertise_gen_are_its_columns(convert: Convert) -> None:
+    """Source: its dataset/dataset/llm.py."""
+    made = convert(SWIFT, dataset=["lvjianjin/AdvertiseGen#9"])
+    source = DatasetSource(**{**made.recipe["datasets"][0], "path": "rows.jsonl"})
+    document = parse_row({"content": "a red skirt", "summary": "Buy it"}, source).document
+    assert isinstance(document, Conversation)
+    assert [turn["content"] for turn in document.messages] == ["a red skirt", "Buy it"]
+
+
+@pytest.mark.parametrize("names", [["a/b"], ["a/b", "swift/self-cognition#9"]])
+def test_a_name_for_the_model_is_read_with_the_data_set_on_itself_alone(
+    names: list[str], convert: Convert
+) -> None:
+    """Source: init_self_cognition_preprocessor of its dataset/loader.py."""
+    made = convert(SWIFT, dataset=names, model_name="robot", model_author="us")
+    assert ("model_name" in made.ignored) == (len(names) == 1) != ("{{NAME}}" in said(made))
+
+
+def test_keys_of_what_is_refused_are_refused_with_it(convert: Convert) -> None:
+    made = convert(SWIFT, use_galore=True, galore_quantization=True)
+    assert "galore_quantization: true, use_galore: true   (GaLore: not supported)" in said(made)
+    made = convert(SWIFT, init_weights="lora-ga", lora_ga_scale="stable")
+    assert "not known here" not in said(made)
+
+
 def test_a_column_of_scores_that_ms_swift_leaves_unread_does_not_refuse_its_rows(
     convert: Convert,
 ) -> None:
