@@ -234,6 +234,11 @@ MAYBE_THINKING = re.compile(
     r"think|reason|nemotron-?3\.|glm-?5|minimax-?m|deepseek-?(r1|v3\.|v4)|kimi|hunyuan|\bhy3|ernie|"
     r"mimo|seed-oss|\bbeam-\d|minicpm-?5|deepcoder"
 )
+# LLaMA-Factory's template mistral, whose answers are " {{content}}", each encoded alone
+SPACE_DOUBLED = (
+    "where [INST] is no token of the tokenizer, as of Mistral 7B 0.1 and 0.2, two spaces stand "
+    "before an answer there, and are trained; one here, in its first token"
+)
 # our templates that trim a turn's text; LLaMA-Factory's do not
 TRIMMING_TEMPLATES = ("llama3", "gemma", "mistral", "command-r")
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
@@ -243,9 +248,8 @@ MESSAGES_TRIMMED = "chat_template: white space around a message is left out ther
 OF_PHI3 = (
     "chat_template: a space and a line break follow <|user|>, <|assistant|> and <|end|> there, as "
     "tokens of their turns; here the model's tokenizer leaves them out",
-    "chat_template: the first word of a question or a system message, and of an answer where all "
-    "turns are trained, has no space before it there; here the model's tokenizer writes one, which "
-    "makes it another token",
+    "chat_template: the first word of a turn has no space before it there; here the model's "
+    "tokenizer writes one, which makes it another token",
     "chat_template: spaces at the end of a turn are left out there, kept here",
     "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
     "each question; here an EOS token ends the row, and no BOS token is written",
@@ -667,6 +671,8 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.remarks.append(f"{key}: {value}   ({BREAK_TRAINED})")
     if conversion.tool == "LLaMA-Factory" and name in TRIMMING_TEMPLATES:
         conversion.remarks.append(f"{key}: {value}   ({SPACE_KEPT})")
+    if conversion.tool == "LLaMA-Factory" and value == "mistral":
+        conversion.add_remark(key, value, SPACE_DOUBLED)
 
 
 def _compare_tools(key: str, value: str, conversion: Conversion) -> None:

@@ -21,6 +21,7 @@ from finetune.data.token_store import Int32s, Int64s, Tokens
 from finetune.data.tokenizer import CONTEXT_CHARACTERS, Encoder, Renderer, keeps_border
 
 LONG_TEXT = 2**18  # characters that are encoded at a time; a longer text is cut
+LONGEST_TOKEN = 1024  # characters before a piece that are searched for an added token
 MAX_CUTS_TRIED = 100  # ends of words at which a cut of a long text is tried
 WORD_END = re.compile(r"(?<=\S)(?=\s)")
 
@@ -243,11 +244,11 @@ class _Piece:
 
 def _cut_document(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
     """Yields the pieces of a document's text, each short enough to be encoded at once."""
-    for piece in _cut_at_borders(document, encoder.added_tokens):
+    for piece in _cut_at_borders(document, encoder):
         yield from _cut_long_piece(piece, encoder)
 
 
-def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
+def _cut_at_borders(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
     """Cuts a document's text where its trained spans begin and end, and at its `fresh_starts`.
 
     At a fresh start, the text is encoded as if nothing stood before it.
@@ -261,12 +262,22 @@ def _cut_at_borders(document: RenderedText, added_tokens: tuple[str, ...]) -> It
         trained_until = span_ends.get(start, trained_until)
         if start == 0 or start in document.fresh_starts:
             prefix = ""
-        elif text.endswith(added_tokens, 0, start):
-            # Several added tokens may end here: the longest counts.
-            prefix = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len)
         else:
-            prefix = "\n"
+            prefix = _find_prefix(text[max(0, start - LONGEST_TOKEN) : start], encoder)
         yield _Piece(text[start:end], start < trained_until, prefix)
+
+
+def _find_prefix(before: str, encoder: Encoder) -> str:
+    """Returns the added token that ends the text `before` a piece; a newline if none does.
+
+    White space that a token takes with it may stand between the two.
+    """
+    tokens = encoder.added_tokens
+    if not before.endswith(tokens):
+        tokens = encoder.stripping_tokens
+        before = before.rstrip()
+    # Several may end here: the longest counts.
+    return max((token for token in tokens if before.endswith(token)), key=len, default="\n")
 
 
 def _cut_long_piece(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:

@@ -368,6 +368,8 @@ class Encoder:
     bos_ids: list[int]  # what the tokenizer itself writes before plain text; may be empty
     # tokens that it looks for in a text before it cuts the rest; includes the special tokens
     added_tokens: tuple[str, ...]
+    # those of them that take the white space behind them too (rstrip), as Phi-3's do
+    stripping_tokens: tuple[str, ...]
     # the ids of a newline if the tokenizer puts a space before every text, as SentencePiece does;
     # otherwise empty
     newline_ids: list[int]
@@ -381,11 +383,14 @@ def make_encoder(tokenizer: Any) -> Encoder:
     newline, with_newline = (
         backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na")
     )
-    added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
+    tokens = backend.get_added_tokens_decoder().values()
+    added = tuple(token.content for token in tokens)
+    stripping = tuple(token.content for token in tokens if token.rstrip)
     # A tokenizer that puts a space before every text puts it before "a", but not between "\n" and
     # "a".
     newline_ids = [] if with_newline == newline + bare else newline
-    return Encoder(backend, encode_bos(tokenizer), added, newline_ids, find_pad_id(tokenizer))
+    bos_ids = encode_bos(tokenizer)
+    return Encoder(backend, bos_ids, added, stripping, newline_ids, find_pad_id(tokenizer))
 
 
 def find_pad_id(tokenizer: Any) -> int | None:

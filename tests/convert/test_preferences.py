@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.convert.by_tool import ROWS_BY_LENGTH
-from finetune.convert.chat_templates import EMPTY_SYSTEM, SAVED_TEMPLATE
+from finetune.convert.chat_templates import EMPTY_SYSTEM, SAVED_TEMPLATE, SPACE_DOUBLED
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.datasets import OF_LLAMA3
 from finetune.convert.objectives import ALWAYS_SIGMOID
@@ -339,3 +339,17 @@ def test_a_row_without_a_system_message_may_have_the_templates_own(shared: Path)
     texts = [tokenizer.decode(tokenize_pair(tokenizer, name)[0]) for name in ("qwen", "chatml")]
     assert ["You are" in text for text in texts] == [True, False]
     assert EMPTY_SYSTEM.endswith("none, or its own")
+
+
+@pytest.mark.parametrize("marks", [(), ("[INST]", "[/INST]")])
+def test_an_answer_of_llama_factorys_mistral_begins_with_a_space_of_its_own(
+    marks: tuple[str, ...], shared: Path, tmp_path: Path
+) -> None:
+    """Its data/template.py encodes " {{content}}" alone, before which SentencePiece puts a space; behind a token too."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    _, scored = tokenize_pair(tokenizer, "mistral")
+    theirs = tokenizer(" Once", add_special_tokens=False).input_ids
+    assert (scored[: len(theirs)] == theirs) == bool(marks)
+    assert SPACE_DOUBLED in str(convert(FACTORY + "template: mistral\n", tmp_path).remarks)
+    assert SPACE_DOUBLED not in str(convert(FACTORY + "template: llama2\n", tmp_path).remarks)

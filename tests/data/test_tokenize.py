@@ -189,14 +189,18 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize(
-    "strips", [False, True], ids=["", "the end token takes the space behind it"]
+    "stripping",
+    [(), ("</s>",), ("</s>", "<|user|>", "<|assistant|>")],
+    ids=["", "the end token takes the space behind it", "so do those of headers, as Phi-3's"],
 )
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(
-    template: str, strips: bool
+    template: str, stripping: tuple[str, ...]
 ) -> None:
     backend = sentencepiece_like()
-    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False, rstrip=strips)])
+    for name in ("</s>", *stripping):
+        token = AddedToken(name, special=True, normalized=False, rstrip=name in stripping)
+        backend.add_special_tokens([token])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",
