@@ -160,13 +160,13 @@ OF_TEXTS = ", in a row of two texts, prompt and completion"
 # tokenize_row of TRL's DPOTrainer, whose tokenizer gets an answer without its prompt
 SPACE_BEFORE_ANSWERS = (
     "rows: until 0.28 an answer is tokenized as a text alone there, and its first token begins "
-    "with the space that tokenizers as Llama 2's and Mistral's write before a text; here it "
-    "follows its prompt, without one"
+    "with the space that tokenizers as Llama 2's and the first Mistral's write before a text; "
+    "here it is tokenized behind its prompt, after whose words or line break they write none"
 )
 # families that have such tokenizers, None for one that is not known, and names of their models
 # that have others
-SPACING_FAMILIES = (None, "llama", "mistral", "mixtral", "phi3")
-SPACING_NONE = re.compile(r"llama-?[34]|smollm|nemo|phi-?4")
+SPACING_FAMILIES = (None, "llama", "mistral", "mixtral")
+SPACING_NONE = re.compile(r"llama-?3|smollm|nemo")
 OWN_TEMPLATE = re.compile(r"\{|/|\.jinja$")  # a template's text, or its file
 # tools that encode a prompt and its answer as one text
 ENCODING_AS_ONE = ("TRL", "Axolotl", "Automodel")

@@ -138,6 +138,7 @@ ALPACA = {"datasets": [{"path": "a/rows", "type": "alpaca"}]}
         ({"beta": 0.1, "model_name_or_path": "mistralai/Mistral-7B-v0.1"}, True),
         ({"beta": 0.1, "model_name_or_path": "org/ours"}, True),
         ({"beta": 0.1, "model_name_or_path": "meta-llama/Llama-3.1-8B"}, False),
+        ({"beta": 0.1, "model_name_or_path": "HuggingFaceTB/SmolLM2-1.7B"}, False),
         ({"beta": 0.1}, False),
         ({"model_name_or_path": "mistralai/Mistral-7B-v0.1"}, False),
     ],
