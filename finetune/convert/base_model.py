@@ -132,8 +132,11 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     # setup_chat_format of TRL adds ChatML's tokens
     if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):
         conversion.remarks.append(CHATML_ADDED)
+        recipe["pad_vocab_to_multiple_of"] = 1
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
+    if conversion.tool == "ms-swift" and added:
+        recipe["pad_vocab_to_multiple_of"] = 128  # _add_new_special_tokens of model/register.py
     if conversion.tool == "Axolotl":
         _pad_vocabulary(settings, special, conversion)
 

@@ -493,6 +493,8 @@ def test_tokens_that_older_versions_add_for_a_template_are_said(
         {"model_name_or_path": "a/model", "dataset_name": "a/rows"}, chat_template=template
     )
     assert (CHATML_ADDED in made.remarks) == ("added_tokens" in made.recipe) == is_added
+    # resize_to_multiple_of of setup_chat_format is None
+    assert made.recipe.get("pad_vocab_to_multiple_of") == (1 if is_added else None)
 
 
 @pytest.mark.parametrize(
