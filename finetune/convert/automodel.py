@@ -341,6 +341,8 @@ LATENTS_IN_06 = (
     "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
 )
 LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
+# a model of the family deepseek_v3 whose config has an rms_norm_eps of 1e-5
+OF_LARGER_EPS = re.compile("moonlight", re.IGNORECASE)
 # What own classes did otherwise in 0.6 alone, by family.
 CLASS_NOTES_IN_06 = {
     "deepseek_v32": INDEXED_OTHERWISE_IN_06,
@@ -570,8 +572,9 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in CLASS_NOTES:
         if family in families:
             conversion.add_difference("model", name, note)
-    if family in CLASS_NOTES_IN_06:
-        conversion.add_remark("model", name, CLASS_NOTES_IN_06[family])
+    note_in_06 = LATENTS_IN_06 if OF_LARGER_EPS.search(name) else CLASS_NOTES_IN_06.get(family)
+    if note_in_06:
+        conversion.add_remark("model", name, note_in_06)
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     if _rounds_frequencies(family, settings, conversion):

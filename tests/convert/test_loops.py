@@ -494,6 +494,8 @@ def test_automodels_ranks_have_as_many_rows_each(
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
         ("org/own", [UNKNOWN_CLASS]),
         ("zai-org/GLM-4.7-Flash", [LATENTS_IN_06]),
+        ("moonshotai/Moonlight-16B-A3B", [LATENTS_IN_06]),
+        ("deepseek-ai/DeepSeek-V3", []),  # whose config has an rms_norm_eps of 1e-6
         ("meta-llama/Llama-3.1-8B", []),
     ],
 )
