@@ -26,6 +26,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.shared import (
     IN_ORDER,
+    KEEPS_GATES,
     PACKED_IN_ORDER,
     ROTATED_IN_PART,
     ROTATED_WHOLE,
@@ -288,6 +289,18 @@ ROUTERS_IN_32_BITS = (
 ROUTERS_IN_32_BITS_SINCE_07 = (
     f"{ROUTERS_IN_32_BITS}; in 0.6 as here, but the scores are rounded to bfloat16 too"
 )
+# The weight of Gate has the model's dtype, unless an own class lists it in
+# _keep_in_fp32_modules_strict. _restore_loaded_model_dtype of _transformers/model_init.py gives it
+# the dtype of the files in transformers' classes.
+GATES_IN_FP32 = ("ernie4_5_moe",)
+GATES_IN_FP32_SINCE_07 = ("minimax_m2",)
+GATES_IN_16_BITS = (
+    "the routers' weights are trained in bfloat16 there, which rounds small steps away; they stay "
+    "in float32 here"
+)
+GATES_IN_32_BITS = (
+    "the routers' weights are trained in float32 in 0.7 there; in bfloat16 here, as in 0.6"
+)
 # Families whose routers have another dtype in Automodel's own class, by its default, than in
 # transformers' code.
 GATE_NOTES: Mapping[str, str] = {
@@ -328,6 +341,8 @@ LATENTS_IN_06 = (
     "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
 )
 LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
+# a model of the family deepseek_v3 whose config has an rms_norm_eps of 1e-5
+OF_LARGER_EPS = re.compile("moonlight", re.IGNORECASE)
 # What own classes did otherwise in 0.6 alone, by family.
 CLASS_NOTES_IN_06 = {
     "deepseek_v32": INDEXED_OTHERWISE_IN_06,
@@ -473,7 +488,7 @@ OWN_TEXT_FAMILIES = ("ministral3", "mistral4")
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which dtypes the weights, their gradients and the routers' biases have there.
 
-    Only a run that trains all weights in bfloat16 here differs in the first two.
+    Only a run that trains weights in bfloat16 here differs in the first two.
     """
     recipe = conversion.recipe
     name = name_model(settings)
@@ -486,6 +501,8 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     asked_dtype = model.get("torch_dtype", "auto")
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     has_own_class = family in OWN_FAMILIES or guess_family(name) in OWN_TEXT_FAMILIES
+    if is_mixture(name):
+        _report_router_weights(str(family), settings, conversion)
     if asked_dtype == "auto":
         optimizer = str(read_section(settings, "optimizer").get("_target_"))
         # distillation in 0.6 trained in float32 with torch's optimizers
@@ -496,6 +513,16 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         is_known = family is not None or model.get("force_hf")
         note = WIDENED if is_known else MAYBE_WIDENED
         conversion.add_remark("model.torch_dtype", asked_dtype, note)
+
+
+def _report_router_weights(family: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that routers' weights stay in float32 there or here, where others are bfloat16."""
+    has_own_class = not is_of_transformers(settings)
+    is_fp32_here = KEEPS_GATES.search(read_family_source(family)) is not None
+    if is_fp32_here and not (has_own_class and family in GATES_IN_FP32):
+        conversion.add_difference("model", name_model(settings), GATES_IN_16_BITS)
+    elif has_own_class and family in GATES_IN_FP32_SINCE_07 and not is_fp32_here:
+        conversion.add_difference("model", name_model(settings), GATES_IN_32_BITS)
 
 
 def _adds_in_fp32(settings: ToolFile) -> bool:
@@ -545,8 +572,9 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     for families, note in CLASS_NOTES:
         if family in families:
             conversion.add_difference("model", name, note)
-    if family in CLASS_NOTES_IN_06:
-        conversion.add_remark("model", name, CLASS_NOTES_IN_06[family])
+    note_in_06 = LATENTS_IN_06 if OF_LARGER_EPS.search(name) else CLASS_NOTES_IN_06.get(family)
+    if note_in_06:
+        conversion.add_remark("model", name, note_in_06)
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     if _rounds_frequencies(family, settings, conversion):

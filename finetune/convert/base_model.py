@@ -47,6 +47,12 @@ CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
     "versions; the newest adds none for a template that a file names"
 )
+# clone_chat_template of TRL's chat_template_utils.py, for a chat_template_path that is no file
+TEMPLATE_CLONED = (
+    "this model's chat template, EOS token and added tokens are taken there, and under adapters "
+    "tokens that are new, and with them the output head, are trained too; here the tokenizer's own "
+    "template writes the turns: chat_template names a file, special_tokens and added_tokens tokens"
+)
 CHATMLS = "<|im_"  # how the names of ChatML's tokens begin
 CHATMLS_OWN = re.compile(r"qwen|smollm|\byi\b")  # models whose tokenizers have ChatML's tokens
 # load_tokenizer of Axolotl; LlamaTokenizer of transformers 5 keeps its post-processor
@@ -89,6 +95,10 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     if "nvfp4" in name and settings.get("use_sonicmoe"):
         conversion.add_difference("use_sonicmoe", True, INPUTS_IN_4_BITS)
     _adapt_tokens(settings, conversion)
+    template = str(settings.get("chat_template_path") or ".jinja")
+    if conversion.tool == "TRL" and not template.endswith((".jinja", ".j2")):
+        conversion.add_difference("chat_template_path", template, TEMPLATE_CLONED)
+        conversion.recipe.pop("chat_template", None)
     adapt_frozen(settings, conversion)
     adapt_images(settings, conversion)
 
@@ -132,8 +142,11 @@ def _adapt_tokens(settings: ToolFile, conversion: Conversion) -> None:
     # setup_chat_format of TRL adds ChatML's tokens
     if conversion.tool == "TRL" and CHATML in str(settings.get("chat_template")):
         conversion.remarks.append(CHATML_ADDED)
+        recipe["pad_vocab_to_multiple_of"] = 1
         recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         recipe["special_tokens"] = {"eos_token": CHATML} | recipe.get("special_tokens", {})
+    if conversion.tool == "ms-swift" and added:
+        recipe["pad_vocab_to_multiple_of"] = 128  # _add_new_special_tokens of model/register.py
     if conversion.tool == "Axolotl":
         _pad_vocabulary(settings, special, conversion)
 

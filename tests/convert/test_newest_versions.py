@@ -29,7 +29,7 @@ from finetune.convert.axolotl import (
     TWO_STEPS,
     UNCOUNTED_BY_LIGER,
 )
-from finetune.convert.base_model import CHATML_ADDED
+from finetune.convert.base_model import CHATML_ADDED, TEMPLATE_CLONED
 from finetune.convert.by_tool import (
     EMBEDDING_MOMENTS,
     HEAD_PASSED_BY,
@@ -201,6 +201,7 @@ def test_states_between_packed_documents_are_said_by_version(
         ({"base_model": "Qwen/Qwen3-30B-A3B"}, ROUTERS_IN_FP32),
         ({"base_model": "Qwen/Qwen3-30B-A3B", "fsdp_config": {"offload_params": False}}, None),
         ({"base_model": "openai/gpt-oss-20b"}, None),  # whose routers have another name
+        ({"base_model": "zai-org/GLM-4.5-Air"}, None),  # whose routers stay in float32 here too
         ({"fp32_norms": True}, NORMS_IN_FP32),
         ({"fp32_norms": True, "adapter": "lora"}, None),  # which trains none
         ({}, None),
@@ -492,6 +493,21 @@ def test_tokens_that_older_versions_add_for_a_template_are_said(
         {"model_name_or_path": "a/model", "dataset_name": "a/rows"}, chat_template=template
     )
     assert (CHATML_ADDED in made.remarks) == ("added_tokens" in made.recipe) == is_added
+    # resize_to_multiple_of of setup_chat_format is None
+    assert made.recipe.get("pad_vocab_to_multiple_of") == (1 if is_added else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"), [("Qwen/Qwen3-0.6B", None), ("templates/ours.jinja", "templates/ours.jinja")]
+)
+def test_what_trl_takes_from_a_model_with_its_chat_template_is_said(
+    path: str, ours: str | None, convert: Convert
+) -> None:
+    """SFTTrainer of TRL 1.9 calls clone_chat_template unless the path is a file."""
+    keys = {"model_name_or_path": "a/model", "dataset_name": "a/rows"}
+    made = convert(keys, chat_template_path=path)
+    assert made.recipe.get("chat_template") == ours
+    assert (TEMPLATE_CLONED in said(made)) == (ours is None)
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,13 @@ def test_what_ms_swift_trains_whole_beside_adapters_is_said(convert: Convert) ->
     assert ROWS_UNTRAINED not in said(convert(SWIFT, **tokens, tuner_type="full"))
 
 
+def test_new_tokens_get_the_rows_that_ms_swift_gives_them(convert: Convert) -> None:
+    """_add_new_special_tokens of its model/register.py: math.ceil(len(tokenizer) / 128) * 128."""
+    made = convert(SWIFT, new_special_tokens=["<a>"], tuner_type="full")
+    assert made.recipe["pad_vocab_to_multiple_of"] == 128
+    assert "pad_vocab_to_multiple_of" not in convert(SWIFT).recipe
+
+
 def test_keys_of_ms_swift_that_ask_for_nothing_have_no_line(convert: Convert) -> None:
     asked = {"freeze_llm": True, "tuner_backend": "unsloth"}
     assert all(f"{key}: " in said(convert(SWIFT, **asked)) for key in asked)
