@@ -52,6 +52,7 @@ class AskedLayout:
     checkpointing: bool  # of activations
     pure_bf16: bool = False  # the parameters are trained in bf16 too
     keeps_fp32: bool = False  # the parameters are trained in float32, whatever dtype is loaded
+    by_deepspeed: bool = False  # DeepSpeed trains, maybe at ZeRO's stage 0, which shards nothing
     tensors: int = 1  # tensor parallel size: ranks that shard a layer's matrices
     sequences: int = 1  # context parallel size: ranks that shard a row's tokens
     experts: int = 1  # expert parallel size: ranks that share a layer's experts
@@ -183,14 +184,16 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
     checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or fsdp_config.get(
         "activation_checkpointing"
     )
-    # Axolotl and ms-swift load the weights in bf16. They are trained in it unless DeepSpeed or
-    # Accelerate's FSDP makes a float32 copy, which `bf16: full` does without.
+    by_deepspeed = bool(settings.get("deepspeed"))
+    is_plain = sharding == "none" and not by_deepspeed
+    # Axolotl and ms-swift load the weights in bf16. They are trained in it unless DeepSpeed, at any
+    # stage, or Accelerate's FSDP makes a float32 copy, which `bf16: full` does without.
     is_full_bf16 = (
         tool == "Axolotl"
         and precision == "bf16"
-        and (sharding == "none" or settings.get("bf16") == "full" or _keeps_loaded_dtype(settings))
+        and (is_plain or settings.get("bf16") == "full" or _keeps_loaded_dtype(settings))
     )
-    is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and sharding == "none"
+    is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and is_plain
     pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
     tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
     experts = (settings.get("expert_parallel_size"), settings.get("expert_model_parallel_size"))
@@ -199,7 +202,8 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
         precision,
         checkpointing=bool(checkpoints) and not settings.get("disable_gradient_checkpointing"),
         pure_bf16=pure_bf16,
-        keeps_fp32=sharding != "none" and precision != "no" and not pure_bf16,
+        keeps_fp32=not is_plain and precision != "no" and not pure_bf16,
+        by_deepspeed=by_deepspeed,
         tensors=max(map(_read_size, tensors)),
         sequences=count_sharing_ranks(settings),
         experts=max(map(_read_size, experts)),

@@ -221,8 +221,7 @@ def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conver
         and layout.sharding == "none"
         and str(settings.get("torch_dtype")) != "float32"
     )
-    is_by_deepspeed = settings.get("deepspeed") and find_zero_stage(settings["deepspeed"]) != 0
-    if is_by_deepspeed or loads_in_compute_dtype or layout.pure_bf16:
+    if layout.by_deepspeed or loads_in_compute_dtype or layout.pure_bf16:
         recipe["export_dtype"] = COMPUTE_DTYPES[layout.precision]
     elif conversion.tool == "TRL":
         conversion.remarks.append(SAVED_BY_LAUNCH)

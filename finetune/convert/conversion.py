@@ -591,7 +591,8 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     _set_dtype(layout, conversion)
-    if is_sharded and layout.precision != "no" and not reduces_in_fp32:
+    is_reduced = is_sharded or layout.by_deepspeed
+    if is_reduced and layout.precision != "no" and not reduces_in_fp32:
         conversion.remarks.append(_describe_reduction(conversion))
     elif conversion.tool == "ms-swift" and LAUNCH_FILE.search(text):
         conversion.remarks.append(MAYBE_REDUCED)

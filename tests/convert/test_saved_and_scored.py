@@ -10,6 +10,7 @@ from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.base_model import PADDING_SAVED
 from finetune.convert.by_tool import SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
+from finetune.convert.conversion import REDUCED_IN_16_BITS
 from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT, OF_TEXTS, SPACE_BEFORE_ANSWERS
 from finetune.convert.objectives import NO_CROSS_ENTROPY
 from tests.convert.conftest import Convert, said
@@ -47,6 +48,22 @@ def test_an_export_has_the_dtype_that_trainer_saves(
     made = convert(file)
     assert made.recipe.get("export_dtype") == exported
     assert (SAVED_BY_LAUNCH in said(made)) == (file == TRL)
+
+
+@pytest.mark.parametrize(("file", "in_fp32"), [(TEXT, True), (AXOLOTL, False), (SWIFT, False)])
+def test_deepspeeds_stage_0_trains_float32_copies_of_weights_and_gradients_in_16_bits(
+    file: dict[str, object], in_fp32: bool, convert: Convert
+) -> None:
+    """Source: DeepSpeedEngine casts the module at any stage, and FP16_UnfusedOptimizer copies its weights.
+
+    Without it LLaMA-Factory trains in float32 (`in_fp32`), and the others in bfloat16.
+    """
+    plain = convert(file)
+    made = convert(file, deepspeed="configs/ds_z0_config.json")
+    assert "dtype" not in made.recipe and ("dtype" in plain.recipe) != in_fp32
+    assert made.recipe["export_dtype"] == "bfloat16"
+    assert made.recipe["accelerate_config"] == plain.recipe["accelerate_config"]
+    assert REDUCED_IN_16_BITS in said(made) and REDUCED_IN_16_BITS not in said(plain)
 
 
 @pytest.mark.parametrize(
