@@ -326,11 +326,10 @@ def _read_fsdp(settings: ToolFile) -> AskedSharding:
         return "offload"
     if "HYBRID" in strategy or "hybrid" in options:
         return "hybrid"
-    if strategy == "NO_SHARD":
-        return "none"
     keeps_gathered = (
         fsdp_config.get("reshard_after_forward") is False
-        or strategy == "SHARD_GRAD_OP"
+        # Accelerate makes float32 copies, and sums gradients in 16 bits, under NO_SHARD too
+        or strategy in ("SHARD_GRAD_OP", "NO_SHARD")
         or "shard_grad_op" in options
     )
     return "grad_op" if keeps_gathered else "full"

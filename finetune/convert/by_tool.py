@@ -204,13 +204,19 @@ SAVED_BY_LAUNCH = (
     "files, unless this key names another"
 )
 
+# the same, for adapters: DeepSpeedEngine casts them with the model, and trains copies
+ADAPTERS_SAVED = "adapter: saved in 16 bits there, as DeepSpeed does; in float32 here"
+
 
 def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Sets `export_dtype` to the dtype in which Trainer saves weights that are all trained.
 
     That is the dtype of the parameters, or under DeepSpeed the one in which matrices multiply.
+    Reports that of adapters, if it is another than here.
     """
     recipe = conversion.recipe
+    if recipe.get("use_peft") and layout.by_deepspeed and layout.precision != "no":
+        conversion.remarks.append(ADAPTERS_SAVED)
     keeps_dtype_of_files = settings.get("use_badam") or any(
         key in settings for key in MEGATRON_KEYS
     )

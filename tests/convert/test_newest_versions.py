@@ -325,6 +325,7 @@ def test_moments_of_small_tensors_are_said_where_weights_in_16_bits_are_trained(
     [
         ({}, False),  # DDP, whose gradients have the dtype of what is trained
         ({"fsdp_config": {"offload_params": False}}, True),
+        ({"fsdp": ["no_shard"], "fsdp_config": {"sharding_strategy": "NO_SHARD"}}, True),
         ({"deepspeed": "deepspeed_configs/zero3_bf16.json"}, True),
         ({"context_parallel_size": 2}, False),  # DDP too
         ({"context_parallel_size": 2, "fsdp_config": {"offload_params": False}}, True),

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from finetune.convert.automodel import SAVED_IN_PARTS
 from finetune.convert.axolotl import MORE_POSITIONS
 from finetune.convert.base_model import PADDING_SAVED
-from finetune.convert.by_tool import SAVED_BY_LAUNCH
+from finetune.convert.by_tool import ADAPTERS_SAVED, SAVED_BY_LAUNCH
 from finetune.convert.chat_templates import SCORED_END, SCORED_EOS_THERE
 from finetune.convert.conversion import REDUCED_IN_16_BITS
 from finetune.convert.numbers import JOINED_BREAKS, LEFT_OUT, OF_TEXTS, SPACE_BEFORE_ANSWERS
@@ -48,6 +48,22 @@ def test_an_export_has_the_dtype_that_trainer_saves(
     made = convert(file)
     assert made.recipe.get("export_dtype") == exported
     assert (SAVED_BY_LAUNCH in said(made)) == (file == TRL)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"),
+    [
+        (TEXT | ZERO | {"finetuning_type": "lora", "bf16": True}, True),
+        (AXOLOTL | ZERO | {"adapter": "lora"}, True),
+        (AXOLOTL | {"fsdp": ["full_shard"], "adapter": "lora"}, False),
+        (AXOLOTL | ZERO, False),
+    ],
+)
+def test_adapters_that_deepspeed_saves_in_16_bits_are_said(
+    file: dict[str, object], is_said: bool, convert: Convert
+) -> None:
+    """Source: save_model of transformers' Trainer, which saves the module's own state."""
+    assert (ADAPTERS_SAVED in said(convert(file))) == is_said
 
 
 @pytest.mark.parametrize(("file", "in_fp32"), [(TEXT, True), (AXOLOTL, False), (SWIFT, False)])
