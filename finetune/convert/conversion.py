@@ -56,7 +56,7 @@ from finetune.convert.recognize import LoadedFile, load_settings, refuse_other_m
 from finetune.convert.runnable import make_runnable
 from finetune.convert.shared import SUMMED_IN_16_BITS
 from finetune.convert.trained_layers import (
-    report_classes,
+    adapt_trained_layers,
     report_expert_names,
     report_shared_experts,
 )
@@ -293,10 +293,8 @@ def convert_file(source: Path) -> Conversion:
 
 
 def _convert(file: LoadedFile) -> Conversion:
-    """Converts a file: first key by key, then what several keys determine together.
-
-    The order of the calls matters: most read what earlier ones left in `conversion`.
-    """
+    """Converts a file, in four stages. Each reads what those before it left in `conversion`."""
+    # 1. Each key by itself.
     tool, settings, text, is_v1, source = file
     refuse_other_methods(tool, settings, source)
     _, images = find_images(tool, settings)
@@ -310,10 +308,12 @@ def _convert(file: LoadedFile) -> Conversion:
     for key, value in sorted(_walk(settings, known), key=lambda pair: _rank_key(pair[0], known)):
         _convert_key(key, value, known, conversion)
     _report_trackers(settings, known, conversion)
+    # 2. What several keys determine together, what the file leaves to its tool's defaults, and the
+    # layout. From here to `make_runnable` the order matters: most calls change the recipe.
     adapt_model(settings, conversion)
     adapt_tool(settings, text, conversion)
     adapt_rounding(settings, conversion)
-    report_classes(settings, conversion)
+    adapt_trained_layers(settings, conversion)
     add_tokenizers_turns(settings, conversion)
     _report_quantized_experts(settings, conversion)
     report_shared_experts(settings, conversion)
@@ -324,7 +324,10 @@ def _convert(file: LoadedFile) -> Conversion:
     add_defaults(settings, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
+    # 3. What a run would refuse.
     make_runnable(conversion)
+    # 4. The recipe stands, but for a router's coefficient without effect (`report_values`). What
+    # still differs is read from it; the lines are printed in this order.
     report_expert_names(settings, conversion)
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)

@@ -64,7 +64,7 @@ AUXILIARY = (
 NO_AUXILIARY = "no auxiliary loss is added there for this class"
 
 
-def report_classes(settings: ToolFile, conversion: Conversion) -> None:
+def adapt_trained_layers(settings: ToolFile, conversion: Conversion) -> None:
     """Adds the layers that Automodel adapts, and reports what its own model classes do otherwise.
 
     For torchtune it adds which parts of Llama 3.2 Vision are trained; for other tools, nothing.
