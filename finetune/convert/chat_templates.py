@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.config.schema import FORMATS
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import guess_family, name_model
@@ -557,6 +558,46 @@ def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
     else:
         return
     conversion.remarks.append(SAVED_TEMPLATE.format(ours, saved))
+
+
+# Our template -> a pattern of the models whose tokenizers have the same one, but for the token that
+# ours writes after the last answer: see tests/data/test_published_templates.py
+ENDED_TEMPLATES = {"glm4.5": r"glm-?4\.[56]", "glm4.7": r"glm-?4\.7"}
+# other models of these families, whose template may lack the token too
+MAYBE_ENDLESS = re.compile(r"(?<![a-z])glm")
+ENDED_HERE = (
+    "the tokenizer's own writes no token after the last answer there, and none is trained; here "
+    "{} is the same one with <|user|> after that, at which generation stops"
+)
+ENDED_THERE_TOO = (
+    "chat_template: {} is the tokenizer's own, with <|user|> after the last answer, as there"
+)
+STOPPED_HERE = (
+    "where the tokenizer's own writes no token after the last answer, as GLM-4.7's, a run stops "
+    "here until this key names a template that writes one"
+)
+
+
+def end_last_answers(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets our template for models whose own one ends no last answer, which no run here takes."""
+    recipe = conversion.recipe
+    name = name_model(settings).lower()
+    types = [entry.get("type", "messages") for entry in recipe.get("datasets", ())]
+    is_rendered = any(each in FORMATS and FORMATS[each].is_chat for each in types)
+    learns_turns = is_rendered and find_method_facts(recipe).rows in ("answers", "pairs", "ratings")
+    if "chat_template" in recipe or not learns_turns or not MAYBE_ENDLESS.search(name):
+        return
+    matches = (ours for ours, models in ENDED_TEMPLATES.items() if re.search(models, name))
+    template = None if conversion.images else next(matches, None)
+    asked = settings.get("chat_template")
+    if template is None:
+        conversion.add_remark("chat_template", asked, STOPPED_HERE)
+        return
+    recipe["chat_template"] = template
+    if conversion.tool == "ms-swift":
+        conversion.remarks.append(ENDED_THERE_TOO.format(template))
+    else:
+        conversion.add_difference("chat_template", asked, ENDED_HERE.format(template))
 
 
 def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:

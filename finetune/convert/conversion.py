@@ -38,6 +38,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import report_values
 from finetune.convert.chat_templates import (
     add_tokenizers_turns,
+    end_last_answers,
     report_saved_template,
     report_scored_ends,
     set_template,
@@ -321,6 +322,7 @@ def _convert(file: LoadedFile) -> Conversion:
     add_sources(tool, settings, source, conversion)
     report_scored_ends(settings, conversion)
     report_saved_template(settings, conversion)
+    end_last_answers(settings, conversion)
     add_defaults(settings, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)

@@ -661,7 +661,8 @@ def test_a_thought_of_a_tokenizers_own_template_is_trained_or_convert_says_not(
     rows = {"path": "rows.jsonl", "type": "chat_template"}
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"base_model": model, "datasets": [rows]}))
     found = convert_file(tmp_path / "theirs.yaml")
-    assert "chat_template" not in found.recipe  # the tokenizer's own
+    # the tokenizer's own, or the same with an end of the last answer
+    assert found.recipe.get("chat_template") in (None, name)
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
     tokens = re.findall(r"<\|?/?[\w-]+\|?>|\[\w+\]", read_template(name))
     tokenizer.add_special_tokens({"additional_special_tokens": sorted({*TOKENS, *tokens})})

@@ -1333,3 +1333,34 @@ def test_how_a_packed_base_is_computed_is_said(
     }
     text = said(convert(files[tool] | {"model_name_or_path": name}))
     assert [each for each in (DEQUANTIZED, DEQUANTIZED_AWQ) if each in text] == [line] * bool(line)
+
+
+ENDS_BY_US = "is the same one with <|user|> after that"
+MAY_STOP = "a run stops here until this key names a template that writes one"
+
+
+@pytest.mark.parametrize(
+    ("file", "template", "lines"),
+    [
+        (AXOLOTL | {"base_model": "zai-org/GLM-4.7-Flash"}, "glm4.7", [ENDS_BY_US]),
+        (TRL_FILE | {"model_name_or_path": "zai-org/GLM-4.5-Air"}, "glm4.5", [ENDS_BY_US]),
+        (SWIFT | {"model": "ZhipuAI/GLM-4.6"}, "glm4.5", ["after the last answer, as there"]),
+        (AXOLOTL | {"base_model": "zai-org/GLM-5.2"}, None, [MAY_STOP]),
+        (
+            AXOLOTL | {"base_model": "zai-org/GLM-4.6V-Flash", "processor_type": "AutoProcessor"},
+            None,
+            [MAY_STOP],
+        ),
+        (NEMO | {"model": {"pretrained_model_name_or_path": "zai-org/GLM-4.7-Flash"}}, None, []),
+        (AXOLOTL | {"base_model": "facebook/xglm-564M"}, None, []),
+        (AXOLOTL, None, []),
+    ],
+)
+def test_models_whose_template_ends_no_last_answer_get_ours_which_does(
+    file: dict[str, Any], template: str | None, lines: list[str], convert: Convert
+) -> None:
+    """A run refuses rows that train no end of an answer: no_end_of_turn of data/findings.py."""
+    made = convert(file)
+    assert made.recipe.get("chat_template") == template
+    known = (ENDS_BY_US, MAY_STOP, "after the last answer, as there")
+    assert [each for each in known if each in said(made)] == lines
