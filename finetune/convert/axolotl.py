@@ -615,7 +615,9 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     conversion.remarks.append(
         PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
     )
-    if not isolates:
+    if find_masked_diffusion(settings) is not None:
+        pass  # its trainer makes the masks: see _adapt_masked_diffusion
+    elif not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
     elif settings.get("pretraining_dataset") and _misses_documents(settings):
         conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)

@@ -133,7 +133,12 @@ ENDS_OF_TEXTS = (
     "rows: a text that begins with the BOS token gets the tokenizer's before it there, and one "
     "that ends with the EOS token gets no other; here it has one BOS token, and two at its end"
 )
-# the same functions, and find_turn of Axolotl's ChatTemplateStrategy
+# tokenize_prompt of Axolotl's prompt_strategies/completion.py; here _parse_text of data/formats.py
+EMPTY_TEXTS = (
+    "rows: an empty text is left out there; here a run stops at one, unless on_bad_row: skip "
+    "leaves it out"
+)
+# the same functions as for texts, and find_turn of Axolotl's ChatTemplateStrategy
 ENDS_OF_ANSWERS = (
     "rows: no EOS token follows an answer there that ends with one, and an empty answer trains "
     "nothing; here one does, and ends an empty answer too"
@@ -327,7 +332,7 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
         return
     sources = conversion.recipe.get("datasets", ())
     if any(TEXTS_CUT in line for line in conversion.remarks):  # some rows are type: completion
-        conversion.remarks.append(ENDS_OF_TEXTS)
+        conversion.remarks += [ENDS_OF_TEXTS, EMPTY_TEXTS]
     if any(each.get("answers_apart") for each in sources):
         conversion.remarks.append(ENDS_OF_ANSWERS)
     elif any(each.get("type") != "text" for each in sources):

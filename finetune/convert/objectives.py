@@ -178,6 +178,8 @@ NOISE_OF_ROWS = (
     "all documents of a row are masked with one probability there, each with its own here"
 )
 JOINED_DOCUMENTS = "documents of a row see each other there in pretraining; each is apart here"
+# encode_packed_streaming of utils/data/streaming.py, which stores rows without their mask
+PADDING_SEEN = "what fills up a row is seen there in pretraining; not here"
 BEFORE_LAYERS = (
     "each exit scores the state before its layer there, so that the last layer learns nothing; the "
     "state after it here, as in the paper"
@@ -451,6 +453,8 @@ def _adapt_masked_diffusion(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("sample_packing", True, NOISE_OF_ROWS)
         if settings.get("pretraining_dataset"):
             conversion.add_difference("sample_packing", True, JOINED_DOCUMENTS)
+            if settings.get("pretrain_multipack_attn") is not False:
+                conversion.add_difference("sample_packing", True, PADDING_SEEN)
 
 
 def _adapt_early_exit(settings: ToolFile, conversion: Conversion) -> None:

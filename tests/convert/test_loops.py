@@ -154,6 +154,7 @@ from finetune.convert.image_models import (
     UNKNOWN_IMAGES,
 )
 from finetune.convert.model_names import guess_family
+from finetune.convert.numbers import EMPTY_TEXTS
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
@@ -190,7 +191,7 @@ from finetune.convert.trained_layers import (
 )
 from finetune.convert.value_conversion import Conversion
 from finetune.data.formats import parse_row
-from finetune.data.messages import parse_messages
+from finetune.data.messages import BadRow, parse_messages
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer
 from finetune.models.load import build_on_meta
@@ -2498,3 +2499,34 @@ def test_no_bound_of_gradients_is_automodels_default(
     made = convert(AUTOMODEL, clip_grad_norm=section)
     assert made.recipe.get("max_grad_norm", 1.0) == bound
     assert "clip_grad_norm" not in said(made)
+
+
+def test_masked_diffusion_of_pretraining_sees_all_of_a_row_and_what_fills_it(
+    convert: Convert,
+) -> None:
+    """create_bidirectional_attention_mask of Axolotl's full_sequence.py, by a mask of ones or none."""
+    rows = [{"path": "a/rows", "type": "completion"}]
+    keys: dict[str, object] = {
+        "pretraining_dataset": rows,
+        "datasets": None,
+        "sample_packing": True,
+        "max_steps": 8,
+        "attn_implementation": "sdpa",
+    }
+    causal = "attend to those before there under sdpa"
+    seen = "what fills up a row is seen there"
+    assert causal in said(convert(AXOLOTL, **keys))
+    keys["diffusion_lm"] = {"from_causal_lm": True, "mask_token_id": 5}
+    text = said(convert(AXOLOTL, **keys))
+    assert "documents of a row see each other there" in text and seen in text
+    assert causal not in text
+    assert seen not in said(convert(AXOLOTL, **keys, pretrain_multipack_attn=False))
+
+
+def test_an_empty_text_that_axolotl_leaves_out_is_said_to_stop_a_run(convert: Convert) -> None:
+    assert EMPTY_TEXTS not in said(convert(AXOLOTL))
+    rows = [{"path": "a/rows", "type": "completion"}]
+    assert EMPTY_TEXTS in said(convert(AXOLOTL, datasets=rows))
+    source = DatasetSource(path="rows.jsonl", type="text")
+    with pytest.raises(BadRow, match="empty"):
+        parse_row({"text": ""}, source)
