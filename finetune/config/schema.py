@@ -508,7 +508,7 @@ class Model:
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
         SameOnResume,
         "The bos_token, eos_token, pad_token or unk_token to use in place of the tokenizer's own; "
-        "a token that it lacks is added.",
+        "a token that it lacks is added; under LoRA added_tokens must name it too.",
     ] = None
     eot_tokens: Annotated[
         tuple[str, ...],

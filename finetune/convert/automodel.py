@@ -26,7 +26,6 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.shared import (
     IN_ORDER,
-    KEEPS_GATES,
     PACKED_IN_ORDER,
     ROTATED_IN_PART,
     ROTATED_WHOLE,
@@ -292,15 +291,13 @@ ROUTERS_IN_32_BITS_SINCE_07 = (
 # The weight of Gate has the model's dtype, unless an own class lists it in
 # _keep_in_fp32_modules_strict. _restore_loaded_model_dtype of _transformers/model_init.py gives it
 # the dtype of the files in transformers' classes.
-GATES_IN_FP32 = ("ernie4_5_moe",)
-GATES_IN_FP32_SINCE_07 = ("minimax_m2",)
-GATES_IN_16_BITS = (
-    "the routers' weights are trained in bfloat16 there, which rounds small steps away; they stay "
-    "in float32 here"
-)
-GATES_IN_32_BITS = (
-    "the routers' weights are trained in float32 in 0.7 there; in bfloat16 here, as in 0.6"
-)
+# Family -> what is said of its own class.
+GATES_IN_FP32 = {
+    "ernie4_5_moe": "the routers' weights are trained in float32 there; in bfloat16 here",
+    "minimax_m2": (
+        "the routers' weights are trained in float32 in 0.7 there; in bfloat16 here, as in 0.6"
+    ),
+}
 # Families whose routers have another dtype in Automodel's own class, by its default, than in
 # transformers' code.
 GATE_NOTES: Mapping[str, str] = {
@@ -488,7 +485,7 @@ OWN_TEXT_FAMILIES = ("ministral3", "mistral4")
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which dtypes the weights, their gradients and the routers' biases have there.
 
-    Only a run that trains weights in bfloat16 here differs in the first two.
+    Only a run that trains all weights in bfloat16 here differs in the first two.
     """
     recipe = conversion.recipe
     name = name_model(settings)
@@ -516,13 +513,9 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _report_router_weights(family: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that routers' weights stay in float32 there or here, where others are bfloat16."""
-    has_own_class = not is_of_transformers(settings)
-    is_fp32_here = KEEPS_GATES.search(read_family_source(family)) is not None
-    if is_fp32_here and not (has_own_class and family in GATES_IN_FP32):
-        conversion.add_difference("model", name_model(settings), GATES_IN_16_BITS)
-    elif has_own_class and family in GATES_IN_FP32_SINCE_07 and not is_fp32_here:
-        conversion.add_difference("model", name_model(settings), GATES_IN_32_BITS)
+    """Reports that an own class keeps routers' weights in float32, where others are bfloat16."""
+    if family in GATES_IN_FP32 and not is_of_transformers(settings):
+        conversion.add_difference("model", name_model(settings), GATES_IN_FP32[family])
 
 
 def _adds_in_fp32(settings: ToolFile) -> bool:

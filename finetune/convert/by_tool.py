@@ -21,7 +21,6 @@ from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
     IN_ORDER,
-    KEEPS_GATES,
     LIGERS_LOSS,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
@@ -138,8 +137,7 @@ def report_dtypes(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("attn_implementation") in FP32_ATTENTION and not is_cast:
         conversion.add_difference("dtype", "bfloat16", PARTS_IN_FP32)
     source = read_family_source(guess_family(name_model(settings)) or "")
-    is_kept = KEEPS_GATES.search(source)
-    if GATE_LINE in source and not is_kept and not any(map(settings.get, SHARDING_KEYS)):
+    if GATE_LINE in source and not any(map(settings.get, SHARDING_KEYS)):
         conversion.add_difference("dtype", "bfloat16", ROUTERS_IN_FP32)
     if settings.get("fp32_norms"):
         conversion.add_difference("fp32_norms", True, NORMS_IN_FP32)

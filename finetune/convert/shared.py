@@ -65,9 +65,6 @@ SUMMED_IN_16_BITS = (
     "gradients: added over the ranks, and over a step's micro-batches, in 16 bits there; in "
     "float32 here"
 )
-# the lines by which a class of transformers keeps its routers' weights in float32, in a model whose
-# other weights are in 16 bits
-KEEPS_GATES = re.compile(r"_keep_in_fp32_modules_strict = \[[^\]]*\"(mlp\.)?gate\.weight\"")
 NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
 
 

@@ -40,6 +40,7 @@ from finetune.data.tokenizer import (
     make_renderer,
     make_renderer_of,
     plan_vocabulary,
+    refuse_unnamed_tokens,
     renderer_of_source,
 )
 from finetune.distributed.world import alone
@@ -223,6 +224,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
     lines = check_longest_example(longest, read_positions(config))
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
+        refuse_unnamed_tokens(recipe)
         refuse_problems(find_problems(recipe, facts=facts))
     except UserError as error:
         lines += [f"fatal: {problem}" for problem in str(error).splitlines()]

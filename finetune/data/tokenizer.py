@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.methods import ADDED_MASK
 from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
-from finetune.config.schema import Data, DatasetSource, Model, Turns
+from finetune.config.schema import Data, DatasetSource, Model, Recipe, Turns
 from finetune.constants import (
     CUTTING_KEYS,
     GENERATION_FILE,
@@ -173,6 +173,26 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
     return Vocabulary(
         known=len(_load_unchanged(model)), tokens=len(tokenizer), rows=rows, token_ids=ids
     )
+
+
+def refuse_unnamed_tokens(recipe: Recipe) -> None:
+    """Raises `UserError` if adapters would train new rows that only `special_tokens` asks for.
+
+    Embedding and head are then trained whole. The plan and the rules read no tokenizer: they count
+    on it if `added_tokens` names the token.
+    """
+    special = recipe.model.special_tokens or {}
+    if not (special and recipe.lora.use_peft):
+        return
+    unchanged = _load_unchanged(recipe.model)
+    for name, token in special.items():
+        if find_id(unchanged, token) is None and token not in recipe.model.added_tokens:
+            raise UserError(
+                f"{recipe.place_of('special_tokens')}: special_tokens: {name}: {token}: the "
+                "tokenizer lacks it, so that embedding and head would be trained whole beside the "
+                "adapters; choose a token that the tokenizer has, or name this one in "
+                "added_tokens too"
+            )
 
 
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:

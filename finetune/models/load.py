@@ -446,6 +446,9 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
             f"{config.model_type}: transformers cannot build the model of this config ({reason}); "
             "name another model"
         ) from error
+    # Routers' weights too, which some classes keep in fp32: FSDP requires one dtype in a unit.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     buffers = dict(model.named_buffers())
     for name in find_float32(model, buffers):  # from_config casts them, from_pretrained does not
         set_buffer(model, name, buffers[name].float())

@@ -23,6 +23,7 @@ from finetune.data.tokenizer import (
     find_pad_id,
     load_tokenizer,
     plan_vocabulary,
+    refuse_unnamed_tokens,
 )
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
@@ -116,6 +117,7 @@ def open_run(
         find_mask_id(tokenizer, recipe.method.mask_token)  # raises if there is none
     if folder is not None:
         recipe = fix_template_date(recipe, folder, tokenizer, world)
+    refuse_unnamed_tokens(recipe)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     recipe = _adopt_config(recipe, tokenizer, vocabulary, world, machine)
     check_offload_dir(recipe, world)

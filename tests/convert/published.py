@@ -167,10 +167,10 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     place.mkdir(parents=True)
     name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
+    named = [*(recipe.get("eot_tokens") or []), *(recipe.get("special_tokens") or {}).values()]
+    tokens = [token for token in named if token not in recipe.get("added_tokens", [])]
     recipe |= {
-        "model_name_or_path": str(
-            make_tiny(name, into, found.images, recipe.get("eot_tokens") or [])
-        ),
+        "model_name_or_path": str(make_tiny(name, into, found.images, tokens)),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)

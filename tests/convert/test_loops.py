@@ -48,8 +48,7 @@ from finetune.convert.automodel import (
     GATE_IN_FP32,
     GATED_IN_16_BITS,
     GATED_IN_16_BITS_IN_06,
-    GATES_IN_16_BITS,
-    GATES_IN_32_BITS,
+    GATES_IN_FP32,
     GRADIENTS_ROUNDED,
     HEAD_APART,
     HEAD_IN_4_BITS,
@@ -167,7 +166,6 @@ from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
 from finetune.convert.shared import (
     IN_ORDER,
-    KEEPS_GATES,
     PACKED_IN_ORDER,
     ROTATED_WHOLE,
     SUMMED_IN_16_BITS,
@@ -194,7 +192,6 @@ from finetune.data.formats import parse_row
 from finetune.data.messages import BadRow, parse_messages
 from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer
-from finetune.models.load import build_on_meta
 from finetune.optim.optimizers import make_parameter_groups
 from tests.convert.conftest import Convert, said
 
@@ -1071,38 +1068,24 @@ def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transforme
 @pytest.mark.parametrize(
     ("name", "keys", "line"),
     [
-        ("zai-org/GLM-5.2", {}, GATES_IN_16_BITS),
-        ("zai-org/GLM-5.2", {"torch_dtype": "bf16", "force_hf": True}, GATES_IN_16_BITS),
-        ("zai-org/GLM-5.2", {"torch_dtype": "float32"}, None),
-        ("/path/to/deepseek-v32", {}, GATES_IN_16_BITS),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {}, GATES_IN_16_BITS),
-        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", {}, None),  # no mixture
-        ("baidu/ERNIE-4.5-21B-A3B-PT", {}, None),  # whose own class keeps them too
-        ("MiniMaxAI/MiniMax-M2.5", {}, GATES_IN_32_BITS),
+        ("zai-org/GLM-5.2", {}, None),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", {}, GATES_IN_FP32["ernie4_5_moe"]),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", {"torch_dtype": "float32"}, None),
+        ("MiniMaxAI/MiniMax-M2.5", {}, GATES_IN_FP32["minimax_m2"]),
+        ("MiniMaxAI/MiniMax-M2.5", {"torch_dtype": "bf16", "force_hf": True}, None),
         ("Qwen/Qwen3-30B-A3B", {}, None),
     ],
 )
-def test_routers_weights_that_automodel_trains_in_16_bits_stay_in_float32(
+def test_routers_weights_that_automodel_keeps_in_float32_are_said(
     name: str, keys: dict[str, Any], line: str | None, convert: Convert
 ) -> None:
     """Gate.weight of Automodel 0.7 on a CPU: bfloat16 in its classes of GLM 5 and DeepSeek V3.2."""
     model = {"pretrained_model_name_or_path": name, **keys}
     text = said(convert(AUTOMODEL, model=model))
-    known = (GATES_IN_16_BITS, GATES_IN_32_BITS)
-    assert [each for each in known if each in text] == [line] * bool(line)
+    assert [each for each in GATES_IN_FP32.values() if each in text] == [line] * bool(line)
     with_adapters = said(convert(AUTOMODEL, model=model, peft={"match_all_linear": True}))
-    assert not any(each in with_adapters for each in known)  # the frozen base is in 16 bits
-
-
-def test_a_models_routers_stay_in_float32_where_its_source_says_so() -> None:
-    config = AutoConfig.for_model(
-        "deepseek_v3", hidden_size=16, num_hidden_layers=1, first_k_dense_replace=0, vocab_size=8
-    )
-    built = build_on_meta(config, torch.bfloat16)
-    gates = [p.dtype for name, p in built.named_parameters() if name.endswith("gate.weight")]
-    is_kept = KEEPS_GATES.search(read_family_source("deepseek_v3")) is not None
-    assert gates == [torch.float32 if is_kept else torch.bfloat16]
-    assert not KEEPS_GATES.search(read_family_source("minimax_m2"))
+    # the frozen base is in 16 bits
+    assert not any(each in with_adapters for each in GATES_IN_FP32.values())
 
 
 @pytest.mark.parametrize(

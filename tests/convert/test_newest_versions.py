@@ -201,7 +201,7 @@ def test_states_between_packed_documents_are_said_by_version(
         ({"base_model": "Qwen/Qwen3-30B-A3B"}, ROUTERS_IN_FP32),
         ({"base_model": "Qwen/Qwen3-30B-A3B", "fsdp_config": {"offload_params": False}}, None),
         ({"base_model": "openai/gpt-oss-20b"}, None),  # whose routers have another name
-        ({"base_model": "zai-org/GLM-4.5-Air"}, None),  # whose routers stay in float32 here too
+        ({"base_model": "zai-org/GLM-4.5-Air"}, ROUTERS_IN_FP32),
         ({"fp32_norms": True}, NORMS_IN_FP32),
         ({"fp32_norms": True, "adapter": "lora"}, None),  # which trains none
         ({}, None),

@@ -43,6 +43,8 @@ def test_biases_of_routers_are_in_fp32_as_from_pretrained_opens_them(
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     theirs = {name: buffer.dtype for name, buffer in opened.named_buffers()}
     trained = build_on_meta(model.config, torch.bfloat16)
+    dtypes = {parameter.dtype for parameter in trained.parameters()}
+    assert dtypes == {torch.bfloat16}, "routers' weights too: FSDP refuses a unit of two dtypes"
     frozen = build_on_meta(model.config, torch.float32)
     cast_frozen(frozen, torch.bfloat16)
     for ours in (trained, frozen):

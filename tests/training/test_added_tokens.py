@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.pretrained import Vocabulary
 from finetune.config.reader import read_recipe
-from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tokenizer import load_tokenizer, refuse_unnamed_tokens
 from finetune.errors import UserError
 from finetune.models.embedding import refuse_frozen_tokens
 from tests.conftest import make_model, make_tokenizer, slow_but
@@ -71,6 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
             "learning_rate": 1e-2,
         }
         keys |= {key: value for key, value in given.items() if key != "tied"}
+        if keys.get("use_peft"):  # whose new special tokens must be named
+            keys["added_tokens"] = [*keys["added_tokens"], "<fill>"]
         write_recipe(
             folder / f"{mode}.yaml",
             folder / f"model-{given['tied']}",
@@ -282,3 +284,23 @@ def test_tokens_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
         load('special_tokens={"end_token": "x"}')
     named = load('special_tokens={"eos_token": "<|im_end|>", "unk_token": "<call>"}')
     assert (named.eos_token, named.unk_token, len(named)) == ("<|im_end|>", "<call>", TOKENS - 1)
+
+
+def test_a_new_special_token_for_which_adapters_would_train_both_ends_is_named_in_added_tokens(
+    folder: Path,
+) -> None:
+    """The plan, and the choice of a reference, read added_tokens; a tokenizer is not at hand."""
+
+    def refuse(*keys: str) -> None:
+        base = ("use_peft=true", "added_tokens=[]", "eot_tokens=[]")
+        refuse_unnamed_tokens(read_recipe(str(folder / "tied.yaml"), [*base, *keys]))
+
+    message = "special_tokens: pad_token: <fill>: the tokenizer lacks it"
+    with pytest.raises(UserError, match=message):
+        refuse()
+    for keys in (
+        ("added_tokens=[<fill>]",),
+        ("use_peft=false",),
+        ('special_tokens={"pad_token": "<|end|>"}',),
+    ):
+        refuse(*keys)
