@@ -528,8 +528,16 @@ def _describe_ratios(folder: Path) -> list[str]:
     """Describes the probability ratios between the model in training and the sampler, as means over
     the training lines. No line if the method does not sample.
 
-    Warns first if in all lines the completions of each prompt had the same reward.
+    Warns first if in all lines the completions of each prompt had the same reward. If no token was
+    trained on, there are no ratios, and the only line says so.
     """
+    sampled = _read_lines_with(folder, "completions/clipped_ratio")
+    if sampled and sampled[-1].get("trained_tokens") == 0:
+        return [
+            "warning all completions were cut at max_completion_length, and "
+            "mask_truncated_completions leaves those out: nothing was learned; raise "
+            "max_completion_length"
+        ]
     lines = _read_lines_with(folder, "ratio/outside")
     if not lines:
         return []

@@ -107,6 +107,14 @@ def arrays(completions, **_):
 def booleans(completions, **_):
     return (each != "b" for each in completions)
 
+def changes(completions, level, **_):
+    completions.reverse()
+    level.clear()
+    return [1.0, 1.0, 1.0]
+
+def reads_rare(completions, rare):
+    return [float(len(each)) if of is None else 0.0 for each, of in zip(completions, rare, strict=True)]
+
 def forges(completions, **_):
     import json
     for file in os.listdir("/proc/self/fd"):
@@ -168,6 +176,18 @@ def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) ->
         [0.75, 0.75, 0.25],
     ]
     assert found.failures == 0
+
+
+def test_a_function_that_changes_its_arguments_changes_them_for_itself_alone(
+    tmp_path: Path,
+) -> None:
+    scores = ask(tmp_path, "changes", "without_columns", "by_column").by_reward
+    assert scores == [[1.0, 1.0, 1.0], [1, 1, 3], [11, 12, 19]]
+
+
+def test_a_column_that_no_row_of_a_step_has_is_none(tmp_path: Path) -> None:
+    """As if one of them had it: a step is not another one for the prompts beside."""
+    assert ask(tmp_path, "reads_rare").by_reward == [[1.0, 1.0, 3.0]]
 
 
 def test_a_row_without_an_answer_has_no_score_and_reasoning_apart_is_seen_by_formats() -> None:
