@@ -459,12 +459,36 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     if diverged:
         lines.append(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
+    lines += _warn_of_worse_model(folder)
     if has_teacher:
         lines += _warn_of_equal_teacher(folder)
     lines += _describe_ratios(folder)
     lines += _describe_memory(folder)
     lines += _describe_time(folder)
     return [*lines, results_line(folder)]
+
+
+def _warn_of_worse_model(folder: Path) -> list[str]:
+    """Warns if all held-out losses are higher than the one before the first step.
+
+    No line for a difference of less than a hundredth, nor where held-out completions are sampled
+    and rewarded.
+    """
+    losses = [
+        (line["step"], line["eval_loss"])
+        for line in _read_lines_with(folder, "eval_loss")
+        if "eval_reward" not in line and math.isfinite(line["eval_loss"])
+    ]
+    first = next((loss for step, loss in losses if step == 0), None)
+    later = [(loss, step) for step, loss in losses if step > 0]
+    if first is None or not later or min(later)[0] <= first + abs(first) / 100:
+        return []
+    loss, step = min(later)
+    return [
+        f"warning the held-out loss was {first:.4f} before the first step, and at the lowest "
+        f"{loss:.4f} after it (step {step:,}): on the held-out rows the model is worse than "
+        "before; lower learning_rate, or train on rows that are more like them"
+    ]
 
 
 def _describe_time(folder: Path) -> list[str]:
