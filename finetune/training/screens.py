@@ -571,7 +571,9 @@ def _describe_ratios(folder: Path) -> list[str]:
         return total / len(lines)
 
     described = []
-    if all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines):
+    # A critic compares no completions of a prompt, so that there is no share of flat groups.
+    is_flat = all(line.get("frac_reward_zero_std") == 1 or "value/loss" in line for line in lines)
+    if is_flat and all(line.get("grad_norm") == 0 for line in lines):
         described.append(
             "warning all completions of each prompt got the same reward: nothing was learned from "
             "them; take other prompts or rewards, or more num_generations"
