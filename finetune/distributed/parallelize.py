@@ -249,7 +249,8 @@ def _refuse_units_of_ends(model: Any, sharding: Sharding, layer_classes: Names) 
     A tied weight is in one unit with both modules that compute with it: the whole model's. And
     FSDP2 makes a unit of the embedding itself, which no other unit but the whole model's may hold.
     """
-    embedding, head = model.get_input_embeddings(), head_of(model)
+    embedding = model.get_input_embeddings()
+    head = head_of(model)
     is_tied = head is not None and bool(set(embedding.parameters()) & set(head.parameters()))
     for module in model.modules():
         # FSDP wraps the instances of a subclass too.

@@ -97,6 +97,9 @@ def texts(completions, **_):
 def too_large(completions, **_):
     return [10 ** 400 if each == "b" else 1.0 for each in completions]
 
+def beyond_fp32(completions, **_):
+    return [1e39 if each == "b" else 1.0 for each in completions]
+
 def of_one_kind(completions, **_):
     return [1.0] if len(completions) > 1 else [2.0]
 
@@ -250,6 +253,10 @@ def test_overlong_completions_are_punished_as_by_trl() -> None:
             f'my_rewards.py:{line_of("def not_finite")}: not_finite: returned inf for the completion "b"',
         ),
         (
+            "beyond_fp32",
+            f'my_rewards.py:{line_of("def beyond_fp32")}: beyond_fp32: returned 1e+39 (beyond 1e+18) for the completion "b"',
+        ),
+        (
             "too_few",
             f"my_rewards.py:{line_of('def too_few')}: too_few: returned 1 rewards for 3 completions",
         ),
@@ -276,6 +283,7 @@ OF_ONE = (
     "swallows",
     "texts",
     "too_large",
+    "beyond_fp32",
 )
 OF_ALL = ("dies", "mapping", "text", "too_few", "of_one_kind", "forges")
 
