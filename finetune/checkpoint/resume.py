@@ -377,8 +377,17 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
         )
     if not (path / MANIFEST).exists() and list_checkpoints(path):
         return _find_newest(path)
+    if not (path / MANIFEST).exists():
+        raise UserError(
+            f"resume_from_checkpoint: {path}: neither a checkpoint nor a run that has one, as "
+            f"there is no {MANIFEST}; give a run's folder checkpoints/step-..., or name a model's "
+            "folder in model_name_or_path, to start from its weights"
+        )
     if problems := find_damage(path):
-        raise UserError(f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}")
+        raise UserError(
+            f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}; give another "
+            "checkpoint, or the run's folder, whose newest one that verifies is taken"
+        )
     later = [step for step, _ in own_checkpoints if step > read_manifest(path).step]
     if later:
         raise UserError(

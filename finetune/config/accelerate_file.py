@@ -80,7 +80,10 @@ OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 # Keys of fsdp_config that are accepted without effect: each rank reads only its slices of the
 # weights, checkpoints are always sharded, and backward prefetch is torch's default.
 SUPERSEDED = frozenset(
-    {"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"}
+    """
+    cpu_ram_efficient_loading sync_module_states state_dict_type backward_prefetch
+    backward_prefetch_policy
+    """.split()  # noqa: SIM905 - a name a line would be a page
 )
 # Keys of fsdp_config that are refused if set -> what to do.
 UNSUPPORTED = {
@@ -160,6 +163,7 @@ def read_file(path: Path) -> Settings:
     values = {entry.key: entry.value for entry in entries}
     where = _find_places(entries)
     _refuse_recipe(path, values)
+    _rename_old_keys(values, where)
     has_only_deepspeed_keys = bool(values) and values.keys() <= JSON_KEYS
     if "zero_optimization" in values or has_only_deepspeed_keys:
         return _read_deepspeed_file(path)
@@ -195,6 +199,9 @@ def read_file(path: Path) -> Settings:
     precision = values.get("mixed_precision")
     if precision is False:  # YAML 1.1 reads a bare no as false
         precision = "no"
+    use_cpu = values.get("use_cpu") or False
+    if str(use_cpu).lower() not in ("true", "false"):
+        problems.append(f"{where['use_cpu']}: use_cpu: {use_cpu} does not fit; true or false")
     deepspeed_config = values.get("deepspeed_config") or {}
     translation = _translate_section(
         deepspeed_config, distributed_type, precision, path, where, problems
@@ -211,7 +218,7 @@ def read_file(path: Path) -> Settings:
         source=str(path),
         distributed_type=distributed_type,
         mixed_precision=str(precision or "no"),
-        use_cpu=bool(values.get("use_cpu", False)),
+        use_cpu=str(use_cpu).lower() == "true",
         fsdp=fsdp,
         mesh=mesh,
         num_machines=int(machines),
@@ -239,6 +246,20 @@ def _refuse_recipe(path: Path, values: Mapping[str, Any]) -> None:
         raise UserError(
             f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config"
         )
+
+
+def _rename_old_keys(values: dict[str, Any], where: dict[str, str]) -> None:
+    """Replaces the keys that Accelerate wrote before it had others for them, as it does itself."""
+    if "fp16" in values:
+        is_fp16 = str(values.pop("fp16")).lower() == "true"
+        if is_fp16 and values.get("mixed_precision") is None:
+            values["mixed_precision"] = "fp16"
+            where["mixed_precision"] = where["fp16"]
+    if "dynamo_backend" in values:
+        backend = values.pop("dynamo_backend")
+        if str(backend).upper() not in ("NO", "FALSE", "NONE"):  # YAML 1.1 reads NO as false
+            values["dynamo_config"] = {"dynamo_backend": backend}
+            where["dynamo_config"] = where["dynamo_backend"]
 
 
 def _translate_section(

@@ -344,6 +344,15 @@ MACHINE: tuple[Rule, ...] = (
         fix={"activation_offload": False},
     ),
     _machine_rule(
+        "CPU offload of FSDP1 on a CPU",
+        "offload_params",
+        when=lambda c: (
+            c.layout.layout == "fsdp1" and c.layout.cpu_offload and c.machine.device == "cpu"
+        ),
+        message="fsdp_offload_params: FSDP1 offloads from a GPU, and this is a CPU run",
+        advice="set it to false, or fsdp_version: 2",
+    ),
+    _machine_rule(
         "flex_attention of padded rows",
         "attn_implementation",
         "packing",

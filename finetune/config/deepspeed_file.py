@@ -309,6 +309,10 @@ class _DeepspeedReader:
             enabled = section.get("enabled", True)
         else:
             enabled = section
+        if str(enabled).lower() in ("true", "false"):  # in quotes too
+            enabled = str(enabled).lower() == "true"
+        if not isinstance(enabled, bool) and not _is_auto(enabled):
+            self._add_problem(f"{name}.enabled", f"{enabled} does not fit; true, false or auto")
         if enabled is True and self._precision_of_json not in (None, name):
             self._add_problem(
                 name, f"on here, and {self._precision_of_json} too; set one of the two to false"

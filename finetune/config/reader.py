@@ -241,9 +241,14 @@ def _suggest_fix(details: Any, value: Any) -> str:
     if "literal_error" in kinds:
         expected = " ".join(detail.get("ctx", {}).get("expected", "") for detail in details)
         choices = re.findall("'([^']*)'", expected)
+        parts = [part.strip() for part in value.split(",")]
         close = difflib.get_close_matches(value.lower(), choices, n=1)
+        if "tuple_type" in kinds and len(parts) > 1:
+            return f"; write [{', '.join(parts)}]"
         if close:
             return f"; did you mean {close[0]}?"
+        if len(choices) > 1:  # one of these, alone or in a list: not any text in a list
+            return ""
     if "tuple_type" in kinds:
         return f"; write [{', '.join(part.strip() for part in value.split(','))}]"
     return ""
@@ -853,6 +858,26 @@ def _explain_recipe_key(key: str) -> tuple[str, str] | None:
     return None
 
 
+def _list_sources(value: str | dict[str, Any], known: Collection[str]) -> list[str]:
+    """Writes the sources that a value in place of a list seems to hold: one, or one for each name.
+
+    `known`: the keys of a source.
+
+    >>> _list_sources("some/data", ["path"]), _list_sources({"path": "a"}, ["path"])
+    (['{path: some/data}'], ['{"path": "a"}'])
+    >>> _list_sources({"math": "a", "code": {"path": "b"}}, ["path"])
+    ['{path: a}', '{"path": "b"}']
+    """
+    if isinstance(value, str):
+        return [f"{{path: {value}}}"]
+    if value.keys() & set(known):
+        return [json.dumps(value, default=str)]
+    return [
+        f"{{path: {source}}}" if isinstance(source, str) else json.dumps(source, default=str)
+        for source in value.values()
+    ]
+
+
 def explain_value(key: str, value: object) -> str | None:
     """Returns a sentence on a value that `key` does not accept, but that users often write.
 
@@ -870,11 +895,10 @@ def explain_value(key: str, value: object) -> str | None:
     if key == "temperature" and value == 0:
         return "0: the likeliest token alone gives nothing to compare; set 1, or less, such as 0.5"
     if key in NESTED and isinstance(value, str | dict):
-        if isinstance(value, str):
-            source = f"{{path: {value}}}"
-        else:
-            source = json.dumps(value, default=str)
-        return f"a list of sources is expected; write [{source}]"
+        sources = _list_sources(value, [each.name for each in fields(NESTED[key])])
+        return f"a list of sources is expected; write [{', '.join(sources)}]"
+    if key == "max_grad_norm" and isinstance(value, int | float) and value <= 0:
+        return f"{value:g}: write null, and gradients are not clipped"
     if not isinstance(value, str):
         return None
     if key == "loss_type":

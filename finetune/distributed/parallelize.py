@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp.wrap import (
     _or_policy,
     lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
 
@@ -128,10 +127,6 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: Names) -> Any:
     """
     if sharding.wrapping == "NO_WRAP":
         by_layer: Any = None
-    elif sharding.wrapping == "SIZE_BASED_WRAP":
-        by_layer = functools.partial(
-            size_based_auto_wrap_policy, min_num_params=sharding.min_num_params
-        )
     else:
         layer_classes = {
             type(module) for module in model.modules() if type(module).__name__ in classes
@@ -217,7 +212,8 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     the Accelerate file names, or by default those of the decoder layers; layers that share a
     parameter are left out. The parts beside the language model are added.
 
-    Raises `UserError` if the file names a class that no module of the model has.
+    Raises `UserError` if the file names a class that no module of the model has, or that may be no
+    unit.
     """
     layers = decoder_layers(model)
     layer_classes = tuple(sorted({type(module).__name__ for module in layers}))
@@ -231,6 +227,8 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _find_large_classes(model, sharding.min_num_params)
+    if sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
+        _refuse_units_of_ends(model, sharding, layer_classes)
     # Each part beside the language model is a unit, which a forward of text alone does not gather.
     parts = other_parts(model)
     in_parts = {module for part in parts for module in part.modules()}
@@ -243,6 +241,29 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> Names:
     wrapped = sharding.wrap_classes or layer_classes
     tied = _find_tied_classes(layers)
     return tuple(name for name in wrapped if name not in tied) + part_classes
+
+
+def _refuse_units_of_ends(model: Any, sharding: Sharding, layer_classes: Names) -> None:
+    """Raises `UserError` if a named class holds the embedding or the head where it may not.
+
+    A tied weight is in one unit with both modules that compute with it: the whole model's. And
+    FSDP2 makes a unit of the embedding itself, which no other unit but the whole model's may hold.
+    """
+    embedding = model.get_input_embeddings()
+    head = head_of(model)
+    is_tied = head is not None and bool(set(embedding.parameters()) & set(head.parameters()))
+    for module in model.modules():
+        # FSDP wraps the instances of a subclass too.
+        names = {kind.__name__ for kind in type(module).__mro__} & set(sharding.wrap_classes)
+        holds_end = bool({embedding, head} & set(module.modules()))
+        is_end = module in (embedding, head)
+        if names and holds_end and (is_tied or (sharding.layout == "fsdp2" and not is_end)):
+            reason = "whose weights are tied" if is_tied else "and the embedding is a unit itself"
+            raise UserError(
+                f"{sharding.source}: wraps {min(names)}: one of them holds the embedding or the "
+                f"output head, {reason}; name {', '.join(layer_classes)} alone, or remove "
+                "fsdp_transformer_layer_cls_to_wrap, and the class is found"
+            )
 
 
 def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
@@ -261,15 +282,17 @@ def _find_tied_classes(layers: Sequence[nn.Module]) -> set[str]:
 def _find_large_classes(model: Any, min_num_params: int) -> Names:
     """Returns the names of the classes of modules with at least `min_num_params` parameters.
 
-    Lists of modules are left out, since they have no forward. So are the output head's class, and
-    modules that hold the embedding, which is a unit of its own.
+    Lists of modules are left out, since they have no forward. So are the output head's class,
+    modules that hold the embedding, which is a unit of its own, and linear layers: FSDP would wrap
+    the head too, which is one, and kernels of adapters read their weights without calling them.
     """
     embedding = model.get_input_embeddings()
     large = set()
     for module in model.modules():
         is_large = sum(p.numel() for p in module.parameters()) >= min_num_params
         holds_embedding = any(inner is embedding for inner in module.modules())
-        if is_large and not holds_embedding and not isinstance(module, nn.ModuleList):
+        is_linear = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
+        if is_large and not (holds_embedding or is_linear or isinstance(module, nn.ModuleList)):
             large.add(type(module).__name__)
     return tuple(sorted(large - {type(head_of(model)).__name__}))
 

@@ -125,7 +125,8 @@ def _run_both_forwards(
     except Exception as error:
         reason = on_one_line(error)
         if recipe.attn_implementation == "auto":
-            advice = "set packing: false and attn_implementation: eager"
+            unpacked = "packing: false and " if data.packing else ""
+            advice = f"set {unpacked}attn_implementation: eager"
         elif data.packing:
             advice = "set packing: false"
         else:

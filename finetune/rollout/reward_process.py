@@ -91,8 +91,15 @@ def score(
 
 
 def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    """Chooses the arguments that the function takes among those of TRL and the data's columns."""
-    arguments = {**step["columns"], **{name: step[name] for name in LISTS}}
+    """Chooses the arguments that the function takes among those of TRL and the data's columns.
+
+    The function gets copies: what it changes is not changed for the next function. A required
+    column that no row of these completions has is None for each, as where one of the rows has it.
+    """
+    arguments: dict[str, Any] = {
+        name: [None] * len(step["completions"]) for name in _find_required(function)
+    }
+    arguments |= _copy({**step["columns"], **{name: step[name] for name in LISTS}})
     arguments["trainer_state"] = SimpleNamespace(**step["state"])
     arguments |= dict.fromkeys(CALLBACKS, lambda *_, **__: None)
     parameters = inspect.signature(function).parameters
@@ -101,15 +108,28 @@ def _choose_arguments(function: Callable[..., Any], step: Mapping[str, Any]) -> 
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Raises `UserError` for a required argument that is neither TRL's nor one of the `columns`."""
+def _copy(value: Any) -> Any:
+    """Copies the lists and mappings of a JSON value; what else is in them is not copied."""
+    if isinstance(value, list):
+        return [_copy(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    return value
+
+
+def _find_required(function: Callable[..., Any]) -> list[str]:
+    """Lists the names of the arguments that the function cannot be called without."""
     optional_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    required = [
+    return [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty and parameter.kind not in optional_kinds
     ]
-    missing = [each for each in required if each not in (*ARGUMENTS, *columns)]
+
+
+def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raises `UserError` for a required argument that is neither TRL's nor one of the `columns`."""
+    missing = [each for each in _find_required(function) if each not in (*ARGUMENTS, *columns)]
     if missing:
         raise UserError(
             f"{place_of(function)}{name}: takes {', '.join(missing)}, and the data have no such "

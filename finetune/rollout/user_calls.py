@@ -59,8 +59,14 @@ class SizeLimit(Exceeded):
     """A function returned too much text."""
 
 
+# Scores are summed, squared and averaged, and losses are in fp32: no square of one may overflow it.
+LARGEST_SCORE = 1e18
+
+
 def is_score(value: Any) -> bool:
-    """Returns whether a reward function's value is a finite number or None. A text is neither.
+    """Returns whether a reward function's value is None or a number of at most LARGEST_SCORE.
+
+    A text is neither.
 
     >>> (
     ...     is_score(True),
@@ -68,23 +74,29 @@ def is_score(value: Any) -> bool:
     ...     is_score("1"),
     ...     is_score(float("nan")),
     ...     is_score({"score": 1}),
+    ...     is_score(-1e39),
     ... )
-    (True, True, False, False, False)
+    (True, True, False, False, False, False)
     """
     if value is None:
         return True
     if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
         return False
     try:
-        return math.isfinite(float(value))
+        return abs(float(value)) <= LARGEST_SCORE
     except Exception:  # an array of several numbers, or a number that is too large
         return False
 
 
 def describe_score(value: Any) -> str:
-    """Describes a value that is no score: the beginning of its repr, or only its type."""
+    """Describes a value that is no score: the beginning of its repr, or only its type; of a number
+    that is too large also the limit.
+    """
     is_plain = isinstance(value, str | bytes | int | float)
-    return repr(value)[:100] if is_plain else type(value).__name__
+    text = repr(value)[:100] if is_plain else type(value).__name__
+    if isinstance(value, int | float) and LARGEST_SCORE < abs(value) < math.inf:
+        return f"{text} (beyond {LARGEST_SCORE:g})"
+    return text
 
 
 def limit_of_one(seconds: float, completions: int) -> float:

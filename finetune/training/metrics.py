@@ -57,6 +57,7 @@ class Window:
 
     def __init__(self, device: torch.device) -> None:
         self.measured = Measured(torch.zeros((), device=device))
+        self.steps = 0  # without those whose update was skipped
         self.count = 0  # the divisor of the loss, over all ranks
         self.tokens = 0  # over all ranks
         self.squared_tokens = 0  # the sum of the documents' squared lengths, over all ranks
@@ -77,6 +78,7 @@ class Window:
             data_wait_seconds: How long the loop waited for the batch.
         """
         self.measured += measured
+        self.steps += 1
         self.count += count
         self.tokens += batch.tokens
         self.squared_tokens += batch.squared_tokens

@@ -459,12 +459,36 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
     diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
     if diverged:
         lines.append(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
+    lines += _warn_of_worse_model(folder)
     if has_teacher:
         lines += _warn_of_equal_teacher(folder)
     lines += _describe_ratios(folder)
     lines += _describe_memory(folder)
     lines += _describe_time(folder)
     return [*lines, results_line(folder)]
+
+
+def _warn_of_worse_model(folder: Path) -> list[str]:
+    """Warns if all held-out losses are higher than the one before the first step.
+
+    No line for a difference of less than a hundredth, nor where held-out completions are sampled
+    and rewarded.
+    """
+    losses = [
+        (line["step"], line["eval_loss"])
+        for line in _read_lines_with(folder, "eval_loss")
+        if "eval_reward" not in line and math.isfinite(line["eval_loss"])
+    ]
+    first = next((loss for step, loss in losses if step == 0), None)
+    later = [(loss, step) for step, loss in losses if step > 0]
+    if first is None or not later or min(later)[0] <= first + abs(first) / 100:
+        return []
+    loss, step = min(later)
+    return [
+        f"warning the held-out loss was {first:.4f} before the first step, and at the lowest "
+        f"{loss:.4f} after it (step {step:,}): on the held-out rows the model is worse than "
+        "before; lower learning_rate, or train on rows that are more like them"
+    ]
 
 
 def _describe_time(folder: Path) -> list[str]:
@@ -528,8 +552,16 @@ def _describe_ratios(folder: Path) -> list[str]:
     """Describes the probability ratios between the model in training and the sampler, as means over
     the training lines. No line if the method does not sample.
 
-    Warns first if in all lines the completions of each prompt had the same reward.
+    Warns first if in all lines the completions of each prompt had the same reward. If no token was
+    trained on, there are no ratios, and the only line says so.
     """
+    sampled = _read_lines_with(folder, "completions/clipped_ratio")
+    if sampled and sampled[-1].get("trained_tokens") == 0:
+        return [
+            "warning all completions were cut at max_completion_length, and "
+            "mask_truncated_completions leaves those out: nothing was learned; raise "
+            "max_completion_length"
+        ]
     lines = _read_lines_with(folder, "ratio/outside")
     if not lines:
         return []
@@ -539,7 +571,9 @@ def _describe_ratios(folder: Path) -> list[str]:
         return total / len(lines)
 
     described = []
-    if all(line.get("frac_reward_zero_std") == 1 and line.get("grad_norm") == 0 for line in lines):
+    # A critic compares no completions of a prompt, so that there is no share of flat groups.
+    is_flat = all(line.get("frac_reward_zero_std") == 1 or "value/loss" in line for line in lines)
+    if is_flat and all(line.get("grad_norm") == 0 for line in lines):
         described.append(
             "warning all completions of each prompt got the same reward: nothing was learned from "
             "them; take other prompts or rewards, or more num_generations"

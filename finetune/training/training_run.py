@@ -142,6 +142,9 @@ class TrainingRun:
     ) -> dict[str, Any]:
         """Makes a line of metrics.jsonl. Waits for the device; all ranks call it.
 
+        If all steps since the last line were skipped, the loss is NaN and the method's metrics are
+        left out: there is nothing to average.
+
         Args:
             window: The steps since the last line.
             progress: After these steps.
@@ -155,7 +158,7 @@ class TrainingRun:
         line: dict[str, Any] = {
             "step": progress.step,
             "epoch": progress.epoch,
-            "loss": loss,
+            "loss": loss if window.steps else float("nan"),
             "learning_rate": rate,
             "grad_norm": float(grad_norm),
             "tokens": progress.tokens,
@@ -168,7 +171,8 @@ class TrainingRun:
         }
         if compile_seconds is not None:
             line["compile_seconds"] = compile_seconds
-        line |= self.objectives.training.complete(means)
+        if window.steps:
+            line |= self.objectives.training.complete(means)
         if routing is not None:
             line |= routing.take_metrics(self.world)
         return line

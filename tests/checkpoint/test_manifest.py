@@ -9,6 +9,7 @@ import pytest
 
 from finetune.checkpoint import folders, manifest
 from finetune.cli import main, read_arguments
+from finetune.errors import UserError
 from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
 
@@ -69,6 +70,23 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     logged: list[str] = []
     assert folders.find_newest_valid(tmp_path, logged.append) == folders.step_folder(tmp_path, 1)
     assert logged == [f"{newer}: passed over: state.json is missing"]
+
+
+def test_a_path_that_is_no_checkpoint_is_said_with_what_to_give(tmp_path: Path) -> None:
+    """A model's folder, or a checkpoint of another tool's: nothing in it is damaged."""
+    from finetune.checkpoint.resume import find_checkpoint
+
+    newest = write_checkpoint(tmp_path / "other", 2)
+    for folder in (newest / "model", tmp_path):
+        with pytest.raises(
+            UserError, match=r"neither a checkpoint nor a run .* model_name_or_path"
+        ):
+            find_checkpoint(str(folder), tmp_path / "run")
+    (newest / manifest.STATE).unlink()
+    with pytest.raises(
+        UserError, match=r"state\.json is missing; give another checkpoint, or the run's"
+    ):
+        find_checkpoint(str(newest), tmp_path / "run")
 
 
 def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
      "wraps BertLayer, but M is made of LlamaDecoderLayer; name that class, or remove the key"),
     # the machine
     (["activation_offload=true"], FSDP2, 1, None, CPU, "on a CPU activations are in host memory already; set activation_offload: false"),
+    ([], Sharding(layout="fsdp1", cpu_offload=True), 2, None, CPU, "FSDP1 offloads from a GPU, and this is a CPU run; set it to false, or fsdp_version: 2"),
     (["attn_implementation=flex_attention", "packing=false"], FSDP2, 1, None, CPU, "outputs for padded rows are not finite"),
     ([], replace(FSDP2, mixed_precision="fp16"), 1, None, CPU, "mixed_precision: fp16 does not train on a CPU; use bf16 or no"),
     (["torch_compile=true"], FSDP2, 1, None, replace(CPU, has_compiler=False), "none is on the PATH; install one (g++)"),

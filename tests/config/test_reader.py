@@ -235,6 +235,17 @@ MISTAKES = {
     "eval_datasets: {path: some/data}": [
         'F:4: eval_datasets: a list of sources is expected; write [{"path": "some/data"}]'
     ],
+    "eval_datasets: {math: a/b, code: {path: c/d}}": [
+        'F:4: eval_datasets: a list of sources is expected; write [{path: a/b}, {"path": "c/d"}]'
+    ],
+    "max_grad_norm: 0": ["F:4: max_grad_norm: 0: write null, and gradients are not clipped"],
+    "report_to: 'wandb, tensorboard'": [
+        'F:4: report_to: "wandb, tensorboard" does not fit; one of none, all, tensorboard, wandb, mlflow, trackio or a list is '
+        "expected; write [wandb, tensorboard]"
+    ],
+    "report_to: comet_ml": [
+        'F:4: report_to: "comet_ml" does not fit; one of none, all, tensorboard, wandb, mlflow, trackio or a list is expected'
+    ],
     "dataset_name: some/data": [
         "F:4: dataset_name: TRL's name; here it is datasets: [{path: FILE_OR_NAME}]"
     ],

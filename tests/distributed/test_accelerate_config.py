@@ -196,6 +196,41 @@ def test_sections_of_other_libraries(write: Write) -> None:
     )
 
 
+def test_keys_of_older_files_say_what_they_said(write: Write) -> None:
+    """Accelerate reads them as these too: fp16 before mixed_precision, dynamo_backend before dynamo_config."""
+    old = write(distributed_type="MULTI_GPU", fp16=True, dynamo_backend="NO", use_cpu="false")
+    sharding = read_sharding(old, None, {"WORLD_SIZE": "2"})
+    assert (sharding.mixed_precision, sharding.use_cpu) == ("fp16", False)
+    both = write(distributed_type="MULTI_GPU", fp16=True, mixed_precision="bf16")
+    assert read_sharding(both, None, {"WORLD_SIZE": "2"}).mixed_precision == "bf16"
+    said = refusal(write(distributed_type="MULTI_GPU", dynamo_backend="INDUCTOR"))
+    assert said.endswith(
+        "dynamo_config: set torch_compile: true in the recipe, and remove this section"
+    )
+    section = {"fsdp_version": 1, "fsdp_backward_prefetch_policy": "BACKWARD_PRE"}
+    assert read_sharding(write(fsdp_config=section), None, {"WORLD_SIZE": "2"}).layout == "fsdp1"
+
+
+@pytest.mark.parametrize(
+    ("value", "uses_cpu"),
+    [
+        ("true", True),
+        ("'True'", True),
+        ("false", False),
+        ("'false'", False),
+        ("no", False),
+        ("", False),
+    ],
+)
+def test_a_cpu_is_used_where_the_file_says_so(tmp_path: Path, value: str, uses_cpu: bool) -> None:
+    """In quotes too: text that is not empty would be true, and a run on a GPU machine slow without a word."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: MULTI_GPU\nuse_cpu: {value}\n")
+    assert read_sharding(str(file), None, {"WORLD_SIZE": "2"}).use_cpu is uses_cpu
+    file.write_text("distributed_type: MULTI_GPU\nuse_cpu: never\n")
+    assert refusal(str(file)).endswith(".yaml:2: use_cpu: never does not fit; true or false")
+
+
 def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None:
     section = {"backend": "AO", "recipe_name": "rowwise", "fp8_pad_inner_dim": False}
     path = write(mixed_precision="fp8", fsdp_config=FSDP2, fp8_config=section)

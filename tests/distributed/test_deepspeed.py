@@ -197,6 +197,12 @@ def test_the_launchers_environment() -> None:
             "bf16: on here, but mixed_precision is fp16",
         ),
         (
+            {"bf16": {"enabled": "True"}},
+            {"mixed_precision": "fp16"},
+            "bf16: on here, but mixed_precision is fp16",
+        ),
+        ({"bf16": {"enabled": 1}}, {}, "bf16.enabled: 1 does not fit; true, false or auto"),
+        (
             {"bf16": {"enabled": False}},
             {"mixed_precision": "bf16"},
             "bf16: off here, but mixed_precision is bf16",

@@ -97,6 +97,9 @@ def texts(completions, **_):
 def too_large(completions, **_):
     return [10 ** 400 if each == "b" else 1.0 for each in completions]
 
+def beyond_fp32(completions, **_):
+    return [1e39 if each == "b" else 1.0 for each in completions]
+
 def of_one_kind(completions, **_):
     return [1.0] if len(completions) > 1 else [2.0]
 
@@ -106,6 +109,14 @@ def arrays(completions, **_):
 
 def booleans(completions, **_):
     return (each != "b" for each in completions)
+
+def changes(completions, level, **_):
+    completions.reverse()
+    level.clear()
+    return [1.0, 1.0, 1.0]
+
+def reads_rare(completions, rare):
+    return [float(len(each)) if of is None else 0.0 for each, of in zip(completions, rare, strict=True)]
 
 def forges(completions, **_):
     import json
@@ -170,6 +181,18 @@ def test_functions_get_what_trl_gives_and_only_what_they_take(tmp_path: Path) ->
     assert found.failures == 0
 
 
+def test_a_function_that_changes_its_arguments_changes_them_for_itself_alone(
+    tmp_path: Path,
+) -> None:
+    scores = ask(tmp_path, "changes", "without_columns", "by_column").by_reward
+    assert scores == [[1.0, 1.0, 1.0], [1, 1, 3], [11, 12, 19]]
+
+
+def test_a_column_that_no_row_of_a_step_has_is_none(tmp_path: Path) -> None:
+    """As if one of them had it: a step is not another one for the prompts beside."""
+    assert ask(tmp_path, "reads_rare").by_reward == [[1.0, 1.0, 3.0]]
+
+
 def test_a_row_without_an_answer_has_no_score_and_reasoning_apart_is_seen_by_formats() -> None:
     thought = [{"role": "assistant", "reasoning_content": "2+2", "content": "<answer>4</answer>"}]
     assert (
@@ -230,6 +253,10 @@ def test_overlong_completions_are_punished_as_by_trl() -> None:
             f'my_rewards.py:{line_of("def not_finite")}: not_finite: returned inf for the completion "b"',
         ),
         (
+            "beyond_fp32",
+            f'my_rewards.py:{line_of("def beyond_fp32")}: beyond_fp32: returned 1e+39 (beyond 1e+18) for the completion "b"',
+        ),
+        (
             "too_few",
             f"my_rewards.py:{line_of('def too_few')}: too_few: returned 1 rewards for 3 completions",
         ),
@@ -256,6 +283,7 @@ OF_ONE = (
     "swallows",
     "texts",
     "too_large",
+    "beyond_fp32",
 )
 OF_ALL = ("dies", "mapping", "text", "too_few", "of_one_kind", "forges")
 

@@ -473,16 +473,32 @@ def test_later_updates_on_the_same_completions_are_those_of_a_plain_loop(
     )
 
 
+@pytest.mark.parametrize("of_method", [{"frac_reward_zero_std": 1.0}, {"value/loss": 0.0}])
 def test_a_run_whose_rewards_never_differ_says_that_it_learned_nothing(
-    again: Path, tmp_path: Path
+    of_method: dict[str, float], again: Path, tmp_path: Path
 ) -> None:
+    """Of the same completions of a prompt, and with a critic."""
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
-            f"{json.dumps(line | {'frac_reward_zero_std': 1.0, 'grad_norm': 0.0})}\n"
+            f"{json.dumps(line | {'frac_reward_zero_std': 0.5, 'grad_norm': 0.0} | of_method)}\n"
             for line in steps_of(again)
         )
     )
     assert "nothing was learned" in last_screen(tmp_path, 3)[0]
+
+
+def test_a_run_whose_completions_were_all_masked_says_that_it_learned_nothing(
+    again: Path, tmp_path: Path
+) -> None:
+    """There are no ratios then, and nothing else would say so."""
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith("ratio/")}
+        | {"trained_tokens": 0, "grad_norm": 0.0}
+        for line in steps_of(again)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = last_screen(tmp_path, 3)[0]
+    assert "nothing was learned; raise max_completion_length" in said
 
 
 def test_inspect_reads_the_completions_of_a_checkpoint(

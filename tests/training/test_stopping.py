@@ -1,6 +1,7 @@
 """How a run stops before its end: by a signal, by a step that is not finite, or hanging. Through run.py, on real ranks."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.checkpoint import folders, manifest
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+from finetune.files.run_files import losses_of
 from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG, SignalListener
 from tests.conftest import make_tokenizer
 from tests.ranks import ROOT, Ranks, environment, launch_ranks, start_ranks
@@ -234,3 +236,24 @@ def test_steps_that_are_not_finite_are_skipped_so_many_times(
     assert ended.outputs[0].count("its update is skipped") == 2
     assert "2 steps were skipped before it, as many as max_skipped_steps allows" in ended.outputs[0]
     assert "step 12/24" in ended.outputs[0] and "step 18/24" not in ended.outputs[0]
+
+
+def test_the_line_of_a_skipped_step_has_no_loss(
+    tiny_recipe: Callable[..., Path], poisoned: dict[str, Any], tmp_path: Path
+) -> None:
+    """Not 0, which would look like a model that knows its data, and pull down the smoothed loss."""
+    recipe = tiny_recipe(
+        max_steps=6,
+        logging_steps=1,
+        on_nonfinite="skip",
+        output_dir=str(tmp_path / "run"),
+        **poisoned,
+    )
+    ended = launch_ranks(RUN, ["--recipe", str(recipe)], ranks=1)
+    assert ended.returncodes == (0,), ended.outputs[0]
+    losses = [
+        loss for _, loss in losses_of(map(json.loads, (tmp_path / "run" / "metrics.jsonl").open()))
+    ]
+    assert len(losses) == 6 and sum(map(math.isnan, losses)) == 1
+    assert min(loss for loss in losses if not math.isnan(loss)) > 1
+    assert "loss nan" in ended.outputs[0]

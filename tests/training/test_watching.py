@@ -24,7 +24,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.run import fine_tune
 from finetune.training import lifecycle
-from finetune.training.screens import explain_out_of_memory
+from finetune.training.screens import explain_out_of_memory, last_screen
 from finetune.training.training_run import describe_environment
 from tests.ranks import ROOT, launch_ranks
 
@@ -33,6 +33,30 @@ RUN = ROOT / "finetune" / "run.py"
 
 def _lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # U+2028 ends no line
+
+
+@pytest.mark.parametrize(
+    ("losses", "more", "warns"),
+    [
+        ([2.0, 2.5, 2.2], {}, True),
+        ([2.0, 2.5, 1.9], {}, False),
+        ([2.0, 2.01, 2.015], {}, False),
+        ([2.0, float("nan")], {}, False),
+        ([-2.0, -1.0], {"eval_reward": 1.0}, False),
+    ],
+)
+def test_a_model_that_became_worse_on_held_out_rows_is_said_to(
+    losses: list[float], more: dict[str, float], warns: bool, tmp_path: Path
+) -> None:
+    """The best checkpoint is the best of those that were trained, and may be worse than the base."""
+    lines = [{"step": step, "eval_loss": loss} | more for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    said = [line for line in last_screen(tmp_path, len(losses)) if line.startswith("warning")]
+    expected = (
+        "warning the held-out loss was 2.0000 before the first step, and at the lowest 2.2000 after it (step 2): on the "
+        "held-out rows the model is worse than before; lower learning_rate, or train on rows that are more like them"
+    )
+    assert said == [expected] * warns
 
 
 def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
