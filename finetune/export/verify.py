@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.config.module_names import peft_name
+from finetune.config.module_names import ORIGINAL_MODULE, peft_name
 from finetune.constants import TOKENIZER_CONFIG, Shape
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
@@ -161,8 +161,6 @@ def read_digests(
 # rounded or merged, the bound is 0 instead: see `_find_logits_bound`.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 LOGITS = "logits"  # a tensor in the separate process's results; the others are `Logits.choices`
-# In PEFT's names: the original of a module that modules_to_save has copied and trained.
-ORIGINAL_MODULE = ".original_module."
 LISTED_DIFFERENCES = 10  # the most differences in one message
 
 
@@ -282,7 +280,12 @@ def start_logits(
     parameter_updates = dict[str, WeightUpdate]()
     if adapter is not None:
         # a model of its own for PEFT, which changes it in place; a tied head stays tied
-        base_target = describe_target(source.description, trust_remote_code=trust_remote_code)
+        whole_shapes = {
+            name: shape for name, shape in source.adapter_shapes.items() if ".lora_" not in name
+        }
+        base_target = describe_target(
+            source.description, trust_remote_code=trust_remote_code, adapter=whole_shapes
+        )
         parameter_updates = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(base_target.model, adapter.config)
 
@@ -333,6 +336,10 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
         # PEFT warns about tied weights, which `start_logits` reads as one tensor
         warnings.simplefilter("ignore", UserWarning)
         inject_adapters(model, config_class(**known))
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            # PEFT's copy of a tied head (ensure_weight_tying) has the two of the embedding
+            module.out_features, module.in_features = module._parameters["weight"].shape
     remake_indices(model)
     return model.eval()
 

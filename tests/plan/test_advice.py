@@ -273,7 +273,9 @@ def test_a_pipeline_is_advised_to_divide_matrices_and_rows_within_its_stages() -
     planned = make_spec(LLAMA_31_70B, ranks=16, sharding=staged, global_batch_size=16)
     texts = [change.text for change in list_changes(planned)]
     for size, key in ((4, "cp_size"), (4, "tp_size")):
-        mesh = f"{{parallelism_config_{key}: {size}, parallelism_config_dp_shard_size: {8 // size}}}"
+        mesh = (
+            f"{{parallelism_config_{key}: {size}, parallelism_config_dp_shard_size: {8 // size}}}"
+        )
         assert f"parallelism_config: {mesh}" in texts, texts
 
 
