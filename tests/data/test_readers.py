@@ -145,7 +145,11 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
             b'prompt,completion\na,b\n"c,d\ne,f\n',
             ":3: a quoted field that begins here is never closed",
         ),
-        ("bytes.csv", b"prompt,completion\na,\xff\n", ":2: not UTF-8"),
+        (
+            "bytes.csv",
+            b"prompt,completion\na,\xff\n",
+            ":2: not UTF-8: invalid start byte at byte 3; save it as UTF-8",
+        ),
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
