@@ -171,8 +171,10 @@ def describe_target(
     tokens = _count_tokens(model, adapter)
     if tokens is not None:
         text_section = config_json.get("text_config")
-        section = text_section if isinstance(text_section, dict) else config_json
-        section["vocab_size"] = tokens
+        if isinstance(text_section, dict):
+            text_section["vocab_size"] = tokens
+        else:
+            config_json["vocab_size"] = tokens
         model = _build_model(folder, trust_remote_code, tokens=tokens)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     adapted_modules = {name.rpartition(".lora_")[0] for name in adapter if ".lora_" in name}

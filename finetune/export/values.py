@@ -481,6 +481,7 @@ def _find_misfit(name: str, shape: Shape, target: TargetModel, where: str) -> st
     if expected is None:
         return (
             f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
+            "; name the model that the adapter was trained on with --base-model"
         )
     if shape != expected:
         return (

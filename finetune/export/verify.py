@@ -27,13 +27,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.config.module_names import ORIGINAL_MODULE, peft_name
-from finetune.constants import TOKENIZER_CONFIG, Shape
+from finetune.config.module_names import ORIGINAL_MODULE, is_adapter, peft_name
+from finetune.constants import ADAPTER_CONFIG, TOKENIZER_CONFIG, Shape
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
 from finetune.export.reload_process import ReloadProcess, start_reload
-from finetune.export.source import Source
+from finetune.export.source import Adapter, Source
 from finetune.export.target import (
     TargetModel,
     describe_target,
@@ -55,6 +55,7 @@ from finetune.models.carried import make_carried_filter
 from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters, remake_indices
 from finetune.models.weights import Slices, boxes_of_parameters
+from finetune.units import counted
 
 # How much of a file is read before it is opened again. safetensors reads through a memory map,
 # whose pages count as resident until it is closed.
@@ -288,6 +289,7 @@ def start_logits(
         )
         parameter_updates = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(base_target.model, adapter.config)
+        _refuse_incomplete(model, adapter, str(source.path))
 
     def rows(name: str, start: int, stop: int) -> Tensor:
         """Reads rows of the tensor that has this name in `model`, where PEFT has renamed some."""
@@ -339,9 +341,24 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             # PEFT's copy of a tied head (ensure_weight_tying) has the two of the embedding
-            module.out_features, module.in_features = module._parameters["weight"].shape
+            weight: Any = module._parameters["weight"]
+            module.out_features, module.in_features = weight.shape
     remake_indices(model)
     return model.eval()
+
+
+def _refuse_incomplete(model: torch.nn.Module, adapter: Adapter, where: str) -> None:
+    """Raises `UserError` if an adapter lacks tensors of modules that its config names.
+
+    PEFT would give them first values, with which their layers are the base's.
+    """
+    names = (peft_name(name) for name, _ in model.named_parameters() if is_adapter(name))
+    missing = sorted(name for name in names if name not in adapter.tensors)
+    if missing:
+        raise UserError(
+            f"{where}: {missing[0]}: missing ({counted(len(missing), 'tensor')} in all), although "
+            f"{ADAPTER_CONFIG} names its module; copy the adapter again"
+        )
 
 
 def _find_logits_bound(weights: Weights) -> float:

@@ -497,3 +497,11 @@ def test_what_a_data_set_on_the_disk_has_beside_its_rows_is_no_data(tmp_path: Pa
         lambda row: {"text": row["text"].upper()}, cache_file_name=f"{folder}/cache-1.arrow"
     )
     assert find_splits(folder) == {"train": (f"{folder}/data-00000-of-00001.arrow",)}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.parquet", "a.arrow", "a.json.gz"])
+def test_a_pointer_of_git_lfs_is_no_row(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS in place of the file; fetch the"):
+        list(read_file(str(path)))

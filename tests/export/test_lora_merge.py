@@ -125,6 +125,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda _, t: t.update({f"{LAYER}.lora_A.weight": torch.ones(4, 9)}),
         "q_proj.weight: its update has the shape [64, 9], the tensor [64, 64]",
     ),
+    "layer lost": (
+        lambda _, t: [t.pop(name) for name in list(t) if LAYER in name],
+        "q_proj.lora_A.weight: missing (2 tensors in all), although adapter_config.json names its module",
+    ),
     "PiSSA": (
         lambda c, _: c.update(init_lora_weights="pissa"),
         "init_lora_weights: pissa changes the base model",
