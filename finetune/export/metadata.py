@@ -231,7 +231,8 @@ def _add_eos(content: dict[str, Any], tokenizer: Path) -> None:
     except (OSError, ValueError):  # it needs code of its own
         return
     known = content.get("eos_token_id")
-    ids = known if isinstance(known, list) else [] if known is None else [known]
+    listed = known if isinstance(known, list) else [known]
+    ids = [token for token in listed if token is not None]
     if eos_id is not None and eos_id not in ids:
         content["eos_token_id"] = [*ids, eos_id]
 

@@ -170,11 +170,7 @@ def describe_target(
     model: Any = _build_model(folder, trust_remote_code)
     tokens = _count_tokens(model, adapter)
     if tokens is not None:
-        text_section = config_json.get("text_config")
-        if isinstance(text_section, dict):
-            text_section["vocab_size"] = tokens
-        else:
-            config_json["vocab_size"] = tokens
+        _set_vocabulary(config_json, tokens)
         model = _build_model(folder, trust_remote_code, tokens=tokens)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     adapted_modules = {name.rpartition(".lora_")[0] for name in adapter if ".lora_" in name}
@@ -198,6 +194,15 @@ def describe_target(
         beside=frozenset(name for name in shapes if not name.startswith(text_names(model))),
         untied=untied,
     )
+
+
+def _set_vocabulary(config_json: dict[str, Any], tokens: int) -> None:
+    """Sets the size of the vocabulary in the content of config.json."""
+    text_section = config_json.get("text_config")
+    if isinstance(text_section, dict):
+        text_section["vocab_size"] = tokens
+    else:
+        config_json["vocab_size"] = tokens
 
 
 def _count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:

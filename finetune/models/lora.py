@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -520,11 +520,7 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     """
     where = f"adapter_name_or_path: {folder}"
     config = load_json(folder / ADAPTER_CONFIG)
-    stored = {
-        peft_name(name): tensor
-        for name, tensor in read_folder(folder).items()
-        if ORIGINAL_MODULE not in name  # a copy of the base's, which nothing reads
-    }
+    stored = _read_stored(folder)
     trained = {
         parameter: names
         for parameter, names in names_of_parameters(model).items()
@@ -534,13 +530,12 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     first_names = {peft_name(name): names[0] for names in trained.values() for name in names}
     tensors = {first_names[name]: tensor for name, tensor in stored.items() if name in first_names}
     adapters = {names[0] for names in trained.values() if is_adapter(names[0])}
-    base_layers = {name: peft_name(inner) for name, inner in list_base_layers(model).items()}
     frozen = {
         parameter: names
         for parameter, names in names_of_parameters(model).items()
-        if not parameter.requires_grad
+        if parameter not in trained
     }
-    base_layers |= {names[0]: name for names in frozen.values() for name in names if name in stored}
+    base_layers = _list_copied(model, stored, frozen.values())
     missing = sorted(adapters - tensors.keys())
     extra = sorted(stored.keys() - first_names.keys() - set(base_layers.values()))
     if missing or extra:
@@ -550,8 +545,7 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     base_copies = {name: stored[inner] for name, inner in base_layers.items() if inner in stored}
     frozen_shapes = {names[0]: tuple(parameter.shape) for parameter, names in frozen.items()}
     _check_shapes(where, model, base_copies, frozen_shapes)
-    for names in trained.values():
-        _refuse_untied(where, stored, [peft_name(name) for name in names], config)
+    _refuse_untied(where, stored, trained.values(), config)
 
     def values(name: str, slices: Slices) -> Tensor:
         if name in tensors:
@@ -569,8 +563,34 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     return values
 
 
+def _list_copied(
+    model: nn.Module, stored: Collection[str], frozen: Iterable[list[str]]
+) -> dict[str, str]:
+    """Maps the first names of frozen parameters to those under which an adapter may hold copies.
+
+    Args:
+        model: With its adapters.
+        stored: The names of the adapter's tensors.
+        frozen: The names of each frozen parameter.
+    """
+    copied = {name: peft_name(inner) for name, inner in list_base_layers(model).items()}
+    return copied | {names[0]: name for names in frozen for name in names if name in stored}
+
+
+def _read_stored(folder: Path) -> dict[str, StoredTensor]:
+    """Opens an adapter's tensors by peft's names."""
+    return {
+        peft_name(name): tensor
+        for name, tensor in read_folder(folder).items()
+        if ORIGINAL_MODULE not in name  # a copy of the base's, which nothing reads
+    }
+
+
 def _refuse_untied(
-    where: str, stored: Mapping[str, StoredTensor], names: list[str], config: Mapping[str, Any]
+    where: str,
+    stored: Mapping[str, StoredTensor],
+    trained: Iterable[list[str]],
+    config: Mapping[str, Any],
 ) -> None:
     """Raises `UserError` if an adapter was trained with a value for each name of a tied parameter.
 
@@ -580,20 +600,29 @@ def _refuse_untied(
     Args:
         where: The adapter, for the message.
         stored: The adapter's tensors by name.
-        names: The parameter's names; one, if it is not tied.
+        trained: The names of each trained parameter; one, if it is not tied.
         config: The content of adapter_config.json.
     """
-    own = [name for name in names if name in stored]
-    if not own:
-        return
-    first = read(stored[own[0]])
-    differs = any(not torch.equal(read(stored[name]), first) for name in own[1:])
-    if differs or not all(is_copied(name, config) for name in names if name not in own):
+    for names in ([peft_name(name) for name in each] for each in trained):
+        own = [name for name in names if name in stored]
+        if not own or _is_one(names, stored, config):
+            continue
         raise UserError(
             f"{where}: {own[0]} was trained apart from the weight that it is tied to, which would "
             "be tied again here; name a base with both weights in its files and "
             "tie_word_embeddings: false in config.json"
         )
+
+
+def _is_one(
+    names: list[str], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> bool:
+    """Whether an adapter has one value for all names of a parameter."""
+    own = [read(stored[name]) for name in names if name in stored]
+    others = (name for name in names if name not in stored)
+    return all(torch.equal(value, own[0]) for value in own) and all(
+        is_copied(name, config) for name in others
+    )
 
 
 def _make_mismatch_error(
