@@ -552,6 +552,25 @@ def base_name(name: str) -> str:
     return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
+def is_copied(name: str, adapter_config: Mapping[str, Any]) -> bool:
+    """Whether PEFT trains a copy of the tied weight `name` of a base that it copies one weight of.
+
+    It copies what modules_to_save names, and with ensure_weight_tying all that is tied to it. Any
+    other weight keeps the base's values.
+
+    `adapter_config`: the content of adapter_config.json.
+    """
+    if adapter_config.get("ensure_weight_tying"):
+        return True
+    # peft takes a name in its list as any end of a module's name
+    ends = tuple(adapter_config.get("modules_to_save") or ())
+    return name.removesuffix(".weight").endswith(ends)
+
+
+# In PEFT's names: the original of a module that modules_to_save has copied and trained.
+ORIGINAL_MODULE = ".original_module."
+
+
 def peft_name(name: str) -> str:
     """Returns the name of an adapter's tensor in PEFT's file, without the prefix of the file.
 

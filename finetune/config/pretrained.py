@@ -13,7 +13,7 @@ from typing import Any
 from finetune.config.export_formats import find_format_of
 from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.methods import ScoreHead
-from finetune.config.module_names import PEFT_PREFIX, is_adapter
+from finetune.config.module_names import ORIGINAL_MODULE, is_adapter, peft_name
 from finetune.config.schema import Model, Recipe
 from finetune.config.served import NAMES_KEY
 from finetune.constants import (
@@ -566,7 +566,9 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     saved = config.get("modules_to_save") or ()
     # peft takes a name in its list as any end of a module's name; the weights have the whole names
     if saved and (folder / ADAPTER_WEIGHTS).is_file():
-        saved = _list_modules(folder, ".weight") or saved
+        modules = _list_modules(folder, ".weight")
+        # without a frozen embedding, which peft may save beside them
+        saved = [name for name in modules if name.endswith(tuple(saved))] or saved
     targets = _read_targets(config, folder)
     if config["peft_type"] == "OFT":
         return {
@@ -617,7 +619,7 @@ def _list_modules(folder: Path, marker: str) -> Names:
     `marker`: ".lora_A." or ROTATION for modules with adapters, ".weight" for those trained whole.
     """
     header, *_ = read_tensor_header(folder / ADAPTER_WEIGHTS)
-    names = {name.removeprefix(PEFT_PREFIX) for name in header}
+    names = {peft_name(name) for name in header if ORIGINAL_MODULE not in name}
     candidates = {name for name in names if is_adapter(name) == (marker != ".weight")}
     modules = {name.rpartition(marker)[0] for name in candidates}  # "" for names without `marker`
     return tuple(sorted(modules - {""}))

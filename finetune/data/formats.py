@@ -237,8 +237,12 @@ class Columns:
         if isinstance(value, str):
             value = parse_if_json(value)
         if not isinstance(value, list):
+            # str() of a list of Python, as pandas writes it into a CSV file
+            is_of_python = isinstance(value, str) and value.lstrip().startswith(("[{'", '[{"'))
+            advice = "; its text is not JSON: write it by json.dumps" if is_of_python else ""
             raise BadRow(
                 f"{column}: a list of messages is expected, found {self._describe(column, value)}"
+                f"{advice}"
             )
         return value
 
@@ -339,6 +343,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if fitting is None:
         _refuse_null_column(row, present)
+        _refuse_pair_without_text(row)
         raise BadRow(_explain_unknown(row, present))
     return fitting
 
@@ -379,6 +384,16 @@ def _explain_unknown(row: Row, present: set[str]) -> str:
         f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: "
         f"{', '.join(known_formats)}. {hint}"
     )
+
+
+def _refuse_pair_without_text(row: Row) -> None:
+    """Raises `BadRow` for a row with the columns of a question and its answer, one not text."""
+    columns = {str(column).lower(): column for column in row}
+    for pair in COMMON_PAIRS:
+        if columns.keys() >= set(pair):
+            for column in (columns[name] for name in pair):
+                if not isinstance(row[column], str):
+                    raise BadRow(f"{column}: text is expected, found {describe_value(row[column])}")
 
 
 def _refuse_null_column(row: Row, present: set[str]) -> None:

@@ -42,6 +42,16 @@ OWN_VARIABLES = {
 KNOWN_KEYS = frozenset(
     {"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"}
 )
+# keys of an answer by which ms-swift, Axolotl and torchtune leave all or a part of it untrained ->
+# the value that leaves nothing untrained
+OTHER_MASKS: Mapping[str, Any] = {
+    "loss": True,
+    "loss_scale": 1,
+    "training": True,
+    "training_detail": [],
+    "train_detail": [],
+    "masked": False,
+}
 SHOWN_COLUMNS = 100  # how many names of columns an error message lists
 # synonyms, which transformers passes to templates as one key
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -376,6 +386,7 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         key: value for key, value in turn.items() if key not in known_keys and value is not None
     }
     if ROLES[name] == "assistant":
+        _refuse_other_mask(turn, number)
         _add_reasoning(message, "".join(thoughts), number)
     if calls:
         call_list = calls if isinstance(calls, list) else [calls]
@@ -564,15 +575,27 @@ def _read_train(turn: Message, number: int) -> bool:
     Returns True if the turn has neither key. Raises `BadRow` for a value other than true and false,
     and if the two keys contradict each other.
     """
-    values = [turn[key] for key in ("train", "weight") if turn.get(key) is not None]
-    for train in values:
+    values = {key: turn[key] for key in ("train", "weight") if turn.get(key) is not None}
+    for key, train in values.items():
         if train not in (True, False):  # 0 and 1 are equal to these
             raise BadRow(
-                f"message {number}: train: true or false is expected, found {describe_value(train)}"
+                f"message {number}: {key}: true or false is expected, found {describe_value(train)}"
             )
-    if len({bool(train) for train in values}) > 1:
+    if len({bool(train) for train in values.values()}) > 1:
         raise BadRow(f"message {number}: train and weight say the opposite; keep one")
-    return all(values)
+    return all(values.values())
+
+
+def _refuse_other_mask(turn: Message, number: int) -> None:
+    """Raises `BadRow` for an answer that another tool would leave untrained by a key of its own."""
+    for key, neutral in OTHER_MASKS.items():
+        value = turn.get(key)
+        if value is not None and value != neutral:
+            raise BadRow(
+                f"message {number}: {key}: {describe_value(value)} is another tool's mask, which "
+                "is not read; write train: false into the messages that are not trained on, and "
+                f"remove {key}"
+            )
 
 
 def role_of(turn: Any) -> Any:

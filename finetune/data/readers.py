@@ -29,10 +29,11 @@ BLANK_LINES = 1024
 # is more.
 UNPACKED_TIMES = 30
 UNPACKED_BYTES = 64 * 2**20
+SAVE_AS_UTF_8 = "save it as UTF-8"  # what to do with a text in another encoding
 # first bytes of a file that is no UTF-8 text -> what it is and what to do
 MAGIC = {
-    b"\xff\xfe": "text in UTF-16; save it as UTF-8",
-    b"\xfe\xff": "text in UTF-16; save it as UTF-8",
+    b"\xff\xfe": f"text in UTF-16; {SAVE_AS_UTF_8}",
+    b"\xfe\xff": f"text in UTF-16; {SAVE_AS_UTF_8}",
     b"\x1f\x8b": "a gzip file; end its name with .gz",
     b"PAR1": "a Parquet file; end its name with .parquet",
     b"ARROW1": "an Arrow file; end its name with .arrow",
@@ -217,7 +218,8 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            yield number, BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}")
+            reason = f"not UTF-8: {error.reason} at byte {error.start + 1}"
+            yield number, BadRow(f"{reason}; {SAVE_AS_UTF_8}")
             continue
         if text.strip():
             yield number, text
@@ -346,7 +348,8 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}"
+                f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}; "
+                f"{SAVE_AS_UTF_8}"
             ) from None
 
 
@@ -501,7 +504,9 @@ class _TextBuffer:
             text = self._decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
             byte = offset + error.start + 1
-            raise UserError(f"{self._path}: not UTF-8: {error.reason} at byte {byte}") from None
+            raise UserError(
+                f"{self._path}: not UTF-8: {error.reason} at byte {byte}; {SAVE_AS_UTF_8}"
+            ) from None
         self.buffer += text
         return bool(chunk)
 

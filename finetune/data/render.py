@@ -562,8 +562,8 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
     """
     match document:
         case Text(text):
-            # The tokenizer adds its own BOS, so one in the text would be a second.
-            text = text.removeprefix(renderer.bos)
+            # The tokenizer adds its own BOS, and EOS is added here: typed ones would be a second.
+            text = text.removeprefix(renderer.bos).removesuffix(renderer.eos)
             findings = _find_typed([text], renderer)
             text += renderer.eos
             return RenderedText(text, spans=((0, len(text)),), is_plain=True, findings=findings)
@@ -588,8 +588,9 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return _render_question(document, renderer)
         case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
+            completion = completion.removesuffix(renderer.eos)
             text = prompt + completion + renderer.eos
-            findings = tuple(_check_completion(document, renderer))
+            findings = tuple(_check_completion(prompt, completion, renderer))
             spans = ((len(prompt), len(text)),)
             return RenderedText(text, spans=spans, is_plain=True, findings=findings)
         case Conversation():
@@ -775,10 +776,8 @@ def write_images(
     )
 
 
-def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
-    """Yields the findings about a prompt and its completion."""
-    prompt = document.prompt
-    completion = document.completion
+def _check_completion(prompt: str, completion: str, renderer: Renderer) -> Iterator[str]:
+    """Yields the findings about a prompt and its completion, without typed BOS and EOS tokens."""
     if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
         yield "typed_special_token"
     if not renderer.eos:

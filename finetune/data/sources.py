@@ -37,6 +37,7 @@ from finetune.data.readers import (
 )
 from finetune.errors import UserError, first_line
 from finetune.files.durable import CHECKSUM, checksum
+from finetune.files.json_files import refuse_lfs_pointer
 from finetune.files.network import go_offline_without_network
 
 BATCH_ROWS = 500
@@ -450,6 +451,8 @@ def read_file(path: str) -> Iterator[NumberedRow]:
     kind = file_kind(path)
     if kind is None:
         raise _make_unknown_kind_error(path)
+    with convert_os_errors(path):
+        refuse_lfs_pointer(Path(path))
     if kind in TEXT_READERS:
         return TEXT_READERS[kind](path)
     return _read_columns(path, kind)

@@ -29,7 +29,7 @@ from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
 from finetune.data.template_sandbox import compile_template
 from finetune.errors import UserError, first_line
-from finetune.files.json_files import read_json_object
+from finetune.files.json_files import read_json_object, refuse_lfs_pointer
 from finetune.files.network import go_offline_without_network, hub_error
 
 FOLDER = Path(__file__).parent / "templates"
@@ -373,6 +373,10 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
         return UserError(
             f"{name}: has no tokenizer.json; name a folder that has one, or a hub name"
         )
+    try:
+        refuse_lfs_pointer(Path(name) / TOKENIZER_FILE)
+    except UserError as pointer:
+        return pointer
     reason = first_line(error)
     return UserError(f"{name}: its tokenizer cannot be loaded: {reason}")
 

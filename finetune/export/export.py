@@ -175,7 +175,7 @@ def export_source(
     target = describe_target(
         source.description,
         trust_remote_code=options.trust_remote_code,
-        adapter=source.adapter_names,
+        adapter=source.adapter_shapes,
     )
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:
@@ -296,7 +296,7 @@ def export_for_vllm(folder: Path, output: Path) -> Path:
     """
     source = open_source(folder, log=lambda line: None)
     config = read_json_object(source.description / CONFIG_FILE)
-    if not has_other_names(source.adapter_names, str(config.get("model_type"))):
+    if not has_other_names(source.adapter_shapes, str(config.get("model_type"))):
         return folder
     options = ExportOptions(model=False, verify=False, overwrite=True, adapter_names="vllm")
     return export_source(source, output, options, log=lambda line: None)
@@ -368,7 +368,7 @@ def _find_folder_commands(
     has_mlx_rope = not {"attention_factor", "long_factor"} & rope.keys()
     return _list_model_commands(
         folder,
-        has_template=has_chat_template(source.description),
+        has_template=has_chat_template(source.tokenizer),
         is_vision_language=bool(target.beside),
         is_served=not is_quantized and was_served(model_type, kinds),
         opens_in_mlx=not is_quantized and find_family(model_type).opens_in_mlx and has_mlx_rope,
@@ -412,7 +412,7 @@ def _describe_result(source: Source, weights: Weights) -> str:
     if not weights.model:
         return f"an adapter of {disk_size(weights.byte_count)}"
     size = disk_size(sum(shard.byte_count for shard in weights.model))
-    has_own = has_tokenizer(source.description)
+    has_own = has_tokenizer(source.tokenizer)
     tokenizer = "" if has_own else ", without a tokenizer, since the source has none"
     return f"{size} in {str(weights.dtype).removeprefix('torch.')}{tokenizer}"
 

@@ -1,7 +1,7 @@
 """The files of an export beside its weights: configs, the tokenizer, and the model cards."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.json_files import load_json, read_json_object
 
-# globs of all files that a tokenizer, its chat templates or a processor may have
+# globs of all files that a tokenizer and its chat templates may have
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -37,7 +37,6 @@ TOKENIZER_FILES = (
     "chat_template*.jin*",
     "chat_template*.json",
     "additional_chat_templates/*.jinja",
-    *PROCESSOR_FILES,
 )
 
 
@@ -68,7 +67,7 @@ def write_metadata(
     has_safetensors = "safetensors" in options.formats
     if weights.model and has_safetensors:
         if not options.trust_remote_code:
-            _check_tokenizer_code(source.description)
+            _check_tokenizer_code(source.tokenizer)
         _write_configs(folder, source, target, weights, options)
     if weights.model:
         card = render_card(
@@ -88,7 +87,10 @@ def write_metadata(
         config = _make_adapter_config(source, source.adapter.config, weights)
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
         _write_text(adapter_folder / CARD_FILE, render_card(source, title, is_adapter=True))
-    _copy_tokenizer(source.description, folder)
+    _copy_files(TOKENIZER_FILES, source.tokenizer, folder)
+    # an adapter that brings its tokenizer may have no processor
+    has_processor = any((source.tokenizer / name).is_file() for name in PROCESSOR_FILES)
+    _copy_files(PROCESSOR_FILES, source.tokenizer if has_processor else source.description, folder)
     if weights.model and options.trust_remote_code:
         for path in sorted(source.description.glob("*.py")):
             _copy(path, folder / path.name)
@@ -142,15 +144,15 @@ def _read_hidden_size(source: Source) -> int:
     return int(read_json_object(source.description / CONFIG_FILE)["hidden_size"])
 
 
-def _copy_tokenizer(description: Path, folder: Path) -> None:
-    """Copies the files of the tokenizer and its chat template from `description` to `folder`.
+def _copy_files(patterns: Iterable[str], description: Path, folder: Path) -> None:
+    """Copies the files of a tokenizer or processor from `description` to `folder`.
 
     They are copied byte for byte. Only a file with settings that cut or pad every text is written
     without these settings.
 
     Raises `UserError` if a JSON file is damaged.
     """
-    paths = {path for pattern in TOKENIZER_FILES for path in description.glob(pattern)}
+    paths = {path for pattern in patterns for path in description.glob(pattern)}
     for path in sorted(paths):
         destination = folder / path.relative_to(description)
         destination.parent.mkdir(exist_ok=True)
@@ -217,6 +219,24 @@ def _write_text(path: Path, text: str) -> None:
     write_file(path, [text.encode(errors="backslashreplace")])
 
 
+def _add_eos(content: dict[str, Any], tokenizer: Path) -> None:
+    """Adds the EOS token of an adapter's own tokenizer to the content of generation_config.json.
+
+    The adapter was trained to end its answers with it, and the base may end them with another.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        eos_id = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
+    except (OSError, ValueError):  # it needs code of its own
+        return
+    known = content.get("eos_token_id")
+    listed = known if isinstance(known, list) else [known]
+    ids = [token for token in listed if token is not None]
+    if eos_id is not None and eos_id not in ids:
+        content["eos_token_id"] = [*ids, eos_id]
+
+
 def _make_generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
     """Makes the content of generation_config.json.
 
@@ -235,6 +255,8 @@ def _make_generation_config(source: Source, target: TargetModel) -> dict[str, An
         content = GenerationConfig.from_model_config(target.model.config).to_diff_dict()
     else:
         content = load_json(path, "fix it, or remove it to derive one from config.json")
+    if source.adapter_tokenizer is not None:
+        _add_eos(content, source.adapter_tokenizer)
     if content.get("use_cache") is False:  # generation needs the cache, which is on by default
         del content["use_cache"]
     return dict(content)

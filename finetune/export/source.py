@@ -12,7 +12,7 @@ A source is one of these:
 Many folders of other tools have no config.json. `base_model` then names the model to describe them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import torch
 
 from finetune.checkpoint.folders import find_newest_valid, list_checkpoints
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_damage, read_state
-from finetune.config.module_names import peft_name
+from finetune.config.module_names import ORIGINAL_MODULE, peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, VALUE_WEIGHT
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, TOKENIZER_FILE, VALUE_WEIGHT, Shape
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
@@ -38,6 +38,8 @@ FSDP_FOLDER = "pytorch_model_fsdp_0"  # accelerator.save_state writes it for a s
 FSDP_FILE = "pytorch_model_fsdp.bin"  # and this file for a full one
 # the files of a hub repository that describe a model, beside its weights
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]
+# A tokenizer has at least one of these files.
+VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
 # files of other tools that hold a whole state dict; the first that exists is read
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
@@ -57,7 +59,7 @@ class Source:
     """The source of an export, whose values are not read yet. Returned by `open_source`."""
 
     path: Path  # the name in messages
-    description: Path  # the folder with config.json, tokenizer and chat template
+    description: Path  # the folder with config.json, and mostly with the tokenizer
     # by the names in the files; if there is an adapter, these are its base model's
     tensors: dict[str, StoredTensor]
     # the names may have a common prefix, and an optimizer's tensors lie beside them
@@ -65,6 +67,8 @@ class Source:
     adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder; None: not known
     base: Path | None = None  # the base model's folder; None: not on this machine, or not known
+    # the folder of an adapter that brings a tokenizer of its own; None: it is in `description`
+    adapter_tokenizer: Path | None = None
     base_is_named: bool = False  # --base-model named the base of a checkpoint of this project
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
     # content of state.json of a checkpoint of this project; empty for other sources
@@ -75,9 +79,15 @@ class Source:
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)
 
     @property
-    def adapter_names(self) -> Collection[str]:
-        """The names of the adapter's tensors; empty if there is no adapter."""
-        return () if self.adapter is None else self.adapter.tensors.keys()
+    def adapter_shapes(self) -> dict[str, Shape]:
+        """The shapes of the adapter's tensors by name; empty if there is no adapter."""
+        tensors = {} if self.adapter is None else self.adapter.tensors
+        return {name: tensor.shape for name, tensor in tensors.items()}
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder with the tokenizer and its chat template."""
+        return self.adapter_tokenizer or self.description
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -270,7 +280,11 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
     if not isinstance(name, str) or not name:
         raise UserError(f"{path / ADAPTER_CONFIG}: names no base model; name it with --base-model")
     revision = config.get("revision") if name == trained_base else None
-    return _add_base(Source(path, path, tensors, base_model=name), config, revision)
+    brings_tokenizer = any((path / file).is_file() for file in VOCABULARIES)
+    source = Source(
+        path, path, tensors, base_model=name, adapter_tokenizer=path if brings_tokenizer else None
+    )
+    return _add_base(source, config, revision)
 
 
 def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
@@ -292,7 +306,11 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
             f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model"
         )
     base = find_base(source.base_model, revision, with_weights=True)
-    by_name = {peft_name(name): tensor for name, tensor in source.tensors.items()}
+    by_name = {
+        peft_name(name): tensor
+        for name, tensor in source.tensors.items()
+        if ORIGINAL_MODULE not in name  # a copy of the base's, which nothing reads
+    }
     adapter = Adapter(
         config, {name: replace(tensor, name=name) for name, tensor in by_name.items()}
     )

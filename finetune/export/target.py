@@ -6,11 +6,12 @@ A value is computed from stored tensors a few rows at a time, so that memory sta
 import copy
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -125,15 +126,19 @@ def import_transformers() -> None:
 
 
 def describe_target(
-    folder: Path, *, trust_remote_code: bool = False, adapter: Collection[str] = ()
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    adapter: Mapping[str, Shape] = MappingProxyType({}),
 ) -> TargetModel:
     """Describes the model of the config.json in `folder`.
 
     Args:
         folder: A folder with a config.json; the weights are not read.
         trust_remote_code: Whether code that the config names may run.
-        adapter: The names of an adapter's tensors. If a tied head has an adapter the model is
-            untied, since the merged head is no longer the embedding.
+        adapter: The shapes of an adapter's tensors by name. If a tied head has an adapter the model
+            is untied, since the merged head is no longer the embedding. If the adapter has the
+            embedding, of more or fewer tokens, the model has as many.
 
     Raises:
         UserError: The config is missing, describes no causal language model or a quantized one, or
@@ -162,7 +167,11 @@ def describe_target(
             f"{path}: quantization_config: quantized weights cannot be exported; name the "
             "unquantized model"
         )
-    model = _build_model(folder, trust_remote_code)
+    model: Any = _build_model(folder, trust_remote_code)
+    tokens = _count_tokens(model, adapter)
+    if tokens is not None:
+        _set_vocabulary(config_json, tokens)
+        model = _build_model(folder, trust_remote_code, tokens=tokens)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     adapted_modules = {name.rpartition(".lora_")[0] for name in adapter if ".lora_" in name}
     adapted_weights = {f"{module}.weight" for module in adapted_modules}
@@ -171,7 +180,7 @@ def describe_target(
         for section in (config_json, config_json.get("text_config")):
             if isinstance(section, dict):
                 section["tie_word_embeddings"] = False
-        model = _build_model(folder, trust_remote_code, ties=False)
+        model = _build_model(folder, trust_remote_code, ties=False, tokens=tokens)
         tied = {name: first for name, first in tied.items() if name not in untied}
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
@@ -187,11 +196,43 @@ def describe_target(
     )
 
 
-def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) -> nn.Module:
+def _set_vocabulary(config_json: dict[str, Any], tokens: int) -> None:
+    """Sets the size of the vocabulary in the content of config.json."""
+    text_section = config_json.get("text_config")
+    if isinstance(text_section, dict):
+        text_section["vocab_size"] = tokens
+    else:
+        config_json["vocab_size"] = tokens
+
+
+def _count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
+    """Counts the rows of the embedding in an adapter that was trained on another vocabulary.
+
+    PEFT saves the embedding with an adapter if tokens were added to the base. Returns None if the
+    adapter has no embedding, or one of as many tokens as `model`.
+    """
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    for own_name in (f"{name}.weight", f"{name}.base_layer.weight"):
+        shape = adapter.get(own_name)
+        if shape and shape[0] != embedding.weight.shape[0]:
+            return shape[0]
+    return None
+
+
+def _build_model(
+    folder: Path, trust_remote_code: bool, *, ties: bool = True, tokens: int | None = None
+) -> nn.Module:
     """Builds the model of the config.json in `folder` on meta, in float32 and in eval mode.
 
-    `ties`: False unties the head from the embedding, whatever the config says. Raises `UserError`
-    if transformers cannot build the model.
+    Args:
+        folder: The folder.
+        trust_remote_code: Whether code that the config names may run.
+        ties: False unties the head from the embedding, whatever the config says.
+        tokens: The size of the vocabulary; None: the config's.
+
+    Raises:
+        UserError: Transformers cannot build the model.
     """
     from transformers import AutoConfig
 
@@ -201,6 +242,8 @@ def _build_model(folder: Path, trust_remote_code: bool, *, ties: bool = True) ->
         if not ties:
             config.tie_word_embeddings = False
             config.get_text_config().tie_word_embeddings = False
+        if tokens is not None:
+            config.get_text_config().vocab_size = tokens
         read_facts(config, str(path))
         return build_on_meta(config, torch.float32, trust_remote_code).eval()
     except UserError as error:

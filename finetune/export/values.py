@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.config.module_names import find_problem, find_value, is_adapter
+from finetune.config.module_names import find_problem, find_value, is_adapter, is_copied
 from finetune.config.pretrained import why_unsupported
 from finetune.constants import ROTATION, Shape
 from finetune.errors import UserError
@@ -224,19 +224,41 @@ def check_mergeable(
 ) -> None:
     """Raises `UserError` if the base with its updates merged would not be the trained model.
 
-    That is so for kinds of adapters that are not supported, and for updates that would untie tied
-    tensors. Of tied tensors only the first may have an update, and only one that replaces it.
+    That is so for updates that would untie tied tensors. Of tied tensors only the first may have an
+    update, and only one that replaces it under both names.
     """
-    reason = why_unsupported(adapter.config)
     changed_firsts = {
         name
         for name in target.tied.values()
         if name in updates and not updates[name].is_replacement
     }
     changed_seconds = updates.keys() & target.tied.keys()
-    untied = sorted(changed_firsts | changed_seconds)
-    if reason is None and untied:
-        reason = f"{untied[0]}: is tied to another weight, and merging would untie them"
+    untied = sorted(changed_firsts | changed_seconds | _find_trained_apart(adapter, target))
+    if untied:
+        raise UserError(
+            f"{where}: {untied[0]}: is tied to another weight, and merging would untie them; "
+            "--adapter-only exports the adapter as it is"
+        )
+
+
+def _find_trained_apart(adapter: Adapter, target: TargetModel) -> set[str]:
+    """Finds tied tensors of which an adapter holds one that PEFT trained apart from the other.
+
+    PEFT trains a copy of a module that modules_to_save names. The other module keeps the base's
+    values, unless it is copied too. Returns the first names.
+    """
+    return {
+        first
+        for name, first in target.tied.items()
+        if first in adapter.tensors
+        and is_copied(first, adapter.config)
+        and not is_copied(name, adapter.config)
+    }
+
+
+def refuse_unsupported(adapter: Adapter, where: str) -> None:
+    """Raises `UserError` for a kind of adapter that is not merged here."""
+    reason = why_unsupported(adapter.config)
     if reason is not None:
         raise UserError(f"{where}: {reason}; --adapter-only exports the adapter as it is")
 
@@ -459,10 +481,12 @@ def _find_misfit(name: str, shape: Shape, target: TargetModel, where: str) -> st
     if expected is None:
         return (
             f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
+            "; name the model that the adapter was trained on with --base-model"
         )
     if shape != expected:
         return (
             f"{where}: {name}: its update has the shape {list(shape)}, the tensor {list(expected)}"
+            "; name the model that the adapter was trained on with --base-model"
         )
     return None
 
@@ -480,10 +504,12 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
     Raises `UserError` if tensors are missing, unexpected or of another shape.
     """
     tensors = dict(source.tensors)
-    adapter_tensors = {} if source.adapter is None else source.adapter.tensors
+    adapter_tensors = {}
+    if source.adapter is not None:
+        adapter_tensors = source.adapter.tensors | find_own_bases(source.adapter)
     for name, tensor in adapter_tensors.items():
         if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
-            # an embedding that was trained whole, and has grown with the tokenizer
+            # an embedding that has grown with the tokenizer, and a head
             tensors[name] = tensor
     if source.adapter is not None:
         tensors = add_new_head(target.model, tensors, source.adapter.tensors)
@@ -614,6 +640,7 @@ def plan_values(
     """
     updates: Mapping[str, WeightUpdate] = {}
     if source.adapter is not None:
+        refuse_unsupported(source.adapter, str(source.path))
         updates = find_updates(source.adapter, target, str(source.path))
         check_mergeable(source.adapter, updates, target, str(source.path))
     if onto == "dequantized":

@@ -27,13 +27,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.config.module_names import peft_name
-from finetune.constants import TOKENIZER_CONFIG, Shape
+from finetune.config.module_names import ORIGINAL_MODULE, is_adapter, peft_name
+from finetune.constants import ADAPTER_CONFIG, TOKENIZER_CONFIG, Shape
 from finetune.errors import UserError
 from finetune.export.logits import CheckpointLogits, Logits, stream_logits
 from finetune.export.publish import ExportOptions
 from finetune.export.reload_process import ReloadProcess, start_reload
-from finetune.export.source import Source
+from finetune.export.source import Adapter, Source
 from finetune.export.target import (
     TargetModel,
     describe_target,
@@ -55,6 +55,7 @@ from finetune.models.carried import make_carried_filter
 from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters, remake_indices
 from finetune.models.weights import Slices, boxes_of_parameters
+from finetune.units import counted
 
 # How much of a file is read before it is opened again. safetensors reads through a memory map,
 # whose pages count as resident until it is closed.
@@ -161,8 +162,6 @@ def read_digests(
 # rounded or merged, the bound is 0 instead: see `_find_logits_bound`.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 LOGITS = "logits"  # a tensor in the separate process's results; the others are `Logits.choices`
-# In PEFT's names: the original of a module that modules_to_save has copied and trained.
-ORIGINAL_MODULE = ".original_module."
 LISTED_DIFFERENCES = 10  # the most differences in one message
 
 
@@ -282,9 +281,15 @@ def start_logits(
     parameter_updates = dict[str, WeightUpdate]()
     if adapter is not None:
         # a model of its own for PEFT, which changes it in place; a tied head stays tied
-        base_target = describe_target(source.description, trust_remote_code=trust_remote_code)
+        whole_shapes = {
+            name: shape for name, shape in source.adapter_shapes.items() if ".lora_" not in name
+        }
+        base_target = describe_target(
+            source.description, trust_remote_code=trust_remote_code, adapter=whole_shapes
+        )
         parameter_updates = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(base_target.model, adapter.config)
+        _refuse_incomplete(model, adapter, str(source.path))
 
     def rows(name: str, start: int, stop: int) -> Tensor:
         """Reads rows of the tensor that has this name in `model`, where PEFT has renamed some."""
@@ -333,8 +338,27 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
         # PEFT warns about tied weights, which `start_logits` reads as one tensor
         warnings.simplefilter("ignore", UserWarning)
         inject_adapters(model, config_class(**known))
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            # PEFT's copy of a tied head (ensure_weight_tying) has the two of the embedding
+            weight: Any = module._parameters["weight"]
+            module.out_features, module.in_features = weight.shape
     remake_indices(model)
     return model.eval()
+
+
+def _refuse_incomplete(model: torch.nn.Module, adapter: Adapter, where: str) -> None:
+    """Raises `UserError` if an adapter lacks tensors of modules that its config names.
+
+    PEFT would give them first values, with which their layers are the base's.
+    """
+    names = (peft_name(name) for name, _ in model.named_parameters() if is_adapter(name))
+    missing = sorted(name for name in names if name not in adapter.tensors)
+    if missing:
+        raise UserError(
+            f"{where}: {missing[0]}: missing ({counted(len(missing), 'tensor')} in all), although "
+            f"{ADAPTER_CONFIG} names its module; copy the adapter again"
+        )
 
 
 def _find_logits_bound(weights: Weights) -> float:

@@ -75,6 +75,24 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
     return value
 
 
+# the first bytes of the text that stands for a file in a clone without Git LFS
+LFS_POINTER = b"version https://git-lfs"
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raises `UserError` if a clone without Git LFS has a pointer in place of the file `path`."""
+    if path.is_file():
+        with path.open("rb") as file:
+            _refuse_lfs_start(path, file.read(len(LFS_POINTER)))
+
+
+def _refuse_lfs_start(path: Path, start: bytes) -> None:
+    if start == LFS_POINTER:
+        raise UserError(
+            f"{path}: a pointer of Git LFS in place of the file; fetch the file with `git lfs pull`"
+        )
+
+
 def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Reads the header of a safetensors file, without checking the entries in it.
 
@@ -89,6 +107,8 @@ def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     with file:
         size = os.fstat(file.fileno()).st_size
+        _refuse_lfs_start(path, file.read(len(LFS_POINTER)))
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")  # of the header, in bytes
         if size < 8 or length > size - 8:
             raise UserError(

@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,8 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.families import find_family
 from finetune.config.module_names import (
+    ORIGINAL_MODULE,
     base_name,
     is_adapter,
+    is_copied,
     is_parameter_named,
     is_saved_whole,
     peft_name,
@@ -39,7 +41,7 @@ from finetune.config.module_names import (
 )
 from finetune.config.pretrained import scores_tokens
 from finetune.config.schema import Lora
-from finetune.constants import ADAPTER_NAME, ROTATION, Shape
+from finetune.constants import ADAPTER_CONFIG, ADAPTER_NAME, ROTATION, Shape
 from finetune.distributed.model_parts import (
     Slices,
     Values,
@@ -57,7 +59,8 @@ from finetune.distributed.model_parts import (
 )
 from finetune.distributed.tensor_parallel import find_local_head
 from finetune.errors import UserError
-from finetune.files.tensors import StoredTensor, read_folder, read_slice
+from finetune.files.json_files import load_json
+from finetune.files.tensors import StoredTensor, read, read_folder, read_slice
 from finetune.models.cross_entropy import LossHead, replicate
 from finetune.models.loss_chunks import HeadProduct
 from finetune.units import counted
@@ -503,8 +506,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     """Returns the values of the adapter in `folder`, and those of `start` for everything else.
 
     The adapter may lack parameters that the model trains whole, such as new tokens. peft may have
-    saved a copy of an adapted layer's own weight with the adapter; it must equal the base's, which
-    is checked when the value is read.
+    saved copies of frozen weights with the adapter, such as an adapted layer's own or the
+    embedding's; they must equal the base's, which is checked when the value is read.
 
     Args:
         model: Unsharded, with its adapters.
@@ -516,7 +519,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
             when called, the values find that a copied weight is not the base's.
     """
     where = f"adapter_name_or_path: {folder}"
-    stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
+    config = load_json(folder / ADAPTER_CONFIG)
+    stored = _read_stored(folder)
     trained = {
         parameter: names
         for parameter, names in names_of_parameters(model).items()
@@ -526,7 +530,12 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     first_names = {peft_name(name): names[0] for names in trained.values() for name in names}
     tensors = {first_names[name]: tensor for name, tensor in stored.items() if name in first_names}
     adapters = {names[0] for names in trained.values() if is_adapter(names[0])}
-    base_layers = {name: peft_name(inner) for name, inner in list_base_layers(model).items()}
+    frozen = {
+        parameter: names
+        for parameter, names in names_of_parameters(model).items()
+        if parameter not in trained
+    }
+    base_layers = _list_copied(model, stored, frozen.values())
     missing = sorted(adapters - tensors.keys())
     extra = sorted(stored.keys() - first_names.keys() - set(base_layers.values()))
     if missing or extra:
@@ -534,6 +543,9 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     shapes = {names[0]: tuple(parameter.shape) for parameter, names in trained.items()}
     _check_shapes(where, model, tensors, shapes)
     base_copies = {name: stored[inner] for name, inner in base_layers.items() if inner in stored}
+    frozen_shapes = {names[0]: tuple(parameter.shape) for parameter, names in frozen.items()}
+    _check_shapes(where, model, base_copies, frozen_shapes)
+    _refuse_untied(where, stored, trained.values(), config)
 
     def values(name: str, slices: Slices) -> Tensor:
         if name in tensors:
@@ -549,6 +561,68 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
         return value
 
     return values
+
+
+def _list_copied(
+    model: nn.Module, stored: Collection[str], frozen: Iterable[list[str]]
+) -> dict[str, str]:
+    """Maps the first names of frozen parameters to those under which an adapter may hold copies.
+
+    Args:
+        model: With its adapters.
+        stored: The names of the adapter's tensors.
+        frozen: The names of each frozen parameter.
+    """
+    copied = {name: peft_name(inner) for name, inner in list_base_layers(model).items()}
+    return copied | {names[0]: name for names in frozen for name in names if name in stored}
+
+
+def _read_stored(folder: Path) -> dict[str, StoredTensor]:
+    """Opens an adapter's tensors by peft's names."""
+    return {
+        peft_name(name): tensor
+        for name, tensor in read_folder(folder).items()
+        if ORIGINAL_MODULE not in name  # a copy of the base's, which nothing reads
+    }
+
+
+def _refuse_untied(
+    where: str,
+    stored: Mapping[str, StoredTensor],
+    trained: Iterable[list[str]],
+    config: Mapping[str, Any],
+) -> None:
+    """Raises `UserError` if an adapter was trained with a value for each name of a tied parameter.
+
+    PEFT trains a copy of a tied weight that modules_to_save names, and may leave the other one as
+    it is in the base. Here the two stay one.
+
+    Args:
+        where: The adapter, for the message.
+        stored: The adapter's tensors by name.
+        trained: The names of each trained parameter; one, if it is not tied.
+        config: The content of adapter_config.json.
+    """
+    for names in ([peft_name(name) for name in each] for each in trained):
+        own = [name for name in names if name in stored]
+        if not own or _is_one(names, stored, config):
+            continue
+        raise UserError(
+            f"{where}: {own[0]} was trained apart from the weight that it is tied to, which would "
+            "be tied again here; name a base with both weights in its files and "
+            "tie_word_embeddings: false in config.json"
+        )
+
+
+def _is_one(
+    names: list[str], stored: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> bool:
+    """Whether an adapter has one value for all names of a parameter."""
+    own = [read(stored[name]) for name in names if name in stored]
+    others = (name for name in names if name not in stored)
+    return all(torch.equal(value, own[0]) for value in own) and all(
+        is_copied(name, config) for name in others
+    )
 
 
 def _make_mismatch_error(
@@ -578,7 +652,7 @@ def _check_shapes(
             raise UserError(
                 f"{where}: {peft_name(name)} has the shape {list(tensors[name].shape)}, but "
                 f"{type(model).__name__} needs {list(shape)}; name the base model it was trained "
-                "on, with the same added_tokens"
+                "on, with the same added_tokens, or merge it (finetune export) and train that model"
             )
 
 

@@ -114,6 +114,12 @@ def test_rows_may_be_tokens_already() -> None:
     assert parse_row({"text": "Once", "input_ids": [5]}, SOURCE).format == "text"
 
 
+def test_another_tools_mask_that_leaves_nothing_out_is_no_fault() -> None:
+    neutral = {"loss": True, "loss_scale": 1.0, "training": True, "masked": False}
+    row = {"messages": [USER | {"loss": False}, ASSISTANT | neutral]}
+    assert isinstance(parse_row(row, SOURCE).document, Conversation)
+
+
 @pytest.mark.parametrize("mask", [[1, 0, 1], [2, 1, 1], [1, 1, -1]])
 def test_a_mask_that_leaves_out_more_than_padding_is_a_damaged_row(mask: list[int]) -> None:
     with pytest.raises(BadRow, match="attention_mask: ones are expected"):
@@ -315,6 +321,12 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         ({"prompt": "a", "completion": None}, "completion: text is expected, found nothing"),
         ({"text": None, "prompt": "a", "chosen": None}, "chosen: text is expected, found nothing"),
         ({"messages": None}, "messages: a value is expected, found nothing"),
+        ({"question": "Q", "answer": None}, "answer: text is expected, found nothing"),
+        ({"Question": "Q", "Answer": 4}, "Answer: text is expected, found 4 (int)"),
+        (
+            {"messages": str([{"role": "user", "content": "Q"}])},
+            "(str); its text is not JSON: write it by json.dumps",
+        ),
         ({"a": 1, "b": 2}, "unknown format: its columns are a, b; known formats: messages"),
         ({}, "its columns are none"),
         ({"messages": []}, "the list of messages is empty"),
@@ -418,6 +430,23 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         (
             {"messages": [USER, {**ASSISTANT, "train": "maybe"}]},
             "message 2: train: true or false is expected",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"weight": 0.5}]},
+            "message 2: weight: true or false is expected, found 0.5",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"loss": False}]},
+            "message 2: loss: False (bool) is another tool's mask",
+        ),
+        (
+            {"messages": [USER, ASSISTANT | {"training": False}]},
+            "write train: false into the messages",
+        ),
+        ({"messages": [USER, ASSISTANT | {"masked": True}]}, "another tool's mask"),
+        (
+            {"messages": [USER, ASSISTANT | {"train_detail": [{"begin_offset": 0}]}]},
+            "another tool's mask",
         ),
         (
             {"messages": [USER, ASSISTANT], "tools": "hammer"},

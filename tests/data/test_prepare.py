@@ -130,6 +130,20 @@ def test_prompt_and_completion_are_joined_as_they_stand(prepare: Prepare, tmp_pa
     assert text_of(templated, 0) == "<|begin|><|user|>2+2=<|end|><|assistant|> 4<|end|>"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "2+2=", "completion": " 4<|end|>"}, {"text": "2+2= 4<|end|>"}],
+    ids=["completion", "text"],
+)
+def test_an_end_of_text_that_the_row_has_is_not_doubled(
+    row: dict[str, str], prepare: Prepare, tmp_path: Path
+) -> None:
+    """As TRL does: many write the EOS token behind each text themselves."""
+    prepared = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", [row]))}])
+    assert text_of(prepared, 0) == "2+2= 4<|end|>"
+    assert "typed_special_token" not in names(prepared)
+
+
 def test_a_tokenizer_without_a_template_gets_the_plain_one_and_keeps_it(
     prepare: Prepare, tmp_path: Path
 ) -> None:

@@ -145,7 +145,11 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
             b'prompt,completion\na,b\n"c,d\ne,f\n',
             ":3: a quoted field that begins here is never closed",
         ),
-        ("bytes.csv", b"prompt,completion\na,\xff\n", ":2: not UTF-8"),
+        (
+            "bytes.csv",
+            b"prompt,completion\na,\xff\n",
+            ":2: not UTF-8: invalid start byte at byte 3; save it as UTF-8",
+        ),
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
@@ -493,3 +497,11 @@ def test_what_a_data_set_on_the_disk_has_beside_its_rows_is_no_data(tmp_path: Pa
         lambda row: {"text": row["text"].upper()}, cache_file_name=f"{folder}/cache-1.arrow"
     )
     assert find_splits(folder) == {"train": (f"{folder}/data-00000-of-00001.arrow",)}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.parquet", "a.arrow", "a.json.gz"])
+def test_a_pointer_of_git_lfs_is_no_row(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS in place of the file; fetch the"):
+        list(read_file(str(path)))

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.export import target
@@ -30,10 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_adapter(base: Path, folder: Path, **keys: Any) -> Path:
-    """A PEFT folder with random factors over `base`, written by peft."""
+def make_adapter(base: Path, folder: Path, *, tokens: int | None = None, **keys: Any) -> Path:
+    """A PEFT folder with random factors over `base`, grown to `tokens`, written by peft."""
     config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | keys)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    grown: Any = AutoModelForCausalLM.from_pretrained(base)
+    if tokens is not None:
+        grown.resize_token_embeddings(tokens)
+    model = get_peft_model(grown, config)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in model.parameters():
@@ -88,6 +91,7 @@ def test_an_adapter_with_whole_modules_and_patterns_verifies(
     assert "verified: every value, and logits within" in capsys.readouterr().out
 
 
+EMBEDDING = "base_model.model.model.embed_tokens"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 WRONG: dict[str, tuple[Change, str]] = {
@@ -121,9 +125,20 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda _, t: t.update({f"{LAYER}.lora_A.weight": torch.ones(4, 9)}),
         "q_proj.weight: its update has the shape [64, 9], the tensor [64, 64]",
     ),
+    "layer lost": (
+        lambda _, t: [t.pop(name) for name in list(t) if LAYER in name],
+        "q_proj.lora_A.weight: missing (2 tensors in all), although adapter_config.json names its module",
+    ),
     "PiSSA": (
         lambda c, _: c.update(init_lora_weights="pissa"),
         "init_lora_weights: pissa changes the base model",
+    ),
+    "new tokens alone": (
+        lambda c, t: (
+            c.update(trainable_token_indices=[1])
+            or t.update({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": torch.ones(1, 64)})
+        ),
+        "trainable_token_indices: this kind of LoRA is not supported; --adapter-only exports",
     ),
     "aLoRA": (
         lambda c, _: c.update(alora_invocation_tokens=[1]),
@@ -170,6 +185,83 @@ def test_a_tied_weight_is_not_merged_but_exported_as_an_adapter(
     assert "lora_embedding_A" in str(
         load_file(tmp_path / "out" / "adapter_model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_copy_of_a_tied_weight_is_merged_if_peft_ties_it(
+    saved: list[str],
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without ensure_weight_tying, peft leaves the other weight as it is in the base."""
+    base = tiny_llama(tie_word_embeddings=True)
+    out = tmp_path / "out"
+    apart = make_adapter(base, tmp_path / "apart", modules_to_save=saved)
+    assert main(["export", str(apart), "--output", str(out)]) == 2
+    assert "is tied to another weight, and merging would untie them" in capsys.readouterr().err
+    tied = make_adapter(base, tmp_path / "tied", modules_to_save=saved, ensure_weight_tying=True)
+    assert main(["export", str(tied), "--output", str(out)]) == 0
+    assert_same_logits(out, AutoModelForCausalLM.from_pretrained(base), tied)
+
+
+def assert_same_logits(folder: Path, base: Any, adapter: Path) -> None:
+    """Asserts that the model in `folder` has the logits of peft's adapter on `base`."""
+    ids = torch.arange(250)[None]
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(base, adapter)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-4)
+
+
+GROWN: dict[str, dict[str, Any]] = {
+    "frozen": {},
+    "frozen and tied": {"tie_word_embeddings": True},
+    "trained": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "trained and tied": {
+        "tie_word_embeddings": True,
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "fewer tokens": {"tokens": 259},
+}
+
+
+@pytest.mark.parametrize("case", GROWN)
+def test_an_adapter_of_another_vocabulary_brings_its_embedding(
+    case: str, tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """peft saves the embedding and the head of a base that was resized."""
+    keys = {"tokens": 264, "tie_word_embeddings": False} | GROWN[case]
+    base = tiny_llama(tie_word_embeddings=keys.pop("tie_word_embeddings"))
+    adapter, out = make_adapter(base, tmp_path / "adapter", **keys), tmp_path / "out"
+    assert main(["export", str(adapter), "--output", str(out)]) == 0
+    grown: Any = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(keys["tokens"])
+    assert_same_logits(out, grown, adapter)
+
+
+def test_the_export_has_the_tokenizer_that_the_adapter_brings(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its chat template and its EOS token are those of the training, not the base's."""
+    base = tiny_llama()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    adapter = make_adapter(base, tmp_path / "adapter", tokens=263, target_modules=["q_proj"])
+    ends = {False: [tokenizer.convert_tokens_to_ids("<|end|>")]}
+    ends[True] = [*ends[False], 262]
+    for brings_tokenizer in (False, True):
+        if brings_tokenizer:
+            tokenizer.save_pretrained(adapter)
+        out = tmp_path / f"out-{brings_tokenizer}"
+        assert main(["export", str(adapter), "--output", str(out), "--no-verify"]) == 0
+        written = AutoTokenizer.from_pretrained(out)
+        assert (len(written) == 263) is brings_tokenizer
+        assert (written.chat_template == tokenizer.chat_template) is brings_tokenizer
+        stops = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+        assert (stops if isinstance(stops, list) else [stops]) == ends[brings_tokenizer]
 
 
 @pytest.mark.parametrize("is_named_by_the_command", [False, True])

@@ -414,3 +414,10 @@ def test_no_changed_byte_crashes_the_reader(
     content[position % len(content)] = value
     path.write_bytes(content)
     read_all(folder)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS in place of the file"):
+        read_folder(tmp_path)

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.pretrained import complete_lora
+from finetune.config.module_names import base_name
+from finetune.config.pretrained import complete_lora, load_config
 from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
+from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.inference.inference_model import LoadOptions, load_inference_model
 from finetune.inference.inputs import find_model
+from finetune.models.load import build_on_meta
+from finetune.models.lora import add_adapters, read_adapter
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
@@ -41,14 +46,23 @@ RUNS = [(mode, layout) for mode in MODES for layout in ("single", "full_shard")]
 QUICK = [("lora", "single"), ("dpo", "single")]
 
 
-def make_adapter(folder: Path, model: Path, **keys: Any) -> Path:
-    """A PEFT folder with an adapter of `model` whose factors are all random."""
+def make_adapter(
+    folder: Path,
+    model: Path,
+    *,
+    tokens: int | None = None,
+    save_embedding_layers: bool | str = "auto",
+    **keys: Any,
+) -> Path:
+    """A PEFT folder with an adapter of `model`, grown to `tokens`, whose factors are all random."""
     config = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | keys
     torch.manual_seed(5)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if tokens is not None:
+        base.resize_token_embeddings(tokens)
     get_peft_model(
         base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)
-    ).save_pretrained(folder)
+    ).save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     return folder
 
 
@@ -283,6 +297,69 @@ def test_an_adapter_that_does_not_fit_is_one_sentence(
     with pytest.raises(UserError) as error:
         complete_lora(read_recipe(str(folder / "lora.yaml"), given))
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "embedding apart": {"modules_to_save": ["embed_tokens"]},
+    "head apart": {"modules_to_save": ["lm_head"]},
+    "both apart": {"modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_a_tied_weight_that_peft_trained_apart_is_refused(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
+    """It would be tied again here, and the first loss would be another than peft's."""
+    model = make_model(tmp_path / "model", tie_word_embeddings=True)
+    adapter = make_adapter(tmp_path / "adapter", model, **TIED[case])
+    if case == "both apart":
+        weights = load_file(adapter / "adapter_model.safetensors")
+        weights["base_model.model.lm_head.weight"][0, 0] += 1
+        save_file(weights, adapter / "adapter_model.safetensors")
+    keys = [f"adapter_name_or_path={adapter}", f"model_name_or_path={model}"]
+    recipe = read_recipe(str(folder / "lora.yaml"), keys)
+    if case == "tied":
+        read_values(recipe, adapter)
+        return
+    with pytest.raises(UserError, match="was trained apart from the weight that it is tied to"):
+        read_values(recipe, adapter)
+
+
+def read_values(recipe: Recipe, adapter: Path) -> Values:
+    """`read_adapter` on the recipe's model, whose other values are those of its file."""
+    model = build_on_meta(load_config(recipe.model), torch.float32)
+    add_adapters(model, complete_lora(recipe).lora, torch.float32)
+    stored = load_file(Path(str(recipe.model.model_name_or_path)) / "model.safetensors")
+    return read_adapter(model, adapter, lambda name, slices: stored[base_name(name)][slices])
+
+
+def test_a_frozen_embedding_that_peft_saved_is_the_bases(folder: Path, tmp_path: Path) -> None:
+    """peft saves it with save_embedding_layers, also beside modules that it trains whole."""
+    adapter = make_adapter(
+        tmp_path / "adapter", folder / "model", modules_to_save=["norm"], save_embedding_layers=True
+    )
+    recipe = read_recipe(str(folder / "lora.yaml"), [f"adapter_name_or_path={adapter}"])
+    assert "model.embed_tokens" not in complete_lora(recipe).lora.modules_to_save
+    values = read_values(recipe, adapter)
+    embedding = load_file(folder / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    whole = (slice(None), slice(None))
+    assert torch.equal(values("model.embed_tokens.weight", whole), embedding)
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights["base_model.model.model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, adapter / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"trained on another model\.embed_tokens\.weight than"):
+        read_values(recipe, adapter)("model.embed_tokens.weight", whole)
+
+
+def test_an_adapter_of_another_vocabulary_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", folder / "model", tokens=263)
+    recipe = read_recipe(str(folder / "lora.yaml"), [f"adapter_name_or_path={adapter}"])
+    with pytest.raises(
+        UserError, match=r"has the shape \[263, 40\].*or merge it \(finetune export\)"
+    ):
+        read_values(recipe, adapter)
 
 
 @pytest.mark.parametrize("text", ['{"r": 4, ', "[1]", '{"r": 4, "r": 8}'])

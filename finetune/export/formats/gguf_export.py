@@ -168,7 +168,7 @@ def plan_gguf(
     notes = list(check_config(config, where))
     tokenizer = _load_tokenizer(source, options)
     vocabulary = describe_tokenizer(
-        tokenizer, config.vocab_size, source.description, options["gguf_pre_tokenizer"]
+        tokenizer, config.vocab_size, source.tokenizer, options["gguf_pre_tokenizer"]
     )
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
@@ -212,12 +212,12 @@ def _load_tokenizer(source: Source, options: ExportOptions) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(
-            source.description, trust_remote_code=options.trust_remote_code
+            source.tokenizer, trust_remote_code=options.trust_remote_code
         )
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise UserError(
-            f"{source.description}: --format gguf: needs a tokenizer, which does not load: {reason}"
+            f"{source.tokenizer}: --format gguf: needs a tokenizer, which does not load: {reason}"
         ) from None
 
 
