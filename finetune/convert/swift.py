@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
+from finetune.convert.as_read import starts_by_lora_ga
 from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile
@@ -242,8 +243,17 @@ EXPERTS_UNDER_4 = (
 NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 
+# as_read.py has set these values
+BY_LORA_GA = (
+    "lora_rank, lora_alpha, lora_dropout, target_modules and other keys of adapters are not read "
+    "beside it there: adapters have rank 8, alpha 8 and no dropout, on all linear layers, as here"
+)
+
+
 def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
     """Reports layers for which all-linear stands there and not here, or the reverse."""
+    if starts_by_lora_ga(settings):
+        conversion.add_remark("init_weights", settings["init_weights"], BY_LORA_GA)
     targets = conversion.recipe.get("lora_target_modules", ALL_LINEAR)
     family = guess_family(name_model(settings)) or ""
     if ALL_LINEAR not in targets or not conversion.recipe.get("use_peft", True):
