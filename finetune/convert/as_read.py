@@ -27,6 +27,7 @@ CUSTOM_OPTIMIZERS = (
 )
 # the tools' default logging_steps; Trainer takes logging_steps for eval_steps where there is none
 DEFAULT_LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
+TRUE_WORDS = ("True", "true")
 EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second is the older name
 # peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
 # pipelines/train/tuner.py hands it no key of the adapters
@@ -125,6 +126,16 @@ UNREAD_RULES = (
             *("lora_bias", "use_dora", "use_rslora", *ADAPTERS_OF_LORA_GA),
         ),
         starts_by_lora_ga,
+    ),
+    # peft's own start: __post_init__ of arguments/tuner_args.py
+    UnreadRule(
+        ("ms-swift",), ("init_weights",), lambda file: str(file.get("init_weights")) in TRUE_WORDS
+    ),
+    # _build_lora_config_kwargs of loaders/adapter.py hands false to nobody
+    UnreadRule(
+        ("Axolotl",),
+        ("peft_init_lora_weights",),
+        lambda file: isinstance(file.get("peft_init_lora_weights"), bool),
     ),
     # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
     UnreadRule(

@@ -91,6 +91,7 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("template", None, SWIFT_TURNS)
     _report_turns(settings, conversion)
     _report_rows(settings, conversion)
+    _report_start(settings, conversion)
     _report_targets(settings, conversion)
     _report_copies(settings, conversion)
     _adapt_swifts_values(settings, conversion)
@@ -233,6 +234,30 @@ def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(DRAWN_ANEW)
 
 
+# as_read.py has set these values
+BY_LORA_GA = (
+    "lora_rank, lora_alpha, lora_dropout, target_modules and other keys of adapters are not read "
+    "beside it there: adapters have rank 8, alpha 8 and no dropout, on all linear layers, as here"
+)
+# reset_lora_parameters of peft leaves the values of torch's Linear
+BOTH_RANDOM = (
+    "both matrices of an adapter start at random there, so that the first loss is not the base's; "
+    "here one of them starts at zero"
+)
+
+
+def _report_start(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what `init_weights` does beside what its row of the table says."""
+    start = settings.get("init_weights")
+    if conversion.recipe.get("use_peft") is False:
+        return
+    if starts_by_lora_ga(settings):
+        conversion.add_remark("init_weights", start, BY_LORA_GA)
+    elif start is False:
+        capability = "another start of adapters"
+        conversion.add_difference("init_weights", start, BOTH_RANDOM, capability)
+
+
 # families for _drop_mamba_incompatible_targets of pipelines/train/tuner.py
 MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 # find_all_linears of utils/transformers_utils.py, on the classes of transformers 4
@@ -243,17 +268,8 @@ EXPERTS_UNDER_4 = (
 NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 
-# as_read.py has set these values
-BY_LORA_GA = (
-    "lora_rank, lora_alpha, lora_dropout, target_modules and other keys of adapters are not read "
-    "beside it there: adapters have rank 8, alpha 8 and no dropout, on all linear layers, as here"
-)
-
-
 def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
     """Reports layers for which all-linear stands there and not here, or the reverse."""
-    if starts_by_lora_ga(settings):
-        conversion.add_remark("init_weights", settings["init_weights"], BY_LORA_GA)
     targets = conversion.recipe.get("lora_target_modules", ALL_LINEAR)
     family = guess_family(name_model(settings)) or ""
     if ALL_LINEAR not in targets or not conversion.recipe.get("use_peft", True):
