@@ -27,7 +27,11 @@ CUSTOM_OPTIMIZERS = (
 )
 # the tools' default logging_steps; Trainer takes logging_steps for eval_steps where there is none
 DEFAULT_LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
+TRUE_WORDS = ("True", "true")
 EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second is the older name
+# peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
+# pipelines/train/tuner.py hands it no key of the adapters
+ADAPTERS_OF_LORA_GA = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 # Axolotl's trainer takes rex for a cosine until it makes the schedule
 COSINE_SCHEDULES = ("cosine", "rex")
 
@@ -35,6 +39,13 @@ COSINE_SCHEDULES = ("cosine", "rex")
 def _reads_itself(file: ToolFile) -> bool:
     """Whether an ms-swift file reads its data set on the model's own name."""
     return any("self-cognition" in str(file.get(key)) for key in ("dataset", "val_dataset"))
+
+
+def starts_by_lora_ga(file: ToolFile) -> bool:
+    """Whether an ms-swift file has new adapters made by the package lora_ga."""
+    makes_others = file.get("adapters") or file.get("use_swift_lora")
+    is_of_peft = file.get("tuner_backend", "peft") == "peft"
+    return file.get("init_weights") == "lora-ga" and is_of_peft and not makes_others
 
 
 def _takes_arguments(optimizer: str) -> bool:
@@ -108,6 +119,24 @@ UNREAD_RULES = (
     ),
     # init_self_cognition_preprocessor of dataset/loader.py
     UnreadRule(("ms-swift",), ("model_author", "model_name"), lambda file: not _reads_itself(file)),
+    UnreadRule(
+        ("ms-swift",),
+        (
+            *("target_modules", "target_parameters", "target_regex", "modules_to_save"),
+            *("lora_bias", "use_dora", "use_rslora", *ADAPTERS_OF_LORA_GA),
+        ),
+        starts_by_lora_ga,
+    ),
+    # peft's own start: __post_init__ of arguments/tuner_args.py
+    UnreadRule(
+        ("ms-swift",), ("init_weights",), lambda file: str(file.get("init_weights")) in TRUE_WORDS
+    ),
+    # _build_lora_config_kwargs of loaders/adapter.py hands false to nobody
+    UnreadRule(
+        ("Axolotl",),
+        ("peft_init_lora_weights",),
+        lambda file: isinstance(file.get("peft_init_lora_weights"), bool),
+    ),
     # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
     UnreadRule(
         ("Automodel",),
@@ -185,6 +214,8 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     ]
     if tool == "LLaMA-Factory" and is_of_mcore(settings):
         file["finetuning_type"] = "full"
+    if tool == "ms-swift" and starts_by_lora_ga(settings):
+        file |= ADAPTERS_OF_LORA_GA
     if tool == "Axolotl":
         _replace_defaults_of_axolotl(file)
     elif not file.get("eval_steps"):

@@ -204,10 +204,11 @@ def _fill_in(word: str, variables: Mapping[str, str], source: Path) -> str:
 def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields each option with its value, and last, under "", the words that belong to no option.
 
-    An option without a value is True; `--no-packing` is `packing` with False.
+    An option without a value is True; `--no-packing` is `packing` with False. A word `seed=3` sets
+    a key of the file before it. After an option it is the option's value, as in `--optim_args`.
 
-    >>> list(_read_options(["a.yaml", "--lr=1e-4", "--dataset", "a", "b", "--packing", "seed=3"]))
-    [('lr', '1e-4'), ('dataset', ['a', 'b']), ('packing', True), ('seed', 3), ('', ['a.yaml'])]
+    >>> list(_read_options(["a.yaml", "seed=3", "--lr=1e-4", "--dataset", "a", "b", "--packing"]))
+    [('seed', 3), ('lr', '1e-4'), ('dataset', ['a', 'b']), ('packing', True), ('', ['a.yaml'])]
     """
     without_option: list[str] = []
     i = 0
@@ -222,11 +223,7 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             without_option.append(word)
             continue
         values: list[str] = []
-        while (
-            i < len(words)
-            and not words[i].startswith("--")
-            and not re.match(r"[a-z]\w*=", words[i])
-        ):
+        while i < len(words) and not words[i].startswith("--"):
             values.append(words[i])
             i += 1
         name = word.lstrip("-").replace("-", "_")

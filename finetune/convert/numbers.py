@@ -38,8 +38,15 @@ LABEL_BEHIND_CUT = (
 # `truncate` of torchtune's data/_utils.py
 EOS_AT_CUT = (
     "max_length: the EOS token stands in place of the last token of a row that is cut there, and "
-    "is not trained; here that token stays, and has the next one of the row as its label"
+    "is {}; here that token stays, and has the next one of the row as its label"
 )
+# Pattern of the component of torchtune's tokenizer -> whether that EOS token is trained: the last
+# mask of tokenize_messages, or of tokenize_messages_no_special_tokens.
+ENDS_AT_CUT = {
+    r"\.(llama2|mistral|gemma)_tokenizer$": "trained if the cut message is",
+    r"\.phi3_mini_tokenizer$": "not trained in 0.7, but in 0.6 if the cut message is",
+    "": "not trained",
+}
 # _prepare_sample of torchtune's TextCompletionDataset
 TEXT_CUT = (
     "max_length: a text is cut to one token less there, and its last token has no label; here that "
@@ -223,7 +230,11 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
     """Returns the remark on how the last token or label of a row differs where the row is cut."""
     if conversion.tool != "torchtune":
         return LABEL_BEHIND_CUT
-    return TEXT_CUT if _holds_texts(settings) else EOS_AT_CUT
+    if _holds_texts(settings):
+        return TEXT_CUT
+    component = str(read_section(settings, "tokenizer").get("_component_"))
+    ends = (end for pattern, end in ENDS_AT_CUT.items() if re.search(pattern, component))
+    return EOS_AT_CUT.format(next(ends))
 
 
 def _report_untrained(conversion: Conversion) -> None:

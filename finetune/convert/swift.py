@@ -9,6 +9,7 @@ from typing import Any
 from finetune.config.module_names import find_alias
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
+from finetune.convert.as_read import starts_by_lora_ga
 from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile
@@ -90,6 +91,7 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("template", None, SWIFT_TURNS)
     _report_turns(settings, conversion)
     _report_rows(settings, conversion)
+    _report_start(settings, conversion)
     _report_targets(settings, conversion)
     _report_copies(settings, conversion)
     _adapt_swifts_values(settings, conversion)
@@ -230,6 +232,30 @@ def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
         is_lazy = has_tower(name_model(settings)) and not is_prevented
     if is_lazy and conversion.recipe.get("overlength", "drop") == "drop":
         conversion.remarks.append(DRAWN_ANEW)
+
+
+# as_read.py has set these values
+BY_LORA_GA = (
+    "lora_rank, lora_alpha, lora_dropout, target_modules and other keys of adapters are not read "
+    "beside it there: adapters have rank 8, alpha 8 and no dropout, on all linear layers, as here"
+)
+# reset_lora_parameters of peft leaves the values of torch's Linear
+BOTH_RANDOM = (
+    "both matrices of an adapter start at random there, so that the first loss is not the base's; "
+    "here one of them starts at zero"
+)
+
+
+def _report_start(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what `init_weights` does beside what its row of the table says."""
+    start = settings.get("init_weights")
+    if conversion.recipe.get("use_peft") is False:
+        return
+    if starts_by_lora_ga(settings):
+        conversion.add_remark("init_weights", start, BY_LORA_GA)
+    elif start is False:
+        capability = "another start of adapters"
+        conversion.add_difference("init_weights", start, BOTH_RANDOM, capability)
 
 
 # families for _drop_mamba_incompatible_targets of pipelines/train/tuner.py

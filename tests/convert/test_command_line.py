@@ -53,6 +53,15 @@ def test_a_command_line_of_trl_is_its_file(tmp_path: Path) -> None:
     assert same(convert(f"trl sft --config {tmp_path / 'theirs.yaml'}"), by_file)
 
 
+def test_an_equals_sign_in_the_value_of_an_option_sets_no_other_key() -> None:
+    """Source: HfArgumentParser of transformers, by which --optim_args takes the word after it."""
+    options = "--model_name_or_path org/model --dataset_name org/rows --weight_decay 0.1"
+    made = convert(f"trl sft {options} --optim_args weight_decay=0.5")
+    assert made.recipe["weight_decay"] == 0.1
+    lines = [*made.differences, *made.remarks]
+    assert any(line.startswith('optim_args: "weight_decay=0.5"') for line in lines)
+
+
 def test_what_stands_on_the_command_line_prevails(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(TRL)
     assert (

@@ -2308,6 +2308,15 @@ def test_pefts_experts_and_routers_are_reported(
     assert [each for each in lines if each in text] == [line] * bool(line)
 
 
+@pytest.mark.parametrize("start", [True, False])
+def test_axolotls_key_for_the_start_of_adapters_asks_for_pefts_own_by_either_word(
+    start: bool, convert: Convert
+) -> None:
+    """Source: _build_lora_config_kwargs of its loaders/adapter.py, which passes on what is true."""
+    made = convert(AXOLOTL, adapter="lora", peft_init_lora_weights=start)
+    assert "peft_init_lora_weights" in made.ignored and not made.missing_capabilities
+
+
 @pytest.mark.parametrize("is_on", [True, False])
 def test_random_weights_of_a_named_model_are_refused(is_on: bool, convert: Convert) -> None:
     """_load_model_from_config of Axolotl's loaders/model.py: none of the model's own are read."""

@@ -250,12 +250,26 @@ def test_the_end_that_torchtunes_tokenizers_for_qwen_do_not_train_is_said(
     assert (END_MASKED in convert(TUNE, tokenizer=tokenizer, dataset=rows)) == is_said
 
 
-@pytest.mark.parametrize(("max_seq_len", "is_said"), [(512, True), (None, False)])
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("llama2.llama2_tokenizer", "trained if the cut message is"),
+        ("mistral.mistral_tokenizer", "trained if the cut message is"),
+        ("gemma.gemma_tokenizer", "trained if the cut message is"),
+        ("phi3.phi3_mini_tokenizer", "not trained in 0.7, but in 0.6 if the cut message is"),
+        ("llama3.llama3_tokenizer", "not trained"),
+        ("phi4.phi4_tokenizer", "not trained"),
+    ],
+)
 def test_the_end_of_a_row_that_torchtune_cuts_is_said(
-    convert: Convert, max_seq_len: int | None, is_said: bool
+    convert: Convert, name: str, end: str
 ) -> None:
-    text = convert(TUNE, tokenizer=TUNE["tokenizer"] | {"max_seq_len": max_seq_len})
-    assert (EOS_AT_CUT in text) == is_said and LABEL_BEHIND_CUT not in text
+    """Source: tokenize_messages of its tokenizers, tokenize_messages_no_special_tokens of the first three."""
+    tokenizer = {"_component_": f"torchtune.models.{name}", "max_seq_len": 512}
+    text = convert(TUNE, tokenizer=tokenizer)
+    assert EOS_AT_CUT.format(end) in text and LABEL_BEHIND_CUT not in text
+    start = EOS_AT_CUT.partition("{}")[0]
+    assert start not in convert(TUNE, tokenizer=tokenizer | {"max_seq_len": None})
 
 
 @pytest.mark.parametrize(("max_seq_len", "overlength"), [(512, "truncate"), (None, "error")])
@@ -269,7 +283,8 @@ def test_a_text_that_torchtune_cuts_loses_its_rest(
     path.write_text(yaml.safe_dump(TUNE | {"tokenizer": tokenizer, "dataset": rows}))
     made = convert_file(path)
     assert made.recipe["overlength"] == overlength
-    assert (TEXT_CUT in made.remarks) == bool(max_seq_len) and EOS_AT_CUT not in made.remarks
+    assert (TEXT_CUT in made.remarks) == bool(max_seq_len)
+    assert EOS_AT_CUT.partition("{}")[0] not in "\n".join(made.remarks)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import yaml
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from finetune.config.schema import DatasetSource
 from finetune.convert.base_model import DEQUANTIZED_AWQ
@@ -16,6 +18,8 @@ from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.swift import (
+    BOTH_RANDOM,
+    BY_LORA_GA,
     COPIES_IN_16_BITS,
     DRAWN_ANEW,
     EARLIER_ENDS,
@@ -339,6 +343,42 @@ def test_keys_of_what_is_refused_are_refused_with_it(convert: Convert) -> None:
     assert "galore_quantization: true, use_galore: true   (GaLore: not supported)" in said(made)
     made = convert(SWIFT, init_weights="lora-ga", lora_ga_scale="stable")
     assert "not known here" not in said(made)
+
+
+def test_adapters_of_lora_ga_have_pefts_defaults_whatever_the_file_says(convert: Convert) -> None:
+    """Source: prepare_adapter of its pipelines/train/tuner.py, and get_lora_ga_model of the package lora_ga."""
+    keys = {
+        "init_weights": "lora-ga",
+        "lora_rank": 16,
+        "use_rslora": True,
+        "target_modules": "q_proj",
+    }
+    made = convert(SWIFT, **keys)
+    adapters = [made.recipe[key] for key in ("lora_r", "lora_alpha", "lora_dropout")]
+    defaults = LoraConfig()
+    assert adapters == [defaults.r, defaults.lora_alpha, defaults.lora_dropout]
+    assert "use_rslora" not in made.recipe
+    assert made.recipe.get("lora_target_modules", "all-linear") == "all-linear"
+    assert BY_LORA_GA in said(made)
+    for others in ({"init_weights": "pissa"}, {"tuner_backend": "unsloth"}):
+        made = convert(SWIFT, **(keys | others))
+        assert made.recipe["lora_r"] == 16 and BY_LORA_GA not in said(made)
+
+
+@pytest.mark.parametrize("start", [True, "true", False, "pissa"])
+def test_pefts_own_start_of_adapters_is_no_other_one_there(convert: Convert, start: Any) -> None:
+    """Source: __post_init__ of its arguments/tuner_args.py, and reset_lora_parameters of peft."""
+    made = convert(SWIFT, init_weights=start)
+    is_own = start in (True, "true")
+    assert ("init_weights" in made.ignored) == is_own
+    assert ("another start of adapters" in made.missing_capabilities) == (not is_own)
+    assert (BOTH_RANDOM in said(made)) == (start is False)
+    layer = get_peft_model(
+        nn.Sequential(nn.Linear(4, 4)),
+        LoraConfig(target_modules=["0"], init_lora_weights=start is not False),
+    )
+    second = dict(layer.named_parameters())["base_model.model.0.lora_B.default.weight"]
+    assert second.any() == (start is False)
 
 
 def test_a_column_of_scores_that_ms_swift_leaves_unread_does_not_refuse_its_rows(
