@@ -620,11 +620,7 @@ def plan_disk(spec: RunSpec) -> Disk:
     weights = _count_bytes(stored)
     checkpoint = weights + moments
     steps = spec.recipe.optimization.max_steps
-    kept = keys.save_total_limit
-    if kept is not None:
-        kept += keys.keep_best_checkpoint
-        if keys.keep_every_steps is not None and steps is not None:
-            kept += steps // keys.keep_every_steps
+    kept = keys.count_kept(steps)
     counted = (kept or 1) + 1  # one more is being written
     disk = Disk(
         checkpoint=checkpoint,
