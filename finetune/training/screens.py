@@ -674,19 +674,28 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
 
 
 @contextmanager
-def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
+def explain_out_of_memory(
+    recipe: Recipe, world: World, data: PreparedData | None = None
+) -> Iterator[None]:
     """Turns torch's out-of-memory error in this block into a `UserError` that says where the memory
     went and what to change.
+
+    `data`: the run's data; None if the recipe names none.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(describe_out_of_memory(recipe, world, error)) from None
+        images = None if data is None else data.images
+        raise UserError(describe_out_of_memory(recipe, world, error, images)) from None
 
 
-def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
+def describe_out_of_memory(
+    recipe: Recipe, world: World, error: torch.OutOfMemoryError, images: str | None = None
+) -> str:
     """Describes an out-of-memory error: the measured memory, the planned memory at its peak, and
     what to change.
+
+    `images`: as in `make_plan`.
     """
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
@@ -696,7 +705,8 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
             f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device"
         )
     try:
-        plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
+        on_cpu = world.device.type == "cpu"
+        plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, images=images)
     except UserError as refusal:  # a model with its own code cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(
