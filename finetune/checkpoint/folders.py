@@ -236,10 +236,11 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes a killed process's leftover folders, and restores a checkpoint it was replacing.
+    """Removes what a killed process left.
 
-    A folder that cannot be removed stays: it has no checkpoint's name, so the run can start. Only
-    the holder of the run's lock may call this.
+    A checkpoint that it was replacing gets its name back if the newer one was not published; else
+    it is removed. A folder that cannot be removed stays: it has no checkpoint's name, so the run
+    can start. Only the holder of the run's lock may call this.
     """
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
