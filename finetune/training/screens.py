@@ -22,7 +22,7 @@ from finetune.config.pretrained import find_adapter, read_facts, read_positions
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
 from finetune.config.schema import Quantization, Recipe
-from finetune.constants import ADAPTER_CONFIG, FP32
+from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
 from finetune.data.prepare import PreparedData
 from finetune.distributed.model_parts import decoder_layers, local_part, unwrap
@@ -650,7 +650,7 @@ def _describe_attention(spec: RunSpec) -> str:
         attention = "transformers' own, over a mask of all pairs of tokens"
     elif attends_in_blocks(architecture, computation) and not sees_both_ways:
         attention = "flex_attention"
-    elif _attends_by_document(spec):
+    elif attends_by_document(architecture, computation) or needs_masks(architecture, computation):
         has_kernel = not architecture.family.caps_scores and not architecture.family.sinks
         attention = f"causal {'SDPA' if has_kernel else 'products'}, document by document"
     else:
@@ -658,17 +658,6 @@ def _describe_attention(spec: RunSpec) -> str:
     if sees_both_ways:
         return f"in both directions, {attention.removeprefix('causal ')}"
     return attention
-
-
-def _attends_by_document(spec: RunSpec) -> bool:
-    """Whether `auto` runs attention on one document after another, if not by flex_attention."""
-    computation = spec.computation
-    return (
-        attends_by_document(computation)
-        or needs_masks(spec.architecture, computation)
-        or computation.masks_images
-        or computation.itemsize >= FP32
-    )
 
 
 def check_offload_dir(recipe: Recipe, world: World) -> None:
