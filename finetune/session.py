@@ -262,7 +262,7 @@ class Session:
         """
         self._refuse_closed("the model")
         with (
-            explain_out_of_memory(self.recipe, self.world),
+            explain_out_of_memory(self.recipe, self.world, self._opened.data),
             use_deterministic_kernels(on=self.recipe.run.deterministic),
         ):
             yield

@@ -236,10 +236,11 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes a killed process's leftover folders, and restores a checkpoint it was replacing.
+    """Removes what a killed process left.
 
-    A folder that cannot be removed stays: it has no checkpoint's name, so the run can start. Only
-    the holder of the run's lock may call this.
+    A checkpoint that it was replacing gets its name back if the newer one was not published; else
+    it is removed. A folder that cannot be removed stays: it has no checkpoint's name, so the run
+    can start. Only the holder of the run's lock may call this.
     """
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
@@ -279,9 +280,12 @@ def refuse_small_disk(
         save_interval = count_steps(keys.save_steps, steps)
     # at least one, even without a known interval
     checkpoints = math.ceil(steps / save_interval) if save_interval else 1
-    if keys.save_total_limit is not None:
-        # one more than the limit: an old checkpoint is removed after the new one is published
-        checkpoints = min(checkpoints, keys.save_total_limit + 1)
+    kept = keys.count_kept(steps)
+    if kept is not None:
+        # a new minimum of the held-out loss may be saved at any step
+        most = steps if keys.keep_best_checkpoint else checkpoints
+        # one more than are kept: an old checkpoint is removed after the new one is published
+        checkpoints = min(most, kept + 1)
     new_checkpoints = max(1, checkpoints - len(list_checkpoints(run_folder)))
     export_bytes = 0
     if keys.export_at_end:

@@ -287,13 +287,16 @@ def count_optimizer_bytes(
 
 
 def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
-    """Lists the optimizers that the plan advises for less state than `optim` has -> their cost.
+    """Returns the optimizers with less state than `optim`: name -> what the change costs, in words.
+
+    Only those are listed that the plan advises (`OptimizerFacts.advice`).
 
     `with_package`: whether to list those that need a package, or those that need none.
 
     >>> list_smaller("adamw_bf16_moments", with_package=True)
     {'adamw_8bit': 'moments in 8 bits; needs torchao'}
     """
+    # They are compared by their state for one fp32 matrix of a layer, in which most parameters are.
     matrix = (1024, 1024)
     itemsize = FP32
     current_bytes = count_optimizer_bytes(optim, matrix, itemsize)

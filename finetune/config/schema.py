@@ -798,6 +798,18 @@ class Checkpoint:
         "that of quantization_aware_training.",
     ] = None
 
+    def count_kept(self, steps: int | None) -> int | None:
+        """Returns the most checkpoints that a run of `steps` steps keeps; None if it keeps all.
+
+        If the number of steps is None, those that `keep_every_steps` keeps are not counted.
+        """
+        if self.save_total_limit is None:
+            return None
+        kept = self.save_total_limit + self.keep_best_checkpoint
+        if self.keep_every_steps is not None and steps is not None:
+            kept += (steps - 1) // self.keep_every_steps  # that of the last step is in the limit
+        return kept
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:

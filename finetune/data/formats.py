@@ -4,7 +4,7 @@ The format is the recipe's, or recognized from the row's columns.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -702,15 +702,19 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     """Makes a conversation of turns and of other columns of the row.
 
     The other columns are `system`, `tools`, `images` or `image`, and `chat_template_kwargs`. They
-    are recorded as used.
+    are recorded as used. `system` is put in front as a message, unless the first message is that
+    one already.
 
     Raises `BadRow` for turns or columns that are not as expected.
     """
     messages, trained, images = parse_messages(turns, _take_images(columns))
+    tools = _take_tools(columns, messages)
     system = columns.row.get("system")
     if isinstance(system, str):
         columns.take("system")
-        if system and messages[0] != make_message("system", system):
+        first = messages[0]
+        is_first = first["role"] == "system" and first["content"] == system
+        if system and not is_first:
             messages = (make_message("system", system), *messages)
             trained = (False, *trained)
     variables = parse_if_json(columns.take(VARIABLES)) or {}
@@ -718,11 +722,25 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     # Parquet fills mappings with nulls
     set_variables = {name: value for name, value in variables.items() if value is not None}
-    system_tools = None
-    if messages[0]["role"] in ("system", "developer"):
-        system_tools = messages[0].pop("tools", None)
-    tools = parse_tools(columns.take("tools") or system_tools)
     return Conversation(messages, trained, tools, set_variables, images)
+
+
+def _take_tools(columns: Columns, messages: Sequence[Message]) -> tuple[Tool, ...]:
+    """Takes the tool schemas of a row: of its column, or out of its first messages.
+
+    Only system and developer messages before all others may have tools.
+
+    Raises `BadRow` if the column and these messages describe different tools.
+    """
+    tools = parse_tools(columns.take("tools"))
+    message_tools: list[Tool] = []
+    for message in messages:
+        if message["role"] not in ("system", "developer"):
+            break
+        message_tools += parse_tools(message.pop("tools", None))
+    if tools and message_tools and list(tools) != message_tools:
+        raise BadRow("tools: the column and a system message describe different tools; keep one")
+    return tools or tuple(message_tools)
 
 
 def _take_images(columns: Columns) -> list[Any]:

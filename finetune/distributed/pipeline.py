@@ -326,7 +326,8 @@ class Pipeline:
             raise
 
     def _make_schedule(self) -> Any:
-        """Makes torch's schedule for `_micro_batches` micro-batches.
+        """Makes torch's schedule for `_micro_batches` micro-batches. What torch calls a stage is a
+        chunk of this file.
 
         Its tensors between stages are [1, `_capacity`]: hidden states, flat and padded. The first
         stage reads the index of a micro-batch in place of rows; the last stage returns the loss.
@@ -351,7 +352,8 @@ class Pipeline:
             )
             for chunk in self._chunks
         ]
-        # The last stage's output is already the loss.
+        # The last chunk's output is already the loss, divided by the count of the whole step: torch
+        # must not divide the gradients by the number of micro-batches.
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if order == "1f1b":
             return Schedule1F1B(stages[0], micro_batches, **options)

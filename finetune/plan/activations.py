@@ -31,12 +31,15 @@ MASK_KINDS = 2  # a mask for layers with a sliding window, and one for layers wi
 GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that models/gating.py computes
 
 
-def attends_by_document(computation: "Computation") -> bool:
+def attends_by_document(architecture: Architecture, computation: "Computation") -> bool:
     """Whether attention runs on one document after another and concatenates the outputs.
 
-    A GPU's kernel takes all documents at once, but has no dropout.
+    A GPU's kernels take all documents at once. They have no dropout and no masks of images, and
+    only flex_attention computes in fp32.
     """
-    return computation.cpu or computation.drops_attention
+    if computation.cpu or computation.drops_attention or computation.masks_images:
+        return True
+    return computation.itemsize >= FP32 and not needs_masks(architecture, computation)
 
 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
@@ -44,7 +47,7 @@ def materializes_scores(architecture: Architecture, computation: "Computation") 
 
     That is so for capped scores and for sinks, if attention runs by document.
     """
-    return attends_by_document(computation) and (
+    return attends_by_document(architecture, computation) and (
         architecture.family.caps_scores or architecture.family.sinks
     )
 
@@ -473,7 +476,7 @@ def _attention(architecture: Architecture, computation: Computation) -> int:
     # The output projection saves its input. That is a tensor of its own if it is concatenated from
     # the outputs of documents, or from the heads of other ranks; else it is the kernel's output.
     if (
-        attends_by_document(computation) or computation.sequence_ranks > 1
+        attends_by_document(architecture, computation) or computation.sequence_ranks > 1
     ) and not computation.drops_inputs:
         if architecture.latent is None:
             output_width = architecture.query_width

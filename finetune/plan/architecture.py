@@ -387,6 +387,14 @@ class Architecture:
         """The index of the first decoder layer without experts; 0 if all layers have experts."""
         return next((index for index in range(self.layers) if not self.has_experts(index)), 0)
 
+    @property
+    def largest_layers(self) -> frozenset[int]:
+        """The indexes of a layer with experts and of one without: one of them is a rank's largest.
+
+        It is the layer without experts if many ranks share the experts.
+        """
+        return frozenset((self.widest_layer, self.dense_layer))
+
     def experts(self, layer: int) -> tuple[TensorShape, ...]:
         """The weights of all routed experts of decoder layer `layer`; empty in a dense layer."""
         if self.mixture is None or not self.has_experts(layer):

@@ -445,12 +445,8 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
     architecture = spec.computed
     computation = spec.computation
     activations = _activations_at_layer(spec, done)
-    layer = f"layer {architecture.widest_layer}"
-    trained = [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit == layer]
     if architecture.trace(computation) is not None:
-        return [LayerMoment(activations, _count_elements(trained))]
-    mlp = [tensor for tensor in trained if ".mlp." in tensor.name]
-    down = [tensor for tensor in mlp if "down_proj" in tensor.name]
+        return [LayerMoment(activations, _count_largest_part(spec, ""))]
     # The MLP's backward frees its saved tensors, and one of the gradients of gate's and up's
     # outputs; the last matmul still reads the other.
     freed = spec.tokens * (
@@ -459,9 +455,24 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
         - architecture.mlp_width * computation.itemsize
     )
     return [
-        LayerMoment(activations, _count_elements(down)),
-        LayerMoment(activations - freed, _count_elements(mlp)),
+        LayerMoment(activations, _count_largest_part(spec, "down_proj")),
+        LayerMoment(activations - freed, _count_largest_part(spec, ".mlp.")),
     ]
+
+
+def _count_largest_part(spec: RunSpec, part: str) -> int:
+    """Counts the most trained elements that a rank has in a part of one layer.
+
+    `part`: what the names of the part's tensors have in common.
+    """
+    return max(
+        _count_elements(
+            tensor
+            for tensor in spec.part_tensors
+            if tensor.trainable and tensor.unit == f"layer {layer}" and part in tensor.name
+        )
+        for layer in spec.computed.largest_layers
+    )
 
 
 def _activations_at_layer(spec: RunSpec, done: int) -> int:

@@ -15,9 +15,9 @@ from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
     FP64,
     Snapshot,
-    dequantized_at_once,
     expert_factor_bytes,
     fp8_bytes,
+    most_dequantized_elements,
     plan_layout_memory,
     rounded_bytes,
 )
@@ -181,7 +181,7 @@ def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
     activations = tokens * (evaluation_bytes(architecture, computation) + rotary)
     dequantized = 0
     if spec.teacher.quantization.bits is not None:
-        dequantized = computation.itemsize * dequantized_at_once(architecture)
+        dequantized = computation.itemsize * most_dequantized_elements(architecture)
     layer, tail = _teacher_units(spec)
     yield replace(
         before,
@@ -236,15 +236,18 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     architecture = spec.architecture
     expert_ranks = spec.sharding.expert_parallel_size
     if not recomputes_layer:
-        return spec.computation.itemsize * dequantized_at_once(architecture, expert_ranks)
-    experts = {weight.name for weight in architecture.experts(architecture.widest_layer)}
-    elements = 0
-    for weight in architecture.quantizable(architecture.widest_layer):
-        if weight.name in experts:
-            elements += weight.numel // expert_ranks
-        else:
-            elements += weight.numel
-    return spec.computation.itemsize * elements
+        return spec.computation.itemsize * most_dequantized_elements(architecture, expert_ranks)
+    by_layer = []
+    for layer in architecture.largest_layers:
+        experts = {weight.name for weight in architecture.experts(layer)}
+        elements = 0
+        for weight in architecture.quantizable(layer):
+            if weight.name in experts:
+                elements += weight.numel // expert_ranks
+            else:
+                elements += weight.numel
+        by_layer.append(elements)
+    return spec.computation.itemsize * max(by_layer)
 
 
 def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Snapshot:

@@ -302,17 +302,19 @@ class RunSpec:
         return self.sharding.tensor_parallel_size
 
     def state(self, rank: int = 0) -> State:
-        """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most.
+        """Bytes that stay on `rank` while it trains: parameters, gradients and optimizer state.
 
-        If the optimizer's state is in files, the parameters are in the compute dtype, and
-        `optimizer` is the buffers in device memory and the step counters.
+        Rank 0 holds the most. If the optimizer's state is in files, so are the master weights: the
+        parameters in memory are in the compute dtype, and `optimizer` is the buffers in device
+        memory and the step counters.
         """
         state = self.loaded_state(rank)
         files = self.files(rank)
         if files is None:
             return state
         trained = state.trained // ITEMSIZE[self.trained_dtype] * ITEMSIZE[self.compute_dtype]
-        # On a CPU both host buffers count; a GPU has one of its own.
+        # The state passes through two buffers in host memory, which is the device's memory on a
+        # CPU. A GPU has a third, of its own, and only that counts here.
         buffers = files.buffer * (2 if self.device == "cpu" else 1)
         return replace(state, trained=trained, optimizer=buffers + files.counters)
 
@@ -620,11 +622,7 @@ def plan_disk(spec: RunSpec) -> Disk:
     weights = _count_bytes(stored)
     checkpoint = weights + moments
     steps = spec.recipe.optimization.max_steps
-    kept = keys.save_total_limit
-    if kept is not None:
-        kept += keys.keep_best_checkpoint
-        if keys.keep_every_steps is not None and steps is not None:
-            kept += steps // keys.keep_every_steps
+    kept = keys.count_kept(steps)
     counted = (kept or 1) + 1  # one more is being written
     disk = Disk(
         checkpoint=checkpoint,

@@ -6,7 +6,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from math import prod
 from typing import ParamSpec, TypeVar
@@ -549,12 +549,12 @@ class FsdpUnits:
     """
 
     embedding: Unit
-    layer: Unit  # the layer with the most parameters
+    layer: Unit  # the layer with the most parameters on a rank
     tail: Unit
     layers: Unit  # all decoder layers together
     stay_gathered: bool  # layers stay gathered from forward to backward
     embedding_stays: bool  # the embedding stays gathered from forward to backward
-    # elements of the layer's experts that only one rank holds, which need no all-gather
+    # elements of `layer` that no layer's all-gather receives: experts that only one rank holds
     unshared: int = 0
 
     @property
@@ -579,9 +579,9 @@ def split_into_units(
         fp8: The names of the weights that are gathered in 8 bits.
         shards: The number of ranks that hold one replica; 0 leaves `unshared` at 0.
     """
-    widest = f"layer {architecture.widest_layer}"
+    largest = [f"layer {index}" for index in architecture.largest_layers]
     embedding = _count_unit(tensors, "embedding", fp8)
-    layer = _count_unit(tensors, widest, fp8)
+    layer = _count_largest(_count_unit(tensors, name, fp8) for name in largest)
     tail = _count_unit(tensors, "tail", fp8)
     if architecture.is_uniform:
         count = architecture.layers
@@ -596,9 +596,8 @@ def split_into_units(
         tail += embedding
         embedding = Unit(0, 0)
     # Every rank holds experts of its own if as many ranks share the experts as hold one replica.
-    on_one_rank_alone = [
-        tensor for tensor in tensors if tensor.unit == widest and tensor.expert_ranks == shards > 1
-    ]
+    received = [tensor for tensor in tensors if not tensor.expert_ranks == shards > 1]
+    received_layer = _count_largest(_count_unit(received, name, fp8) for name in largest)
     return FsdpUnits(
         embedding=embedding,
         layer=layer if is_layer_wrapped else layers,
@@ -606,8 +605,15 @@ def split_into_units(
         layers=layers,
         stay_gathered=all_stay or not is_layer_wrapped,
         embedding_stays=all_stay,
-        unshared=sum(tensor.numel // tensor.expert_ranks for tensor in on_one_rank_alone),
+        unshared=layer.numel - received_layer.numel,
     )
+
+
+def _count_largest(units: Iterable[Unit]) -> Unit:
+    """Returns the unit with the most elements; its `trained` is the most of any of `units`."""
+    counted = list(units)
+    largest = max(counted, key=lambda unit: unit.numel)
+    return replace(largest, trained=max(unit.trained for unit in counted))
 
 
 def _is_layer_wrapped(architecture: Architecture, sharding: Sharding) -> bool:

@@ -100,7 +100,7 @@ def _list_linears(architecture: Architecture) -> list[TensorShape]:
     They are the widest layer, a layer without experts, and the last layer. The last one is there
     because the model's very first linear layer does not multiply in FP8.
     """
-    layers = {architecture.widest_layer, architecture.dense_layer, architecture.layers - 1}
+    layers = architecture.largest_layers | {architecture.layers - 1}
     return [linear for layer in sorted(layers) for linear in architecture.linears(layer)]
 
 
@@ -192,15 +192,16 @@ def _factor_bytes_of_layer(architecture: Architecture, computation: Computation,
     return size
 
 
-def dequantized_at_once(architecture: Architecture, expert_ranks: int = 1) -> int:
+def most_dequantized_elements(architecture: Architecture, expert_ranks: int = 1) -> int:
     """The most elements (not bytes) of quantized weights that are dequantized at the same time.
 
     They are those of the largest linear layer, or of the experts that one of `expert_ranks` ranks
     has of a layer.
     """
-    layer = architecture.widest_layer
-    experts = sum(weight.numel for weight in architecture.experts(layer)) // expert_ranks
-    return max([experts, *(linear.numel for linear in architecture.linears(layer))])
+    experts = sum(weight.numel for weight in architecture.experts(architecture.widest_layer))
+    layers = architecture.largest_layers
+    linears = [linear.numel for layer in layers for linear in architecture.linears(layer)]
+    return max([experts // expert_ranks, *linears])
 
 
 FP64 = 8  # bytes

@@ -39,6 +39,7 @@ from finetune.report.run_data import (
     describe_in_one_line,
     describe_run,
     format_value,
+    list_data_sources,
     plan_run,
     read_run,
 )
@@ -97,9 +98,16 @@ def render_page(
 
 
 def _list_source_columns(runs: Sequence[RunRecord]) -> list[str]:
-    """Lists the columns of the tables of data sources, without "pairs" if all runs use answers."""
-    has_pairs = any(run.rows != "answers" for run in runs)
-    return [name for name in OF_SOURCE if name != "pairs" or has_pairs]
+    """Lists the columns of the tables of data sources.
+
+    Without "pairs" if all runs use answers, and without "images" if no rows hold any.
+    """
+    left_out = set()
+    if all(run.rows == "answers" for run in runs):
+        left_out.add("pairs")
+    if not any(source.get("images") for run in runs for source in list_data_sources(run)):
+        left_out.add("images")
+    return [name for name in OF_SOURCE if name not in left_out]
 
 
 def _list_points(charts: Sequence[Chart]) -> Markup:

@@ -18,7 +18,7 @@ import yaml
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.reader import read_recipe
-from finetune.config.schema import recipe_keys
+from finetune.config.schema import Recipe, recipe_keys
 from finetune.config.yaml_file import read_yaml
 from finetune.constants import RATIO_SHARES
 from finetune.errors import UserError
@@ -33,6 +33,7 @@ from finetune.files.run_files import (
     losses_of,
     read_benchmarks,
 )
+from finetune.plan.architecture import WHOLE, find_config
 from finetune.plan.plan import Plan, make_plan
 from finetune.plan.table import memory_rows
 from finetune.units import counted, disk_size, duration, format_compact, format_count, gib
@@ -78,6 +79,7 @@ OF_SOURCE = dict.fromkeys(
         "trained_tokens",
         "overlong",
         "duplicates",
+        "images",
     ),
     int,
 )
@@ -203,9 +205,28 @@ def plan_run(run: RunRecord) -> Plan | None:
             recipe = replace(recipe, model=model)
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         on_cpu = str(run.environment.get("device", "")).startswith("CPU")
-        return make_plan(recipe, sharding, ranks, on_cpu=on_cpu)
+        images = _find_images(run, recipe)
+        return make_plan(recipe, sharding, ranks, on_cpu=on_cpu, images=images)
     except UserError:
         return None
+
+
+def list_data_sources(run: RunRecord) -> list[Mapping[str, Any]]:
+    """Lists what the run's data report says of each source, in training and held out."""
+    report = run.data_report
+    return [*report.get("sources", ()), *report.get("eval_sources", ())]
+
+
+def _find_images(run: RunRecord, recipe: Recipe) -> str | None:
+    """Returns the model_type of the whole model if rows of the run hold images; else None.
+
+    Raises `UserError` if the model's config cannot be read.
+    """
+    if not any(source.get("images") for source in list_data_sources(run)):
+        return None
+    config, _ = find_config(recipe.model)
+    whole = config.get(WHOLE) or config
+    return str(whole["model_type"])
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

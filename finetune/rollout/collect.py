@@ -284,7 +284,7 @@ class Sampler:
         if self.recipe.rollout.environment:
             # Environments live in the main rank's reward process, and are numbered over the whole
             # run. The episodes of other ranks have no rows, and are never asked.
-            first_place = self.rewards.reserve_places(len(rows))
+            first_place = self.rewards.take_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
@@ -447,7 +447,7 @@ class RolloutBatches:
 
     sampler: Sampler
     prompts: StoredBatches
-    # Measures the sampled tokens before the first update on them; None: the loss needs no such
+    # Measures the sampled tokens before the generation's first update; None: the loss needs no such
     # columns.
     measure_tokens: MeasureTokens | None = None
     # By `prompts_step`: the rollouts of the current generation, and the requests that a server

@@ -237,7 +237,7 @@ class Rollout:
     sampled_groups: int  # the groups that were sampled, including those that were dropped
     flat_groups: int  # sampled groups whose rewards are all equal
     hand_over_seconds: float = 0.0  # how long the server's last hand-over of weights took
-    # [completions][trained tokens], measured before the first update on the rollout; empty if the
+    # [completions][trained tokens], measured before the generation's first update; empty if the
     # loss does not need them:
     old: list[list[float]] = field(default_factory=list)  # log-probabilities of the trained model
     reference: list[list[float]] = field(default_factory=list)  # those of the reference

@@ -37,7 +37,7 @@ class Episodes:
     recipe: Recipe
     tokenizer: Any
     rewards: Rewards  # its process runs the environments
-    first_place: int  # of the completions' environments, from `Rewards.reserve_places`
+    first_place: int  # of the completions' environments, from `Rewards.take_places`
     rows: list[Row]  # [completions]; `begin` appends the text that `reset` returns to the prompts
     overlong: set[int] = field(default_factory=set)  # places of completions with too long a prompt
 

@@ -158,8 +158,8 @@ class Rewards:
             failed.update(place for place, is_failed in failures if is_failed)
         return Scores(by_reward, sorted(failed))
 
-    def reserve_places(self, completions: int) -> int:
-        """Reserves a place for the environment of each of `completions` completions.
+    def take_places(self, completions: int) -> int:
+        """Takes the next places, one for the environment of each of `completions` completions.
 
         Places are consecutive numbers, which no other completion of the run gets. Returns the
         first.

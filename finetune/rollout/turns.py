@@ -36,7 +36,7 @@ class Conversations:
     max_tokens: int  # of a completion, results of tools included
     rows: Sequence[Mapping[str, Any]]  # [completions]: the data rows of their prompts
     messages: list[list[Message]]  # [completions]: the messages after the prompt so far
-    first_place: int = 0  # of the completions' environments, from `Rewards.reserve_places`
+    first_place: int = 0  # of the completions' environments, from `Rewards.take_places`
 
     def answer(
         self, pending: Sequence[int], sampled: Sequence[Sampled], *, may_call: bool

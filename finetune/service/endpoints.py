@@ -21,7 +21,7 @@ from finetune.errors import UserError
 from finetune.service.adapters import AdapterForm
 from finetune.service.datums import Limits, check_datums, check_tokens
 from finetune.service.ledger import Ledger
-from finetune.service.service import Service
+from finetune.service.service import Service, has_expired
 
 Sent = Mapping[str, Any]
 Body = dict[str, Any]
@@ -421,7 +421,7 @@ def find_checkpoint(service: Service, path: object) -> Body:
     Raises `UserError` if there is none, or if it has expired.
     """
     saved = service.ledger.find("checkpoint", str(path))
-    if saved["expires"] is not None and saved["expires"] < time.time():
+    if has_expired(saved):
         raise UserError(f"{path}: has expired")
     return saved
 
@@ -586,10 +586,10 @@ def _format_time(seconds: float) -> str:
 
 
 def list_checkpoints(service: Service, sent: Sent) -> Body:
-    """Lists the checkpoints of a model."""
+    """Lists the checkpoints of a model that have not expired."""
     listed = []
     for path, each in service.ledger.records("checkpoint").items():
-        if each["model"] != sent["id"]:
+        if each["model"] != sent["id"] or has_expired(each):
             continue
         checkpoint = {
             "checkpoint_id": f"{each['segment']}/{each['name']}",

@@ -279,7 +279,8 @@ class Service:
         """Makes the record of a checkpoint; returns the result and the record."""
         arguments = request.arguments
         path = f"tinker://{request.queue}/{arguments['segment']}/{arguments['name']}"
-        if not arguments["overwrite"] and path in self.ledger.records("checkpoint"):
+        existing = self.ledger.records("checkpoint").get(path)
+        if not arguments["overwrite"] and existing is not None and not has_expired(existing):
             raise UserError(f"{path}: exists; choose another name, or overwrite it")
         ttl = arguments["ttl_seconds"]  # None: the checkpoint does not expire
         now = time.time()
@@ -373,10 +374,15 @@ class Service:
 
     def _forget_expired(self) -> None:
         """Removes the records of checkpoints that have expired."""
-        now = time.time()
         for path, each in self.ledger.records("checkpoint").items():
-            if each["expires"] is not None and each["expires"] < now:
+            if has_expired(each):
                 self.ledger.remove("checkpoint", path)
+
+
+def has_expired(checkpoint: Mapping[str, Any]) -> bool:
+    """Returns whether the time is over for which the `checkpoint` of this record was to be kept."""
+    expires: float | None = checkpoint["expires"]
+    return expires is not None and expires < time.time()
 
 
 def _name_tokenizer(model: str) -> str:

@@ -16,7 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import MachineFacts
+from finetune.config.facts import MachineFacts, attends_by_mask
 from finetune.config.methods import DEFAULT_METHOD, describe_method
 from finetune.config.pretrained import find_adapter, read_facts, read_positions
 from finetune.config.quantization import describe_quantization
@@ -39,6 +39,7 @@ from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
+from finetune.plan.activations import attends_by_document, attends_in_blocks, needs_masks
 from finetune.plan.advice import list_changes
 from finetune.plan.peaks import find_peak
 from finetune.plan.plan import format_plan, make_plan
@@ -666,19 +667,29 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
             print(f"remark     {note}")
     an_epoch = f"{train.steps_per_epoch:,} an epoch, " if train.steps_per_epoch else ""
     print(f"steps      {an_epoch}{train.steps:,} in all")
-    print(f"attention  {_describe_attention(recipe, on_cpu)}")
+    print(f"attention  {_describe_attention(plan.spec)}")
     print("dry run    nothing was trained; the same command without --dry-run starts the run")
 
 
-def _describe_attention(recipe: Recipe, on_cpu: bool) -> str:
+def _describe_attention(spec: RunSpec) -> str:
     """Names the attention implementation, and says if attention is in both directions."""
-    if recipe.model.attn_implementation != "auto":
-        attention: str = recipe.model.attn_implementation
-    elif on_cpu:
-        attention = "causal SDPA, document by document"
+    architecture = spec.architecture
+    computation = spec.computation
+    facts = architecture.facts
+    sees_both_ways = spec.recipe.method_facts.masks
+    has_own_code = spec.recipe.model.trust_remote_code
+    if spec.recipe.model.attn_implementation != "auto":
+        attention: str = spec.recipe.model.attn_implementation
+    elif not has_own_code and attends_by_mask(facts.model_type, facts.layer_types):
+        attention = "transformers' own, over a mask of all pairs of tokens"
+    elif attends_in_blocks(architecture, computation) and not sees_both_ways:
+        attention = "flex_attention"
+    elif attends_by_document(architecture, computation) or needs_masks(architecture, computation):
+        has_kernel = not architecture.family.caps_scores and not architecture.family.sinks
+        attention = f"causal {'SDPA' if has_kernel else 'products'}, document by document"
     else:
         attention = "varlen"
-    if recipe.method_facts.masks:
+    if sees_both_ways:
         return f"in both directions, {attention.removeprefix('causal ')}"
     return attention
 
@@ -708,19 +719,28 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
 
 
 @contextmanager
-def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
+def explain_out_of_memory(
+    recipe: Recipe, world: World, data: PreparedData | None = None
+) -> Iterator[None]:
     """Turns torch's out-of-memory error in this block into a `UserError` that says where the memory
     went and what to change.
+
+    `data`: the run's data; None if the recipe names none.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(describe_out_of_memory(recipe, world, error)) from None
+        images = None if data is None else data.images
+        raise UserError(describe_out_of_memory(recipe, world, error, images)) from None
 
 
-def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
+def describe_out_of_memory(
+    recipe: Recipe, world: World, error: torch.OutOfMemoryError, images: str | None = None
+) -> str:
     """Describes an out-of-memory error: the measured memory, the planned memory at its peak, and
     what to change.
+
+    `images`: as in `make_plan`.
     """
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
@@ -730,7 +750,8 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
             f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device"
         )
     try:
-        plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
+        on_cpu = world.device.type == "cpu"
+        plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, images=images)
     except UserError as refusal:  # a model with its own code cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
+from finetune.errors import UserError
 from finetune.files import durable
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
@@ -41,26 +43,29 @@ class Run:
             str(make_model(root / "model", num_hidden_layers=1)), False, world
         )
 
-    def _recipe(self, limit: int | None) -> Any:
+    def _recipe(self, limit: int | None, **keys: Any) -> Any:
         content = {
             "model_name_or_path": str(self.root / "model"),
             "datasets": [{"path": str(self.root / "chat.jsonl")}],
         }
         path = self.root / "recipe.yaml"
         path.write_text(
-            json.dumps(content | {"output_dir": str(self.folder), "save_total_limit": limit})
+            json.dumps(content | {"output_dir": str(self.folder), "save_total_limit": limit} | keys)
         )
         return read_recipe(str(path))
 
-    def save(self, *steps: int, limit: int | None = None) -> None:
-        saver = Saver(
+    def make_saver(self, limit: int | None, **keys: Any) -> Saver:
+        return Saver(
             self.folder,
             self.model,
             self.optimizer,
             self.world,
-            self._recipe(limit),
+            self._recipe(limit, **keys),
             make_tokenizer(),
         )
+
+    def save(self, *steps: int, limit: int | None = None) -> None:
+        saver = self.make_saver(limit)
         for step in steps:
             saver.save(Progress(step=step))
 
@@ -119,6 +124,36 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(
     assert run.names() == ["damaged-00000012", "damaged-00000012-2", "step-00000008"], (
         "without a limit all are kept"
     )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"keep_every_steps": 6},
+        {"keep_best_checkpoint": True, "eval_steps": 2, "eval_split_size": 1},
+    ],
+    ids=["", "milestones", "best"],
+)
+def test_a_run_starts_only_if_the_disk_holds_what_it_keeps_beyond_the_limit(
+    run: Run, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    """Against the most checkpoints that real saves leave side by side, the one just written too."""
+    saver = run.make_saver(2, save_steps=2, **keys)
+    beside: list[int] = []
+
+    def prune(folder: Path, *arguments: Any) -> list[str]:
+        beside.append(len(run.names()))
+        return folders.prune(folder, *arguments)
+
+    monkeypatch.setattr("finetune.checkpoint.save.prune", prune)
+    with monkeypatch.context() as full:
+        full.setattr(folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(UserError) as refused:
+            saver.check_save(18)
+    for step in range(2, 19, 2):
+        saver.save(Progress(step=step, best_step=4))
+    assert f"will write {max(beside)} checkpoints of " in str(refused.value)
 
 
 def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:

@@ -110,6 +110,20 @@ def test_calls_in_every_form_are_the_same_conversation(row: dict[str, Any]) -> N
     assert read.tools == (TOOL,)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_tools_of_the_first_messages_are_those_of_a_column(role: str) -> None:
+    """Beside a column `system` too, which is no second message if the first one has its text."""
+    first = {"role": role, "content": "Be brief.", "tools": [TOOL]}
+    turns = [ASKED, CALLED, *ANSWERED]
+    read = document({"messages": [first, *turns], "system": "Be brief."})
+    front = [] if role == "system" else [{"role": "system", "content": "Be brief."}]
+    plain = [*front, {"role": role, "content": "Be brief."}, *turns]
+    assert read == document({"messages": plain, "tools": [TOOL]})
+    other = {**SCHEMA, "name": "time"}
+    with pytest.raises(BadRow, match="describe different tools"):
+        document({"messages": [first, *turns], "tools": [other]})
+
+
 @pytest.mark.parametrize("nothing", ["[]", "", None, [], "null"])
 def test_empty_tools_are_no_tools(nothing: Any) -> None:
     row = {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")], "tools": nothing}

@@ -134,6 +134,12 @@ def test_activations_of_divided_experts_are_planned_within_a_tenth(family: str) 
         dist.destroy_process_group()
 
 
+def test_activations_in_fp32_on_a_gpu_are_planned_within_a_hundredth() -> None:
+    """No kernel there takes several documents in fp32: a CPU too runs one after another."""
+    measured, planned = _measured_and_planned("llama", torch.float32, cpu=False)
+    assert abs(planned / measured - 1) < 0.01, planned / measured
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_activations_of_flex_attention_are_planned_within_a_hundredth(

@@ -7,16 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
+from finetune.plan.backward_memory import _list_moments
 from finetune.plan.plan import make_plan
+from finetune.plan.state import split_into_units
 from tests.conftest import make_chat, make_model
+from tests.plan.run_specs import FULL_SHARD, make_spec
 from tests.ranks import launch_ranks
 from tests.vision import FAMILIES as VISION
 from tests.vision import make_vision_model
 
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168, "vocab_size": 129280,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 5, "first_k_dense_replace": 3,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
+}  # fmt: skip
 # Sizes that no number of ranks divides.
 UNEVEN = {
     "vocab_size": 509, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3,
@@ -393,3 +405,25 @@ def _layout(folder: Path, name: str) -> str:
     path = folder / f"accelerate-{name.replace(' ', '-')}.yaml"
     path.write_text(yaml.safe_dump(LAYOUTS[name]))
     return str(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 32, 64])
+def test_a_rank_gathers_the_layer_of_which_it_has_the_most(ranks: int) -> None:
+    """A dense one where many ranks share the experts: by the layers that transformers builds."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["deepseek_v3"](**DEEPSEEK_V3))
+    gathered, received, down = [], [], []
+    for layer in (model.model.layers[0], model.model.layers[3]):
+        sizes = {name: parameter.numel() for name, parameter in layer.named_parameters()}
+        experts = {name: size // ranks for name, size in sizes.items() if ".experts." in name}
+        on_rank = sizes | experts
+        gathered.append(sum(on_rank.values()))
+        received.append(sum(size for name, size in on_rank.items() if name not in experts))
+        down.append(sum(size for name, size in on_rank.items() if "down_proj" in name))
+    sharding = replace(FULL_SHARD, expert_parallel_size=ranks)
+    spec = make_spec(DEEPSEEK_V3, ranks=ranks, sharding=sharding)
+    units = split_into_units(spec.part, spec.part_tensors, sharding, shards=ranks)
+    assert units.layer.numel == units.layer.trained == max(gathered)
+    assert _list_moments(spec, 0)[0].gradient_elements == max(down)
+    if ranks > 1:  # no other rank has these experts
+        assert units.layer.numel - units.unshared == max(received)

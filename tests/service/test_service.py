@@ -20,7 +20,7 @@ from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
 from finetune.service import operations
-from finetune.service.endpoints import join_sampler
+from finetune.service.endpoints import join_sampler, list_checkpoints
 from finetune.service.ledger import Ledger
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
@@ -668,6 +668,26 @@ def test_what_is_not_served_is_a_sentence(service: Service, tmp_path: Path) -> N
     client.post("sessions/{id}/finish", {"id": client.session})
     with pytest.raises(UserError, match="is finished"):
         model.step()
+
+
+def test_an_expired_checkpoint_is_as_one_that_is_not_there(service: Service) -> None:
+    """It was listed, and kept its name, until something else removed it."""
+    client = Client(service)
+    model = client.model()
+    path = client.result(model.send("save_weights", path="brief", ttl_seconds=60))["path"]
+
+    def list_paths() -> list[str]:
+        listed = list_checkpoints(service, {"id": model.name})["checkpoints"]
+        return [each["tinker_path"] for each in listed]
+
+    assert list_paths() == [path]
+    with service.ledger.change("checkpoint", path) as record:
+        record["expires"] -= 61
+    with pytest.raises(UserError, match="has expired"):
+        client.post("weights_info", {"tinker_path": path})
+    assert list_paths() == []
+    assert client.result(model.send("save_weights", path="brief"))["path"] == path
+    assert list_paths() == [path]
 
 
 def test_sessions_that_begin_at_once_are_counted(

@@ -33,8 +33,11 @@ from finetune.errors import UserError
 from finetune.files.tensors import read_folder
 from finetune.models.load import build_on_meta
 from finetune.models.reach import freeze_unreached
+from finetune.plan.plan import make_plan
+from finetune.report.run_data import plan_run, read_run
 from finetune.session import Session
 from finetune.training.evaluate import answer
+from finetune.units import gib
 from tests.checkpoint.test_resume import RUN, kill_after
 from tests.conftest import make_chat, make_model, slow_but
 from tests.data.world import Rank
@@ -420,6 +423,24 @@ def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_pat
         Session(recipe) as session,
     ):
         session.model.train()
+
+
+def test_every_plan_of_a_run_with_images_counts_their_masks(
+    recipes: dict[str, Path], runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    """An image's tokens see each other by a mask [tokens, tokens], which other rows do not need."""
+    keys = ["max_length=4096", f"output_dir={tmp_path}"]
+    with Session(read_recipe(str(recipes["gemma3-tower"]), keys)) as session:
+        with pytest.raises(UserError) as explained, session.computing():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        with_masks, without = (
+            make_plan(session.recipe, session.world.sharding, 1, on_cpu=True, images=images)
+            for images in ("gemma3", None)
+        )
+    assert with_masks.peak_bytes > 4 * without.peak_bytes
+    assert f"and {gib(with_masks.peak_bytes)} GiB in all" in str(explained.value)
+    reported = plan_run(read_run(runs("gemma3-tower", "single", 1)))
+    assert reported is not None and reported.spec.images == "gemma3"
 
 
 @pytest.mark.slow

@@ -3,15 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
@@ -22,10 +24,12 @@ from finetune.config.reader import read_recipe
 from finetune.constants import read_versions
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models import attention_kernels
 from finetune.run import fine_tune
 from finetune.training import lifecycle
-from finetune.training.screens import explain_out_of_memory, last_screen
+from finetune.training.screens import _describe_attention, explain_out_of_memory, last_screen
 from finetune.training.training_run import describe_environment
+from tests.plan.run_specs import make_spec
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"
@@ -143,6 +147,69 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     )
     assert said[1] == ""
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "dropout", "both_ways", "said"),
+    [
+        ("llama", "bf16", 0.0, False, "varlen"),
+        ("llama", "bf16", 0.1, False, "causal SDPA, document by document"),
+        ("llama", "no", 0.0, False, "causal SDPA, document by document"),
+        ("llama", "bf16", 0.0, True, "in both directions, varlen"),
+        ("gemma2", "bf16", 0.0, False, "flex_attention"),
+        ("gemma2", "no", 0.0, False, "flex_attention"),
+        ("gemma2", "bf16", 0.1, False, "causal products, document by document"),
+        ("gemma2", "bf16", 0.0, True, "in both directions, products, document by document"),
+        ("gpt_oss", "bf16", 0.0, False, "flex_attention"),
+    ],
+)
+def test_a_dry_run_names_the_kernel_that_a_gpu_will_run(
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    precision: Literal["no", "bf16"],
+    dropout: float,
+    both_ways: bool,
+    said: str,
+) -> None:
+    """Against the kernel that attention chooses for queries that say they are on a GPU."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 16}
+    config = CONFIG_MAPPING[family](**sizes, vocab_size=256, attention_dropout=dropout)
+    sharding = Sharding(layout="fsdp2", mixed_precision=precision)
+    spec = make_spec(config.to_dict(), ranks=1, sharding=sharding)
+    if both_ways:
+        method = replace(spec.recipe.method, method="masked_diffusion")
+        spec = replace(spec, recipe=replace(spec.recipe, method=method))
+    assert _describe_attention(spec) == said
+    kernels = {
+        "_attend_varlen": "varlen",
+        "attend_in_blocks": "flex_attention",
+        "_attend_each_document": "document by document",
+        "_attend_each_both_ways": "document by document",
+    }
+    for kernel, name in kernels.items():
+        monkeypatch.setattr(attention_kernels, kernel, lambda *_, name=name, **__: name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layer = model.model.layers[0].self_attn
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    states: Any = SimpleNamespace(
+        is_cuda=True, dtype=dtype, itemsize=dtype.itemsize, shape=(1, 4, 8, 16)
+    )
+    documents = attention_kernels.RowDocuments(
+        torch.tensor([0, 8]),
+        8,
+        (8,),
+        masks=dict.fromkeys(attention_kernels.find_windows(model), "a mask"),
+        visible=torch.ones(1, 8, dtype=torch.bool) if both_ways else None,
+    )
+    options = attention_kernels.ScoreOptions(
+        window=getattr(layer, "sliding_window", None),
+        softcap=getattr(layer, "attn_logit_softcapping", None),
+        dropout=layer.attention_dropout,
+        sinks=getattr(layer, "sinks", None),
+    )
+    kernel = attention_kernels.attend_documents(states, states, states, documents, options)
+    assert said.endswith(kernel)
 
 
 @pytest.mark.parametrize(

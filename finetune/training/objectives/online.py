@@ -161,7 +161,8 @@ def _make_other_model(recipe: Recipe, teacher: Teacher | None) -> OtherModel | N
 def _make_measure(
     model: nn.Module, recipe: Recipe, world: World, other_model: OtherModel | None
 ) -> MeasureTokens | None:
-    """Makes the function that measures the tokens of completions before the first update on them.
+    """Makes the function that measures the tokens of completions before the generation's first
+    update.
 
     It computes their log-probabilities ("old") and, with a critic, the critic's "values" and the
     log-probabilities under the "reference", if there is one.
@@ -256,7 +257,7 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         )
         episodes = None
         if recipe.rollout.environment:
-            first_place = rewards.reserve_places(len(rows))
+            first_place = rewards.take_places(len(rows))
             episodes = Episodes(recipe, tokenizer, rewards, first_place, rows)
             # Any prompt does: no token is sampled.
             requests = [

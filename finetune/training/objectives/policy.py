@@ -97,7 +97,7 @@ class PolicyObjective(Objective):
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
     ) -> "PolicyObjective":
-        """Runs the other model on all micro-batches if there is a pipeline; else does nothing.
+        """Runs the other model on all micro-batches if there is a pipeline; else returns itself.
 
         In a pipeline `measure` runs within the schedule of the stages, where a rank cannot run a
         whole forward. It then takes the result of each micro-batch once, in their order.
@@ -234,9 +234,9 @@ class PolicyObjective(Objective):
     ) -> Tensor | None:
         """Estimates the KL divergence at each token, [positions].
 
-        With a teacher: of the sampling policy from the teacher, without a gradient, since it goes
-        into the advantages. With a reference: of the model in training from the reference, with a
-        gradient, since it is added to the loss. None without either.
+        With a teacher it is KL(sampler || teacher), without a gradient, since it goes into the
+        advantages. With a reference it is KL(model || reference), with a gradient, since it is
+        added to the loss. None without either.
         """
         if other_log_probabilities is None:
             return None
@@ -268,7 +268,7 @@ class PolicyObjective(Objective):
         """Computes the critic's losses times `vf_coef`, [positions], and metrics of the critic.
 
         `values`: fp64[positions], of the critic in training, with their graph. "value/mean" is the
-        mean of the values before the first update on these completions.
+        mean of the values before the generation's first update.
         """
         old_values = rollout["values"].double()
         returns = rollout["returns"].double()
@@ -290,8 +290,8 @@ class PolicyObjective(Objective):
     ) -> Tensor:
         """Chooses the old log-probabilities, against which ratios are taken, fp64[positions].
 
-        With a critic or a correction of the sampler, they are those before the first update on
-        these completions: "old", which was measured then. If a correction has no "old", this is
+        With a critic or a correction of the sampler, they are those before the generation's first
+        update: "old", which was measured then. If a correction has no "old", this is
         the only update, and the present log-probabilities are the old ones. In all other cases they
         are the sampler's.
         """

@@ -6,8 +6,8 @@ says which.
 
 There are three ratios of a token's probabilities, each with bounds:
 
-- The *ratio*, of the model in training to the model before the first update on these completions
-  ("old"). The loss bounds it (`find_clipped`).
+- The *ratio*, of the model in training to the model before the generation's first update ("old").
+  The loss bounds it (`find_clipped`).
 - The *sampling ratio*, of old to sampled. It weighs the loss, within the bounds of a correction
   (`find_replaced`).
 - The *drift*, of the model in training to sampled. It is only reported (`find_drifted`), most often
@@ -312,7 +312,7 @@ def compute_value_losses(
 
     Args:
         values: [positions], of the critic in training, with their graph.
-        old_values: [positions], of the critic before the first update on these completions.
+        old_values: [positions], of the critic before the generation's first update.
         returns: [positions], the targets of the values.
         recipe: With `cliprange_value`.
 
@@ -332,7 +332,8 @@ def sum_losses(losses: Tensor, completions: Completions, recipe: Recipe) -> Tens
     """Sums the losses of a micro-batch, 0-dim.
 
     For GRPO each completion's losses are averaged over its tokens first. The step divides the sum
-    by the result of `PolicyObjective.count`.
+    by the result of `PolicyObjective.count`. For RLOO a completion without trained tokens has the
+    ratio 1, and adds minus its advantage without a gradient, as in TRL.
 
     Args:
         losses: In the shape that `loss_shape` names.
