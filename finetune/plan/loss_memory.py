@@ -169,11 +169,39 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
     if method.distill_top_k is not None:  # the teacher's likeliest tokens come from files
         vocabulary = spec.architecture.vocabulary  # all of it: rules refuse tp_size with a teacher
         return divergence_chunk_bytes(
-            vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
+            vocabulary,
+            tokens,
+            spec.computation,
+            method.distill_beta,
+            method.temperature,
+            _count_logit_copies(spec.architecture),
         )
+    return _loss_chunk_bytes(spec, tokens)
+
+
+def _loss_chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes of the cross entropy or of the log-probabilities over one chunk of logits, if the head
+    reads `tokens` tokens.
+    """
+    divides_logits = spec.recipe.method_facts.samples and spec.recipe.method.temperature != 1.0
     return loss_chunk_bytes(
-        spec.computed.head_rows, tokens, spec.computation, trains_head=_head_gradient(spec) > 0
+        spec.computed.head_rows,
+        tokens,
+        spec.computation,
+        trains_head=_head_gradient(spec) > 0,
+        logit_copies=_count_logit_copies(spec.architecture, divides_logits=divides_logits),
     )
+
+
+def _count_logit_copies(architecture: Architecture, *, divides_logits: bool = False) -> int:
+    """The number of fp32 tensors that turn a chunk's scores into logits (`LogitTransform`).
+
+    They are the logits and, with a cap, its tanh, which the gradient needs. 0 if the scores are the
+    logits. `divides_logits`: whether a temperature divides them.
+    """
+    if architecture.caps_logits:
+        return 2
+    return 1 if architecture.scales_logits or divides_logits else 0
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
@@ -187,9 +215,7 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     if spec.recipe.method_facts.embeds:
         return _pooled_bytes(spec)
     if spec.weighs_documents:
-        return log_probability_backward_bytes(
-            architecture, spec.tokens, computation, _head_gradient(spec)
-        )
+        return _log_probability_backward_bytes(spec)
     positions = spec.scored_outputs * spec.tokens
     bytes_per_feature = computation.itemsize + FP32 + computation.residual_itemsize
     hidden = architecture.hidden * positions * bytes_per_feature
@@ -208,18 +234,28 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def loss_chunk_bytes(
-    vocabulary: int, tokens: int, computation: Computation, *, trains_head: bool
+    vocabulary: int,
+    tokens: int,
+    computation: Computation,
+    *,
+    trains_head: bool,
+    logit_copies: int = 0,
 ) -> int:
     """Bytes of cross entropy over one chunk of logits.
 
-    They are the logits, the fp32 log-probabilities and, in a compute dtype below fp32, a cast copy.
-    Compiled, they are the logits and their gradient.
+    They are the head's scores, the fp32 log-probabilities and either the fp32 tensors that turn the
+    scores into logits or, in a compute dtype below fp32, a cast copy. Compiled, they are the scores
+    and their gradient.
+
+    `logit_copies`: the number of the tensors that turn scores into logits; 0 if they are the same.
     """
     most_tokens = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
     chunk = _balance_chunk(tokens, most_tokens)
     if computation.compiled:
         return chunk * vocabulary * 2 * computation.itemsize
-    if computation.itemsize == FP32:
+    if logit_copies:  # they are fp32, so no cast copy is needed besides
+        cast = logit_copies * FP32
+    elif computation.itemsize == FP32:
         cast = 0
     elif computation.cpu or computation.divides_vocabulary:
         cast = FP32  # of the logits, before their softmax
@@ -246,12 +282,17 @@ def weight_product_bytes(
 
 
 def divergence_chunk_bytes(
-    vocabulary: int, tokens: int, computation: Computation, beta: float, temperature: float
+    vocabulary: int,
+    tokens: int,
+    computation: Computation,
+    beta: float,
+    temperature: float,
+    logit_copies: int,
 ) -> int:
     """Bytes of a distillation loss over one chunk of logits.
 
-    They are the logits in the compute dtype and, in fp32, both models' log-probabilities and the
-    tensors of the divergence.
+    They are the scores in the compute dtype and, in fp32, the tensors that turn them into logits,
+    both models' log-probabilities, and the tensors of the divergence.
 
     Args:
         vocabulary: Logits per token; the larger number if both models are in memory.
@@ -259,8 +300,10 @@ def divergence_chunk_bytes(
         computation: The settings of the forward.
         beta: 0 is the forward KL, 1 the reverse KL; between them a mixture is compared.
         temperature: Any temperature but 1 needs a scaled copy of the logits.
+        logit_copies: The tensors that turn both models' scores into logits. All are counted, an
+            upper bound.
     """
-    fp32_tensors = 2  # the log-probabilities of both models
+    fp32_tensors = logit_copies + 2  # the log-probabilities of both models
     fp32_tensors += 2 if beta == 0 else 3  # divergence and gradient
     if temperature != 1.0:
         fp32_tensors += 1
@@ -276,20 +319,16 @@ def _balance_chunk(tokens: int, most_tokens: int) -> int:
     return ceil_div(tokens, chunks)
 
 
-def log_probability_backward_bytes(
-    architecture: Architecture, tokens: int, computation: Computation, head_gradient: int
-) -> int:
+def _log_probability_backward_bytes(spec: RunSpec) -> int:
     """The most bytes in the backward of per-token log-probabilities (models/log_probabilities.py).
 
     First it scales the hidden states' gradient in fp32. Then, if the head is trained, it computes
     the chunks of logits again for the gradient of the head's weight.
-
-    Args:
-        architecture: The part of the model that the rank computes.
-        tokens: Tokens of a micro-batch on the rank.
-        computation: The settings of the forward.
-        head_gradient: Bytes of the fp32 gradient of the head's weight; 0 if the head is frozen.
     """
+    architecture = spec.computed
+    computation = spec.computation
+    tokens = spec.tokens
+    head_gradient = _head_gradient(spec)
     hidden = architecture.hidden * tokens
     always_there = computation.itemsize * hidden  # the hidden states' gradient, from the forward
     in_fp32 = 0 if computation.itemsize == FP32 else FP32 * hidden  # its copy, if it is not fp32
@@ -303,7 +342,7 @@ def log_probability_backward_bytes(
     if head_gradient:
         always_there += computation.itemsize * hidden  # the hidden states at the trained positions
         chunk = max(
-            loss_chunk_bytes(architecture.head_rows, tokens, computation, trains_head=True),
+            _loss_chunk_bytes(spec, tokens),
             weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
         )
         chunk += _cast_head_bytes(architecture, computation)
@@ -323,6 +362,11 @@ def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:
     method = spec.recipe.method
     larger_vocabulary = max(spec.architecture.vocabulary, teacher.vocabulary)
     chunk = divergence_chunk_bytes(
-        larger_vocabulary, tokens, computation, method.distill_beta, method.temperature
+        larger_vocabulary,
+        tokens,
+        computation,
+        method.distill_beta,
+        method.temperature,
+        _count_logit_copies(spec.architecture) + _count_logit_copies(teacher),
     )
     return computation.itemsize * teacher.hidden * tokens + chunk

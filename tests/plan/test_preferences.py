@@ -19,7 +19,7 @@ from finetune.models.documents import install_attention
 from finetune.models.gating import install_gating
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
-from finetune.models.loss_chunks import HeadProduct
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform
 from finetune.plan.loss_memory import loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
@@ -78,6 +78,35 @@ def test_log_probabilities_allocate_what_is_planned(
     with capsys.disabled():
         print(f"\nlog-probabilities: worst error {errors[worst]:+.1%} {worst}")
     assert abs(errors[worst]) < 0.02, errors
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "logits"),
+    [
+        (Method(method="grpo", temperature=0.7), {}, LogitTransform(temperature=0.7)),
+        (Method(method="dpo"), {"model_type": "granite", "logits_scaling": 8.0}, LogitTransform(1 / 8)),
+        (Method(method="dpo"), {"model_type": "gemma2"}, LogitTransform(softcap=30.0)),
+    ],
+    ids=["temperature", "scale", "softcap"],
+)  # fmt: skip
+def test_what_turns_scores_into_logits_is_planned(
+    method: Method, config: dict[str, Any], logits: LogitTransform
+) -> None:
+    sharding = Sharding(layout="fsdp2", mixed_precision="no")
+    spec = preferences(TINY | config, sharding=sharding, max_length=LENGTH)
+    spec = replace(spec, recipe=replace(spec.recipe, method=method))
+    weight = torch.randn(4096, 64, requires_grad=True)
+    states = torch.randn(spec.tokens, 64, requires_grad=True)
+    labels, positions = torch.randint(0, 4096, (spec.tokens,)), torch.arange(spec.tokens)
+    product, chunks, found = HeadProduct(states, weight), ChunkOptions(logits), []
+
+    def forward() -> None:
+        found[:] = [linear_log_probabilities(product, labels, positions, chunks)]
+
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(forward), rel=0.02)
+    # Of the forward, the hidden states' gradient and the trained positions lie there already.
+    measured = 2 * states.nbytes + allocated_peak(found[0].sum().backward)
+    assert loss_backward_bytes(spec) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
