@@ -359,9 +359,10 @@ class HeadLoss(torch.autograd.Function):
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained_hidden = hidden if positions is None else hidden[positions]
+            trained_hidden = trained_hidden.to(dtype)  # frees the copy in the wider dtype
             cast_b = None if adapter_b is None else adapter_b.to(dtype)
             sums, (grad_hidden, *other_gradients) = compute(
-                trained_hidden.to(dtype), weight.to(dtype), cast_b
+                trained_hidden, weight.to(dtype), cast_b
             )
         if positions is not None and grad_hidden is not None:
             grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)

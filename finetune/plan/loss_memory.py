@@ -125,7 +125,7 @@ def _pooled_bytes(spec: RunSpec) -> int:
 def head_adapter_bytes(spec: RunSpec) -> int:
     """Bytes that a LoRA adapter on the output head adds to the loss; 0 without one.
 
-    They are the hidden states joined with the outputs of A, and a scaled copy of B with its
+    They are the hidden states joined with the outputs of A, what its backward needs, and B's
     gradient.
     """
     lora_rank = _head_adapter_rank(spec)
@@ -136,11 +136,24 @@ def head_adapter_bytes(spec: RunSpec) -> int:
     # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
     # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
     # count here: `loss_bytes` counts those of the copy and its gradient.
-    features = 4 * lora_rank + spec.computed.hidden
-    position_bytes = computation.itemsize * positions * features
-    # B's scaled copy, which autocast makes in fp32 and then casts, and B's fp32 gradient
-    element_bytes = (FP32 if computation.autocast else 0) + computation.itemsize + FP32
-    return position_bytes + element_bytes * lora_rank * spec.computed.head_rows
+    joined = computation.residual_itemsize * (2 * lora_rank + spec.computed.hidden)
+    copied = computation.itemsize * 2 * lora_rank
+    return positions * (joined + copied) + _adapter_kept_bytes(spec) + _adapter_gradient(spec)
+
+
+def _adapter_kept_bytes(spec: RunSpec) -> int:
+    """Bytes that a LoRA adapter on the output head keeps for its backward; 0 without one.
+
+    They are the scaled copy of B and, under autocast, two casts: of that copy, which is fp32 there,
+    and of the hidden states that A reads.
+    """
+    computation = spec.computation
+    lora_rank = _head_adapter_rank(spec)
+    scaled_b = spec.computed.head_rows * lora_rank
+    if not lora_rank or not computation.autocast:
+        return computation.itemsize * scaled_b
+    states = spec.computed.hidden * spec.scored_outputs * spec.tokens
+    return (FP32 + computation.itemsize) * scaled_b + computation.itemsize * states
 
 
 def _head_adapter_rank(spec: RunSpec) -> int:
@@ -208,7 +221,7 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     """Bytes of the loss's backward: the gradients of head and hidden states, which the forward
     computed, and a copy of each in its tensor's dtype.
 
-    The hidden states' gradient is fp32 in between.
+    The hidden states' gradient is copied to fp32 in between. fp32 is not copied to fp32.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -217,10 +230,23 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     if spec.weighs_documents:
         return _log_probability_backward_bytes(spec)
     positions = spec.scored_outputs * spec.tokens
-    bytes_per_feature = computation.itemsize + FP32 + computation.residual_itemsize
-    hidden = architecture.hidden * positions * bytes_per_feature
-    head_gradient = _head_gradient(spec)
-    return head_gradient + _cast_gradient_bytes(head_gradient, computation) + hidden
+    bytes_per_feature = computation.itemsize
+    if computation.itemsize < FP32:
+        bytes_per_feature += FP32
+    if computation.residual_itemsize < FP32:
+        bytes_per_feature += computation.residual_itemsize
+    lora_rank = _head_adapter_rank(spec)
+    features = (architecture.hidden + lora_rank) * positions  # A's outputs are joined to the states
+    head_gradient = _head_gradient(spec) + _adapter_gradient(spec)
+    gradients = _cast_gradient_bytes(head_gradient, computation) + features * bytes_per_feature
+    if lora_rank:  # then the gradients of the joined states and of A's input are added up
+        gradients = max(gradients, 3 * computation.residual_itemsize * features)
+    return head_gradient + gradients + _adapter_kept_bytes(spec)
+
+
+def _adapter_gradient(spec: RunSpec) -> int:
+    """Bytes of the fp32 gradient of B in the head's LoRA adapter; 0 without one."""
+    return FP32 * spec.computed.head_rows * _head_adapter_rank(spec)
 
 
 def _head_gradient(spec: RunSpec) -> int:
@@ -322,15 +348,16 @@ def _balance_chunk(tokens: int, most_tokens: int) -> int:
 def _log_probability_backward_bytes(spec: RunSpec) -> int:
     """The most bytes in the backward of per-token log-probabilities (models/log_probabilities.py).
 
-    First it scales the hidden states' gradient in fp32. Then, if the head is trained, it computes
-    the chunks of logits again for the gradient of the head's weight.
+    First it scales the hidden states' gradient in fp32. Then, if the head or its adapter is
+    trained, it computes the chunks of logits again for the gradient of the head's weight or of the
+    adapter's B. A critic's gradient of the hidden states waits meanwhile.
     """
-    architecture = spec.computed
     computation = spec.computation
-    tokens = spec.tokens
-    head_gradient = _head_gradient(spec)
-    hidden = architecture.hidden * tokens
+    lora_rank = _head_adapter_rank(spec)
+    hidden = (spec.computed.hidden + lora_rank) * spec.tokens  # A's outputs are joined to them
     always_there = computation.itemsize * hidden  # the hidden states' gradient, from the forward
+    if spec.recipe.method_facts.has_critic:
+        always_there += computation.residual_itemsize * hidden
     in_fp32 = 0 if computation.itemsize == FP32 else FP32 * hidden  # its copy, if it is not fp32
     scaled = FP32 * hidden
     cast_scaled = computation.residual_itemsize * hidden  # in the residual stream's dtype
@@ -339,16 +366,28 @@ def _log_probability_backward_bytes(spec: RunSpec) -> int:
         scaled + cast_scaled,
         2 * cast_scaled,  # the trained positions' gradient is scattered to all positions
     ]
+    head_gradient = _head_gradient(spec) + _adapter_gradient(spec)
     if head_gradient:
         always_there += computation.itemsize * hidden  # the hidden states at the trained positions
-        chunk = max(
-            _loss_chunk_bytes(spec, tokens),
-            weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
-        )
-        chunk += _cast_head_bytes(architecture, computation)
+        always_there += _adapter_kept_bytes(spec)
         cast_gradient = _cast_gradient_bytes(head_gradient, computation)
-        steps.append(2 * cast_scaled + head_gradient + max(chunk, cast_gradient))
+        recomputed = max(_recomputed_chunk_bytes(spec), cast_gradient)
+        steps.append(2 * cast_scaled + head_gradient + recomputed)
     return always_there + max(steps)
+
+
+def _recomputed_chunk_bytes(spec: RunSpec) -> int:
+    """Bytes of a chunk of logits that the backward of log-probabilities computes again, and of
+    autocast's copy of the head.
+    """
+    architecture = spec.computed
+    computation = spec.computation
+    trained_columns = _head_adapter_rank(spec) or architecture.hidden
+    product = weight_product_bytes(
+        architecture.head_rows, trained_columns, spec.tokens, computation
+    )
+    chunk = max(_loss_chunk_bytes(spec, spec.tokens), product)
+    return chunk + _cast_head_bytes(architecture, computation)
 
 
 def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:

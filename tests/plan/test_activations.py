@@ -1,6 +1,7 @@
 """The planned activations and loss against what torch really keeps and allocates, over families and recipes."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,7 @@ from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.loss_memory import head_adapter_bytes, loss_bytes
+from finetune.plan.loss_memory import head_adapter_bytes, loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.temporary_memory import (
     expert_factor_bytes,
@@ -302,11 +303,27 @@ def test_the_loss_allocates_what_is_planned(
     spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
     spec = replace(spec, recipe=replace(spec.recipe, lora=LORAS[kind]), device="cpu")
     if kind == "adapted head":
-        head = make_adapted_head(weight)
-        measured = allocated_peak(lambda: head(states, labels))
+        compute = partial(make_adapted_head(weight), states, labels)
     else:
-        measured = allocated_peak(lambda: linear_cross_entropy(HeadProduct(states, weight), labels))
-    assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+        compute = partial(linear_cross_entropy, HeadProduct(states, weight), labels)
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)
+    measured = allocated_after(compute) + allocated_peak(compute().backward)
+    assert 0.99 < loss_backward_bytes(spec) / measured < 1.3
+
+
+def test_autocast_leaves_one_copy_of_the_trained_positions() -> None:
+    """That in the compute dtype. `weight` and `states` are fp32, as they are under DDP."""
+    weight = torch.randn(512, 256, requires_grad=True)
+    states, labels = torch.randn(2048, 256, requires_grad=True), torch.randint(0, 512, (2048,))
+    config = {"model_type": "llama", **CONFIG, "vocab_size": 512, "hidden_size": 256}
+    sharding = Sharding(layout="ddp", mixed_precision="bf16")
+    spec = replace(make_spec(config, ranks=1, sharding=sharding, max_length=2048), device="cpu")
+
+    def compute() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(HeadProduct(states, weight), labels)
+
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)
 
 
 def test_an_adapted_head_is_planned_for_each_output_that_it_scores() -> None:
