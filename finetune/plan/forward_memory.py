@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from finetune.constants import FP32, PROMPTS_AT_ONCE, ceil_div
 from finetune.plan.activations import evaluation_bytes, mask_bytes
-from finetune.plan.loss_memory import chunk_bytes, compared_bytes, count_held_out, vector_bytes
+from finetune.plan.loss_memory import (
+    cast_head_bytes,
+    chunk_bytes,
+    compared_bytes,
+    count_held_out,
+    vector_bytes,
+)
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
@@ -265,6 +271,7 @@ def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Sna
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
         + rounded_bytes(spec, tokens)
+        + cast_head_bytes(spec)
         + factors,
         gathered=_gathered_in_forward(spec),
         communication=plan_layout_memory(spec).buckets,

@@ -89,7 +89,7 @@ def loss_bytes(spec: RunSpec) -> int:
         chunk = max(chunk, product)
     return (
         head_gradient
-        + _cast_head_bytes(architecture, computation)
+        + cast_head_bytes(spec)
         + hidden
         + exits
         + critic_bytes(spec)
@@ -98,11 +98,14 @@ def loss_bytes(spec: RunSpec) -> int:
     )
 
 
-def _cast_head_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes of autocast's copy of the head in the compute dtype; 0 without autocast."""
-    if not computation.autocast:
+def cast_head_bytes(spec: RunSpec) -> int:
+    """Bytes of autocast's copy of the head in the compute dtype, in any forward.
+
+    0 without autocast, or if the method embeds and so has no head.
+    """
+    if not spec.computation.autocast or spec.recipe.method_facts.embeds:
         return 0
-    return computation.itemsize * architecture.head_rows * architecture.hidden
+    return spec.computation.itemsize * spec.computed.head_rows * spec.computed.hidden
 
 
 def _cast_gradient_bytes(head_gradient: int, computation: Computation) -> int:
@@ -387,7 +390,7 @@ def _recomputed_chunk_bytes(spec: RunSpec) -> int:
         architecture.head_rows, trained_columns, spec.tokens, computation
     )
     chunk = max(_loss_chunk_bytes(spec, spec.tokens), product)
-    return chunk + _cast_head_bytes(architecture, computation)
+    return chunk + cast_head_bytes(spec)
 
 
 def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:

@@ -379,6 +379,30 @@ def test_evaluation_holds_a_cast_copy_of_each_layer(recomputes: bool) -> None:
     assert peaks["evaluation"].gathered == 2 * numbers
 
 
+def test_evaluation_holds_a_cast_copy_of_the_head() -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config, tokens = CONFIG | {"vocab_size": 16384, "hidden_size": 256}, 64
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config)).eval()
+    install_attention(model)
+    install_loss(model)
+    ids, positions = torch.randint(3, 1000, (1, tokens)), torch.arange(tokens)[None]
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids, position_ids=positions)
+
+    run()  # what is allocated once, such as the rotary embedding
+    sharding = Sharding(layout="single", mixed_precision="bf16")
+    spec = make_spec(
+        {"model_type": "llama", **config}, ranks=1, sharding=sharding, max_length=tokens
+    )
+    phases = plan_phases(replace(spec, device="cpu"))
+    peak = next(phase.peak for phase in phases if phase.name == "evaluation")
+    planned = peak.activations + peak.loss + peak.temporaries + peak.gathered
+    assert planned == pytest.approx(allocated_peak(run), rel=0.05)
+
+
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_layers_that_are_not_recomputed_hold_their_cast_copies_for_the_backward(every: int) -> None:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
