@@ -308,7 +308,7 @@ def test_the_loss_allocates_what_is_planned(
         compute = partial(linear_cross_entropy, HeadProduct(states, weight), labels)
     assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)
     measured = allocated_after(compute) + allocated_peak(compute().backward)
-    assert 0.99 < loss_backward_bytes(spec) / measured < 1.3
+    assert 0.99 < loss_backward_bytes(spec) / measured < 1.5
 
 
 def test_autocast_leaves_one_copy_of_the_trained_positions() -> None:
