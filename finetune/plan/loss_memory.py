@@ -273,15 +273,16 @@ def loss_chunk_bytes(
     """Bytes of cross entropy over one chunk of logits.
 
     They are the head's scores, the fp32 log-probabilities and either the fp32 tensors that turn the
-    scores into logits or, in a compute dtype below fp32, a cast copy. Compiled, they are the scores
-    and their gradient.
+    scores into logits or, in a compute dtype below fp32, a cast copy. Compiled, they are the
+    scores, their gradient, and the tanh of a cap.
 
     `logit_copies`: the number of the tensors that turn scores into logits; 0 if they are the same.
     """
     most_tokens = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
     chunk = _balance_chunk(tokens, most_tokens)
     if computation.compiled:
-        return chunk * vocabulary * 2 * computation.itemsize
+        tanh = FP32 if logit_copies > 1 else 0
+        return chunk * vocabulary * (2 * computation.itemsize + tanh)
     if logit_copies:  # they are fp32, so no cast copy is needed besides
         cast = logit_copies * FP32
     elif computation.itemsize == FP32:
