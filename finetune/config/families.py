@@ -144,6 +144,7 @@ class Family:
     # The next two are what flash attention does not compute: see plan/activations.py.
     sinks: bool = False  # whether each head has a score that takes weight and gives no value
     caps_scores: bool = False  # whether scores are capped (attn_logit_softcapping)
+    caps_logits: bool = False  # whether logits are, if final_logit_softcapping is omitted
     fused: bool = False  # whether it has one qkv_proj and one gate_up_proj
     norms: Names = ("input_layernorm", "post_attention_layernorm")
     # whether norms stand only after attention and MLP, which then read the residual stream itself
@@ -237,6 +238,7 @@ GEMMA_2 = Family(
     tied=True,
     query_key_value_bias="attention_bias",
     caps_scores=True,
+    caps_logits=True,
     norms=(
         "input_layernorm",
         "post_attention_layernorm",
@@ -350,6 +352,7 @@ FAMILIES: Mapping[str, Family] = {
         GEMMA_2,
         defaults=GEMMA_2.defaults | {"vocab_size": 262208},
         caps_scores=False,
+        caps_logits=False,
         query_key_norm="head",
         llama_cpp=replace(
             GGUF_GEMMA, architecture="gemma3", window_every=6, scales_like_27b=62, has_own_head=True

@@ -59,10 +59,9 @@ def measure_head_factors(model: Any) -> HeadFactors:
     """
     if has_scores(model):  # such a class returns the head's scores; the probe compares them
         return HeadFactors()
-    config: Any = model.config.get_text_config()
     head = head_of(model)
     hidden = torch.outer(
-        _make_powers(len(PROBE_SCORES)), _make_powers(config.hidden_size)
+        _make_powers(len(PROBE_SCORES)), _make_powers(head.weight.shape[1])
     ).unsqueeze(0)
     scores = (
         torch.tensor(PROBE_SCORES, dtype=torch.float64)

@@ -460,7 +460,7 @@ def _compute_chunk(
     cross_entropy = -label_log_probabilities(log_probs, labels, chunks.label_smoothing)
     factors = torch.ones_like(cross_entropy)
     if chunks.weigh is not None:
-        entropy_factors = chunks.weigh.find_entropy_factors(logits)
+        entropy_factors = chunks.weigh.find_entropy_factors(logits, UNCHANGED)
         factors = chunks.weigh.choose_factors(entropy_factors, -cross_entropy)
     token_losses = torch.stack([divergence, cross_entropy * factors])
     divergence_sum, cross_entropy_sum = torch.where(trained, token_losses, 0.0).sum(1)

@@ -69,12 +69,12 @@ class LogitTransform(NamedTuple):
         """Turns the gradient to the logits into the gradient to the scores, in place.
 
         Args:
-            capped: The second value that `forward` returned.
+            capped: The second value that `forward` returned; overwritten.
         """
         if self.temperature != 1.0:
             grad /= self.temperature
         if capped is not None:
-            grad *= 1 - capped.square()
+            grad *= capped.square_().neg_().add_(1)  # 1 - capped^2, the derivative of tanh
         if self.scale != 1.0:
             grad *= self.scale
         return grad
@@ -153,12 +153,17 @@ class TokenWeights(NamedTuple):
     kind: Literal["dft", "eaft"]
     alpha: float = 1.0  # exponent of the entropy, for "eaft"
 
-    def find_entropy_factors(self, logits: Tensor) -> Tensor | None:
-        """EAFT: computes the factors [tokens] from `logits` [tokens, vocabulary]. DFT: None."""
+    def find_entropy_factors(self, scores: Tensor, transform: LogitTransform) -> Tensor | None:
+        """EAFT: computes the factors [tokens] from `scores` [tokens, vocabulary]. DFT: None.
+
+        `transform` turns the scores into logits.
+        """
         if self.kind == "dft":
             return None
-        largest_logits = logits.topk(min(EAFT_LOGITS, logits.shape[1])).values
-        log_probs = torch.log_softmax(largest_logits, -1, dtype=widen(logits.dtype))
+        # The largest scores become the largest logits, so only these are transformed.
+        largest_scores = scores.topk(min(EAFT_LOGITS, scores.shape[1])).values
+        largest_logits, _ = transform.forward(largest_scores)
+        log_probs = torch.log_softmax(largest_logits, -1, dtype=widen(scores.dtype))
         entropy = -(log_probs.exp() * log_probs).sum(1)
         return (entropy / EAFT_DIVISOR) ** self.alpha
 
@@ -238,9 +243,7 @@ def compute_in_chunks(
         nonlocal loss
         entropy_factors = None
         if chunks.weigh is not None:  # before the scores are overwritten
-            transformed, capped = chunks.logits.forward(scores)
-            entropy_factors = chunks.weigh.find_entropy_factors(transformed)
-            del transformed, capped  # each may be as large as the chunk's scores
+            entropy_factors = chunks.weigh.find_entropy_factors(scores, chunks.logits)
         arguments = (
             scores,
             labels[chunk],
@@ -356,9 +359,10 @@ class HeadLoss(torch.autograd.Function):
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained_hidden = hidden if positions is None else hidden[positions]
+            trained_hidden = trained_hidden.to(dtype)  # frees the copy in the wider dtype
             cast_b = None if adapter_b is None else adapter_b.to(dtype)
             sums, (grad_hidden, *other_gradients) = compute(
-                trained_hidden.to(dtype), weight.to(dtype), cast_b
+                trained_hidden, weight.to(dtype), cast_b
             )
         if positions is not None and grad_hidden is not None:
             grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
@@ -441,6 +445,7 @@ def compute_chunk(
     else:
         wide = transformed.to(widen(scores.dtype))
         log_probabilities, label_log_probs = shard.log_softmax(wide, labels, label_smoothing)
+    del transformed  # may be as large as the gradient that is made now
     trained = labels != IGNORE_INDEX
     label_log_probs = torch.where(trained, label_log_probs, 0.0)
     if grad_dtype is None:

@@ -28,7 +28,9 @@ from finetune.distributed.model_parts import (
 from finetune.errors import UserError, on_one_line
 from finetune.flops import count_attention_layers, count_heads, list_layer_configs, read_head_size
 from finetune.models.experts import count_active
+from finetune.models.head_factors import measure_head_factors
 from finetune.models.load import build_on_meta, forget_quantization
+from finetune.models.loss_chunks import LogitTransform
 from finetune.models.quantized_layers import expert_weights
 
 # Transformers' name of a parameter (the first name of a tied one) -> its shape.
@@ -67,6 +69,7 @@ class Outline:
     key_value_heads: int  # in the layer with the most
     head_size: float  # in the layer with the largest
     attending_layers: int  # number of layers with attention
+    logits: LogitTransform  # what the class does to its head's scores before the softmax
     idle: int  # elements that do no work on a text token: experts not chosen, towers
     facts: ModelFacts
 
@@ -74,7 +77,8 @@ class Outline:
 def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     """Describes the model of a config.json, which errors call `where`.
 
-    Raises `UserError` if transformers has no class for it, or cannot build it.
+    Raises `UserError` if transformers has no class for it, or cannot build it, or if its logits
+    cannot be trained here (`measure_head_factors`).
     """
     model = build_class(config, where)
     trunk = trunk_of(model)
@@ -103,6 +107,7 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         key_value_heads=max(map(_count_key_value_heads, layer_configs)) or heads,
         head_size=max(map(read_head_size, layer_configs)),
         attending_layers=count_attention_layers(trunk.config),
+        logits=measure_head_factors(model).logits,
         idle=_count_idle(model),
         facts=read_facts(model.config, where),
     )

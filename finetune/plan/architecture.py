@@ -251,6 +251,9 @@ class Architecture:
     predicting_layers: int = 0
     # how many scores of a document the output head computes; 0: it computes a vocabulary's logits
     scores: int = 0
+    # what the class does to its head's scores before the softmax (`models/loss_chunks.py`)
+    scales_logits: bool = False
+    caps_logits: bool = False
     has_critic: bool = False  # a critic's vector next to the output head, which no export holds
 
     @property
@@ -744,4 +747,6 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         prefix=prefix,
         predicting_layers=count_predicting_layers(config),
         scores=read_scores(config),
+        scales_logits=sizes.get("logits_scaling", 1) != 1,
+        caps_logits=bool(config.get("final_logit_softcapping", family.caps_logits)),
     )

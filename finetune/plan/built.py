@@ -228,6 +228,8 @@ def read_built_architecture(config: Mapping[str, Any], where: str) -> BuiltArchi
         beside=tuple(map(list_tensors, outline.beside)),
         prefix=outline.prefix,
         scores=read_scores(config),
+        scales_logits=outline.logits.scale != 1.0,
+        caps_logits=outline.logits.softcap is not None,
         outline=outline,
         config=text,
     )

@@ -6,10 +6,17 @@ gradient-free forwards of embedding methods.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from finetune.constants import FP32, PROMPTS_AT_ONCE, ceil_div
 from finetune.plan.activations import evaluation_bytes, mask_bytes
-from finetune.plan.loss_memory import chunk_bytes, compared_bytes, count_held_out, vector_bytes
+from finetune.plan.loss_memory import (
+    cast_head_bytes,
+    chunk_bytes,
+    compared_bytes,
+    count_held_out,
+    vector_bytes,
+)
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
@@ -77,7 +84,7 @@ def _sampling_points(
         prompts = rows
         prompt_tokens = spec.recipe.data.max_length
     else:
-        prompts = ceil_div(rows, of_a_prompt)
+        prompts = _most_prompts(spec, rows, completions, of_a_prompt)
         prompt_tokens = spec.recipe.data.max_length - rollout.max_completion_length
     row_tokens = prompt_tokens + rollout.max_completion_length
     prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
@@ -114,6 +121,30 @@ def _sampling_points(
     attention_scores = 2 * FP32 * rows * architecture.heads * row_tokens
     activations = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
     yield replace(point, activations=activations, loss=logits * FP32)
+
+
+def _most_prompts(spec: RunSpec, rows: int, completions: int, of_a_prompt: int) -> int:
+    """Counts the most prompts that `rows` completions sampled at once have.
+
+    They may begin within a prompt's completions: a rank's share of all completions begins at a
+    multiple of its size, and in the share every `rows` completions are sampled at once.
+
+    Args:
+        spec: The run.
+        rows: How many completions are sampled at once.
+        completions: How many this rank samples.
+        of_a_prompt: How many consecutive completions share a prompt.
+    """
+    later_rows = rows if completions > rows else 0  # 0: all are sampled at once
+    if spec.data_ranks == 1:
+        share = 0  # it begins at the first completion
+    elif spec.rows_per_step % spec.data_ranks or spec.recipe.rollout.max_num_gen_batches > 1:
+        share = 1  # of any size
+    else:
+        share = completions
+    # Where rows begin is a multiple of `step` after the first completion of their prompt.
+    step = gcd(of_a_prompt, share, later_rows)
+    return ceil_div(of_a_prompt - step + rows, of_a_prompt)
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
@@ -268,6 +299,7 @@ def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Sna
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
         + rounded_bytes(spec, tokens)
+        + cast_head_bytes(spec)
         + factors,
         gathered=_gathered_in_forward(spec),
         communication=plan_layout_memory(spec).buckets,

@@ -89,7 +89,7 @@ def loss_bytes(spec: RunSpec) -> int:
         chunk = max(chunk, product)
     return (
         head_gradient
-        + _cast_head_bytes(architecture, computation)
+        + cast_head_bytes(spec)
         + hidden
         + exits
         + critic_bytes(spec)
@@ -98,11 +98,14 @@ def loss_bytes(spec: RunSpec) -> int:
     )
 
 
-def _cast_head_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes of autocast's copy of the head in the compute dtype; 0 without autocast."""
-    if not computation.autocast:
+def cast_head_bytes(spec: RunSpec) -> int:
+    """Bytes of autocast's copy of the head in the compute dtype, in any forward.
+
+    0 without autocast, or if the method embeds and so has no head.
+    """
+    if not spec.computation.autocast or spec.recipe.method_facts.embeds:
         return 0
-    return computation.itemsize * architecture.head_rows * architecture.hidden
+    return spec.computation.itemsize * spec.computed.head_rows * spec.computed.hidden
 
 
 def _cast_gradient_bytes(head_gradient: int, computation: Computation) -> int:
@@ -125,7 +128,7 @@ def _pooled_bytes(spec: RunSpec) -> int:
 def head_adapter_bytes(spec: RunSpec) -> int:
     """Bytes that a LoRA adapter on the output head adds to the loss; 0 without one.
 
-    They are the hidden states joined with the outputs of A, and a scaled copy of B with its
+    They are the hidden states joined with the outputs of A, what its backward needs, and B's
     gradient.
     """
     lora_rank = _head_adapter_rank(spec)
@@ -136,11 +139,24 @@ def head_adapter_bytes(spec: RunSpec) -> int:
     # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
     # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
     # count here: `loss_bytes` counts those of the copy and its gradient.
-    features = 4 * lora_rank + spec.computed.hidden
-    position_bytes = computation.itemsize * positions * features
-    # B's scaled copy, which autocast makes in fp32 and then casts, and B's fp32 gradient
-    element_bytes = (FP32 if computation.autocast else 0) + computation.itemsize + FP32
-    return position_bytes + element_bytes * lora_rank * spec.computed.head_rows
+    joined = computation.residual_itemsize * (2 * lora_rank + spec.computed.hidden)
+    copied = computation.itemsize * 2 * lora_rank
+    return positions * (joined + copied) + _adapter_kept_bytes(spec) + _adapter_gradient(spec)
+
+
+def _adapter_kept_bytes(spec: RunSpec) -> int:
+    """Bytes that a LoRA adapter on the output head keeps for its backward; 0 without one.
+
+    They are the scaled copy of B and, under autocast, two casts: of that copy, which is fp32 there,
+    and of the hidden states that A reads.
+    """
+    computation = spec.computation
+    lora_rank = _head_adapter_rank(spec)
+    scaled_b = spec.computed.head_rows * lora_rank
+    if not lora_rank or not computation.autocast:
+        return computation.itemsize * scaled_b
+    states = spec.computed.hidden * spec.scored_outputs * spec.tokens
+    return (FP32 + computation.itemsize) * scaled_b + computation.itemsize * states
 
 
 def _head_adapter_rank(spec: RunSpec) -> int:
@@ -169,32 +185,71 @@ def chunk_bytes(spec: RunSpec, tokens: int) -> int:
     if method.distill_top_k is not None:  # the teacher's likeliest tokens come from files
         vocabulary = spec.architecture.vocabulary  # all of it: rules refuse tp_size with a teacher
         return divergence_chunk_bytes(
-            vocabulary, tokens, spec.computation, method.distill_beta, method.temperature
+            vocabulary,
+            tokens,
+            spec.computation,
+            method.distill_beta,
+            method.temperature,
+            _count_logit_copies(spec.architecture),
         )
+    return _loss_chunk_bytes(spec, tokens)
+
+
+def _loss_chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes of the cross entropy or of the log-probabilities over one chunk of logits, if the head
+    reads `tokens` tokens.
+    """
+    divides_logits = spec.recipe.method_facts.samples and spec.recipe.method.temperature != 1.0
     return loss_chunk_bytes(
-        spec.computed.head_rows, tokens, spec.computation, trains_head=_head_gradient(spec) > 0
+        spec.computed.head_rows,
+        tokens,
+        spec.computation,
+        trains_head=_head_gradient(spec) > 0,
+        logit_copies=_count_logit_copies(spec.architecture, divides_logits=divides_logits),
     )
+
+
+def _count_logit_copies(architecture: Architecture, *, divides_logits: bool = False) -> int:
+    """The number of fp32 tensors that turn a chunk's scores into logits (`LogitTransform`).
+
+    They are the logits and, with a cap, its tanh, which the gradient needs. 0 if the scores are the
+    logits. `divides_logits`: whether a temperature divides them.
+    """
+    if architecture.caps_logits:
+        return 2
+    return 1 if architecture.scales_logits or divides_logits else 0
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
     """Bytes of the loss's backward: the gradients of head and hidden states, which the forward
     computed, and a copy of each in its tensor's dtype.
 
-    The hidden states' gradient is fp32 in between.
+    The hidden states' gradient is copied to fp32 in between. fp32 is not copied to fp32.
     """
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
         return _pooled_bytes(spec)
     if spec.weighs_documents:
-        return log_probability_backward_bytes(
-            architecture, spec.tokens, computation, _head_gradient(spec)
-        )
+        return _log_probability_backward_bytes(spec)
     positions = spec.scored_outputs * spec.tokens
-    bytes_per_feature = computation.itemsize + FP32 + computation.residual_itemsize
-    hidden = architecture.hidden * positions * bytes_per_feature
-    head_gradient = _head_gradient(spec)
-    return head_gradient + _cast_gradient_bytes(head_gradient, computation) + hidden
+    bytes_per_feature = computation.itemsize
+    if computation.itemsize < FP32:
+        bytes_per_feature += FP32
+    if computation.residual_itemsize < FP32:
+        bytes_per_feature += computation.residual_itemsize
+    lora_rank = _head_adapter_rank(spec)
+    features = (architecture.hidden + lora_rank) * positions  # A's outputs are joined to the states
+    head_gradient = _head_gradient(spec) + _adapter_gradient(spec)
+    gradients = _cast_gradient_bytes(head_gradient, computation) + features * bytes_per_feature
+    if lora_rank:  # then the gradients of the joined states and of A's input are added up
+        gradients = max(gradients, 3 * computation.residual_itemsize * features)
+    return head_gradient + gradients + _adapter_kept_bytes(spec)
+
+
+def _adapter_gradient(spec: RunSpec) -> int:
+    """Bytes of the fp32 gradient of B in the head's LoRA adapter; 0 without one."""
+    return FP32 * spec.computed.head_rows * _head_adapter_rank(spec)
 
 
 def _head_gradient(spec: RunSpec) -> int:
@@ -208,18 +263,29 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def loss_chunk_bytes(
-    vocabulary: int, tokens: int, computation: Computation, *, trains_head: bool
+    vocabulary: int,
+    tokens: int,
+    computation: Computation,
+    *,
+    trains_head: bool,
+    logit_copies: int = 0,
 ) -> int:
     """Bytes of cross entropy over one chunk of logits.
 
-    They are the logits, the fp32 log-probabilities and, in a compute dtype below fp32, a cast copy.
-    Compiled, they are the logits and their gradient.
+    They are the head's scores, the fp32 log-probabilities and either the fp32 tensors that turn the
+    scores into logits or, in a compute dtype below fp32, a cast copy. Compiled, they are the
+    scores, their gradient, and the tanh of a cap.
+
+    `logit_copies`: the number of the tensors that turn scores into logits; 0 if they are the same.
     """
     most_tokens = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
     chunk = _balance_chunk(tokens, most_tokens)
     if computation.compiled:
-        return chunk * vocabulary * 2 * computation.itemsize
-    if computation.itemsize == FP32:
+        tanh = FP32 if logit_copies > 1 else 0
+        return chunk * vocabulary * (2 * computation.itemsize + tanh)
+    if logit_copies:  # they are fp32, so no cast copy is needed besides
+        cast = logit_copies * FP32
+    elif computation.itemsize == FP32:
         cast = 0
     elif computation.cpu or computation.divides_vocabulary:
         cast = FP32  # of the logits, before their softmax
@@ -246,12 +312,17 @@ def weight_product_bytes(
 
 
 def divergence_chunk_bytes(
-    vocabulary: int, tokens: int, computation: Computation, beta: float, temperature: float
+    vocabulary: int,
+    tokens: int,
+    computation: Computation,
+    beta: float,
+    temperature: float,
+    logit_copies: int,
 ) -> int:
     """Bytes of a distillation loss over one chunk of logits.
 
-    They are the logits in the compute dtype and, in fp32, both models' log-probabilities and the
-    tensors of the divergence.
+    They are the scores in the compute dtype and, in fp32, the tensors that turn them into logits,
+    both models' log-probabilities, and the tensors of the divergence.
 
     Args:
         vocabulary: Logits per token; the larger number if both models are in memory.
@@ -259,8 +330,10 @@ def divergence_chunk_bytes(
         computation: The settings of the forward.
         beta: 0 is the forward KL, 1 the reverse KL; between them a mixture is compared.
         temperature: Any temperature but 1 needs a scaled copy of the logits.
+        logit_copies: The tensors that turn both models' scores into logits. All are counted, an
+            upper bound.
     """
-    fp32_tensors = 2  # the log-probabilities of both models
+    fp32_tensors = logit_copies + 2  # the log-probabilities of both models
     fp32_tensors += 2 if beta == 0 else 3  # divergence and gradient
     if temperature != 1.0:
         fp32_tensors += 1
@@ -276,22 +349,19 @@ def _balance_chunk(tokens: int, most_tokens: int) -> int:
     return ceil_div(tokens, chunks)
 
 
-def log_probability_backward_bytes(
-    architecture: Architecture, tokens: int, computation: Computation, head_gradient: int
-) -> int:
+def _log_probability_backward_bytes(spec: RunSpec) -> int:
     """The most bytes in the backward of per-token log-probabilities (models/log_probabilities.py).
 
-    First it scales the hidden states' gradient in fp32. Then, if the head is trained, it computes
-    the chunks of logits again for the gradient of the head's weight.
-
-    Args:
-        architecture: The part of the model that the rank computes.
-        tokens: Tokens of a micro-batch on the rank.
-        computation: The settings of the forward.
-        head_gradient: Bytes of the fp32 gradient of the head's weight; 0 if the head is frozen.
+    First it scales the hidden states' gradient in fp32. Then, if the head or its adapter is
+    trained, it computes the chunks of logits again for the gradient of the head's weight or of the
+    adapter's B. A critic's gradient of the hidden states waits meanwhile.
     """
-    hidden = architecture.hidden * tokens
+    computation = spec.computation
+    lora_rank = _head_adapter_rank(spec)
+    hidden = (spec.computed.hidden + lora_rank) * spec.tokens  # A's outputs are joined to them
     always_there = computation.itemsize * hidden  # the hidden states' gradient, from the forward
+    if spec.recipe.method_facts.has_critic:
+        always_there += computation.residual_itemsize * hidden
     in_fp32 = 0 if computation.itemsize == FP32 else FP32 * hidden  # its copy, if it is not fp32
     scaled = FP32 * hidden
     cast_scaled = computation.residual_itemsize * hidden  # in the residual stream's dtype
@@ -300,16 +370,28 @@ def log_probability_backward_bytes(
         scaled + cast_scaled,
         2 * cast_scaled,  # the trained positions' gradient is scattered to all positions
     ]
+    head_gradient = _head_gradient(spec) + _adapter_gradient(spec)
     if head_gradient:
         always_there += computation.itemsize * hidden  # the hidden states at the trained positions
-        chunk = max(
-            loss_chunk_bytes(architecture.head_rows, tokens, computation, trains_head=True),
-            weight_product_bytes(architecture.head_rows, architecture.hidden, tokens, computation),
-        )
-        chunk += _cast_head_bytes(architecture, computation)
+        always_there += _adapter_kept_bytes(spec)
         cast_gradient = _cast_gradient_bytes(head_gradient, computation)
-        steps.append(2 * cast_scaled + head_gradient + max(chunk, cast_gradient))
+        recomputed = max(_recomputed_chunk_bytes(spec), cast_gradient)
+        steps.append(2 * cast_scaled + head_gradient + recomputed)
     return always_there + max(steps)
+
+
+def _recomputed_chunk_bytes(spec: RunSpec) -> int:
+    """Bytes of a chunk of logits that the backward of log-probabilities computes again, and of
+    autocast's copy of the head.
+    """
+    architecture = spec.computed
+    computation = spec.computation
+    trained_columns = _head_adapter_rank(spec) or architecture.hidden
+    product = weight_product_bytes(
+        architecture.head_rows, trained_columns, spec.tokens, computation
+    )
+    chunk = max(_loss_chunk_bytes(spec, spec.tokens), product)
+    return chunk + cast_head_bytes(spec)
 
 
 def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:
@@ -323,6 +405,11 @@ def teacher_divergence_bytes(spec: RunSpec, tokens: int) -> int:
     method = spec.recipe.method
     larger_vocabulary = max(spec.architecture.vocabulary, teacher.vocabulary)
     chunk = divergence_chunk_bytes(
-        larger_vocabulary, tokens, computation, method.distill_beta, method.temperature
+        larger_vocabulary,
+        tokens,
+        computation,
+        method.distill_beta,
+        method.temperature,
+        _count_logit_copies(spec.architecture) + _count_logit_copies(teacher),
     )
     return computation.itemsize * teacher.hidden * tokens + chunk

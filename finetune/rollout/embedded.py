@@ -309,6 +309,7 @@ class _Wave:
         """Draws tokens until every completion has ended."""
         between_looks = TOKENS_BETWEEN_LOOKS if self._drawn.is_cuda else 1
         self._draw(self._logits)
+        del self._logits  # each step has logits of the same size
         for step in range(1, self._max_tokens):
             if step % between_looks == 0 and not self._keep_open_rows():
                 break

@@ -131,7 +131,7 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_ke
         scores, labels, _ = problem(256, vocabulary, torch.bfloat16)
         peak = allocated_peak(lambda: compiled(scores, labels, *arguments))
         planned = loss_chunk_bytes(
-            vocabulary, 256, Computation(itemsize=2, cpu=True, compiled=True)
+            vocabulary, 256, Computation(itemsize=2, cpu=True, compiled=True), trains_head=True
         )
         assert peak + scores.nbytes == pytest.approx(planned, rel=0.02)
 
@@ -149,6 +149,24 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_ke
         assert (
             said is not None and f"1 were compiled and 1 were in the cache, in {tmp_path}" in said
         )
+
+
+@pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("logits", "logit_copies"),
+    [(LogitTransform(temperature=0.7), 1), (LogitTransform(softcap=30.0), 2)],
+)
+def test_inductor_keeps_the_tanh_of_a_cap(logits: LogitTransform, logit_copies: int) -> None:
+    torch._dynamo.reset()
+    compiled: ChunkFunction = torch.compile(compute_fused_chunk, dynamic=True)
+    scores, labels, _ = problem(256, 1000, torch.bfloat16)
+    arguments = (scores, labels, None, logits, 0.0, torch.bfloat16)
+    compiled(*arguments)
+    run = Computation(itemsize=2, cpu=True, compiled=True)
+    planned = loss_chunk_bytes(1000, 256, run, trains_head=True, logit_copies=logit_copies)
+    peak = scores.nbytes + allocated_peak(lambda: compiled(*arguments))
+    assert peak == pytest.approx(planned, rel=0.02)
 
 
 def test_what_is_compiled_is_kept_in_the_cache_of_hugging_face(

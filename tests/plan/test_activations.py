@@ -1,6 +1,7 @@
 """The planned activations and loss against what torch really keeps and allocates, over families and recipes."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,7 @@ from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
 from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.loss_memory import head_adapter_bytes, loss_bytes
+from finetune.plan.loss_memory import head_adapter_bytes, loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.temporary_memory import (
     expert_factor_bytes,
@@ -308,11 +309,27 @@ def test_the_loss_allocates_what_is_planned(
     spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
     spec = replace(spec, recipe=replace(spec.recipe, lora=LORAS[kind]), device="cpu")
     if kind == "adapted head":
-        head = make_adapted_head(weight)
-        measured = allocated_peak(lambda: head(states, labels))
+        compute = partial(make_adapted_head(weight), states, labels)
     else:
-        measured = allocated_peak(lambda: linear_cross_entropy(HeadProduct(states, weight), labels))
-    assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+        compute = partial(linear_cross_entropy, HeadProduct(states, weight), labels)
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)
+    measured = allocated_after(compute) + allocated_peak(compute().backward)
+    assert 0.99 < loss_backward_bytes(spec) / measured < 1.5
+
+
+def test_autocast_leaves_one_copy_of_the_trained_positions() -> None:
+    """That in the compute dtype. `weight` and `states` are fp32, as they are under DDP."""
+    weight = torch.randn(512, 256, requires_grad=True)
+    states, labels = torch.randn(2048, 256, requires_grad=True), torch.randint(0, 512, (2048,))
+    config = {"model_type": "llama", **CONFIG, "vocab_size": 512, "hidden_size": 256}
+    sharding = Sharding(layout="ddp", mixed_precision="bf16")
+    spec = replace(make_spec(config, ranks=1, sharding=sharding, max_length=2048), device="cpu")
+
+    def compute() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(HeadProduct(states, weight), labels)
+
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)
 
 
 def test_an_adapted_head_is_planned_for_each_output_that_it_scores() -> None:
@@ -366,6 +383,30 @@ def test_evaluation_holds_a_cast_copy_of_each_layer(recomputes: bool) -> None:
     peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
     numbers = sum(linear.numel for layer in range(4) for linear in spec.architecture.linears(layer))
     assert peaks["evaluation"].gathered == 2 * numbers
+
+
+def test_evaluation_holds_a_cast_copy_of_the_head() -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config, tokens = CONFIG | {"vocab_size": 16384, "hidden_size": 256}, 64
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config)).eval()
+    install_attention(model)
+    install_loss(model)
+    ids, positions = torch.randint(3, 1000, (1, tokens)), torch.arange(tokens)[None]
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids, position_ids=positions)
+
+    run()  # what is allocated once, such as the rotary embedding
+    sharding = Sharding(layout="single", mixed_precision="bf16")
+    spec = make_spec(
+        {"model_type": "llama", **config}, ranks=1, sharding=sharding, max_length=tokens
+    )
+    phases = plan_phases(replace(spec, device="cpu"))
+    peak = next(phase.peak for phase in phases if phase.name == "evaluation")
+    planned = peak.activations + peak.loss + peak.temporaries + peak.gathered
+    assert planned == pytest.approx(allocated_peak(run), rel=0.05)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -1,10 +1,14 @@
 """The counted architecture against the model that transformers builds from the same config."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from finetune.config.facts import find_layer_class
 from finetune.config.families import PLANNED
 from finetune.errors import UserError
+from finetune.models.head_factors import measure_head_factors
 from finetune.plan.architecture import read_architecture, split_config
 from tests.vision import whole_config
 
@@ -63,6 +67,28 @@ def test_every_family_has_the_names_and_shapes_that_transformers_builds(model_ty
         assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes, variant
         assert architecture.parameters == sum(tensor.numel for tensor in architecture.tensors())
         assert find_layer_class(model_type) in wrapped
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        *((model_type, {}) for model_type in PLANNED),
+        ("granite", {"logits_scaling": 8.0}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}),
+        ("cohere", {}),
+    ],
+)
+def test_what_a_class_does_to_its_scores_is_read(model_type: str, config: dict[str, Any]) -> None:
+    """By the keys of config.json in the table, by the class's forward in a family without a row."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**TINY, **config))
+    logits = measure_head_factors(model).logits
+    architecture = read_architecture({"model_type": model_type, **TINY, **config}, "config.json")
+    assert architecture.scales_logits == (logits.scale != 1.0)
+    assert architecture.caps_logits == (logits.softcap is not None)
 
 
 @pytest.mark.parametrize("model_type", PLANNED)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.methods import Method
 from finetune.config.schema import Data, DatasetSource, Lora
+from finetune.constants import VALUE_WEIGHT
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.models.cross_entropy import install_loss
+from finetune.models.cross_entropy import CrossEntropyHead, install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.gating import install_gating
-from finetune.models.log_probabilities import linear_log_probabilities
+from finetune.models.log_probabilities import head_log_probabilities, linear_log_probabilities
 from finetune.models.lora import add_adapters
-from finetune.models.loss_chunks import HeadProduct
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform
+from finetune.models.value_head import head_log_probabilities_and_values
 from finetune.plan.loss_memory import loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
@@ -29,7 +32,8 @@ from finetune.training.objectives.preference import PreferenceObjective
 from finetune.training.reference import without_adapters
 from tests.conftest import slow_but
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
-from tests.plan.traced import allocated_peak
+from tests.plan.test_activations import make_adapted_head
+from tests.plan.traced import allocated_after, allocated_peak
 
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -78,6 +82,66 @@ def test_log_probabilities_allocate_what_is_planned(
     with capsys.disabled():
         print(f"\nlog-probabilities: worst error {errors[worst]:+.1%} {worst}")
     assert abs(errors[worst]) < 0.02, errors
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "logits"),
+    [
+        (Method(method="grpo", temperature=0.7), {}, LogitTransform(temperature=0.7)),
+        (Method(method="dpo"), {"model_type": "granite", "logits_scaling": 8.0}, LogitTransform(1 / 8)),
+        (Method(method="dpo"), {"model_type": "gemma2"}, LogitTransform(softcap=30.0)),
+    ],
+    ids=["temperature", "scale", "softcap"],
+)  # fmt: skip
+def test_what_turns_scores_into_logits_is_planned(
+    method: Method, config: dict[str, Any], logits: LogitTransform
+) -> None:
+    sharding = Sharding(layout="fsdp2", mixed_precision="no")
+    spec = preferences(TINY | config, sharding=sharding, max_length=LENGTH)
+    spec = replace(spec, recipe=replace(spec.recipe, method=method))
+    weight = torch.randn(4096, 64, requires_grad=True)
+    states = torch.randn(spec.tokens, 64, requires_grad=True)
+    labels, positions = torch.randint(0, 4096, (spec.tokens,)), torch.arange(spec.tokens)
+    product, chunks, found = HeadProduct(states, weight), ChunkOptions(logits), []
+
+    def forward() -> None:
+        found[:] = [linear_log_probabilities(product, labels, positions, chunks)]
+
+    assert loss_bytes(spec) == pytest.approx(allocated_peak(forward), rel=0.02)
+    # Of the forward, the hidden states' gradient and the trained positions lie there already.
+    measured = 2 * states.nbytes + allocated_peak(found[0].sum().backward)
+    assert loss_backward_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_backward_computes_the_chunks_again_for_an_adapted_head() -> None:
+    lora = Lora(use_peft=True, lora_target_modules=("all-linear", "lm_head"))
+    sharding = Sharding(layout="fsdp2", mixed_precision="no")
+    spec = preferences(TINY, sharding=sharding, max_length=LENGTH)
+    spec = replace(spec, recipe=replace(spec.recipe, lora=lora))
+    head = make_adapted_head(torch.randn(4096, 64))
+    states = torch.randn(spec.tokens, 64, requires_grad=True)
+    labels, positions = torch.randint(0, 4096, (spec.tokens,)), torch.arange(spec.tokens)
+    forward = partial(head, states, labels, positions, head_log_probabilities)
+    measured = allocated_after(forward) + allocated_peak(forward().sum().backward)
+    assert loss_backward_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_gradient_of_a_critic_waits_for_that_of_the_log_probabilities() -> None:
+    """With so few logits that the backward takes more than the forward."""
+    sharding = Sharding(layout="fsdp2", mixed_precision="no")
+    sizes = {"vocab_size": 64, "hidden_size": 256}
+    spec = preferences(TINY | sizes, method="ppo", sharding=sharding, max_length=LENGTH, lora=True)
+    head: Any = torch.nn.Linear(256, 64, bias=False).requires_grad_(False)
+    head.__class__, head.logits = CrossEntropyHead, LogitTransform()
+    setattr(head, VALUE_WEIGHT, torch.nn.Parameter(torch.randn(256)))
+    states = torch.randn(spec.tokens, 256, requires_grad=True)
+    labels, positions = torch.randint(0, 64, (spec.tokens,)), torch.arange(spec.tokens)
+
+    def run() -> None:
+        head_log_probabilities_and_values(head, states, labels, positions).sum().backward()
+
+    assert loss_backward_bytes(spec) == pytest.approx(allocated_peak(run), rel=0.02)
+    assert loss_backward_bytes(spec) > loss_bytes(spec)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])

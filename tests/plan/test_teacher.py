@@ -13,7 +13,7 @@ from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.config.schema import Method, Quantization
 from finetune.models.log_probabilities import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.loss_chunks import HeadProduct
+from finetune.models.loss_chunks import ChunkOptions, HeadProduct, LogitTransform
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import loss_bytes
 from finetune.plan.peaks import plan_phases
@@ -49,13 +49,15 @@ def test_the_loss_takes_what_it_allocates(
     dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = {}
-    for vocabulary, rows, tokens, beta, temperature, alpha in (
-        (12_000, 12_000, 1024, 0.5, 1.0, 0.5),
-        (12_000, 12_064, 512, 0.0, 1.0, 1.0),
-        (12_000, 12_000, 1024, 1.0, 2.0, 0.5),
-        (32_000, 32_000, 256, 0.0, 0.7, 1.0),
+    for family, vocabulary, rows, tokens, beta, temperature, alpha in (
+        ("llama", 12_000, 12_000, 1024, 0.5, 1.0, 0.5),
+        ("llama", 12_000, 12_064, 512, 0.0, 1.0, 1.0),
+        ("llama", 12_000, 12_000, 1024, 1.0, 2.0, 0.5),
+        ("llama", 32_000, 32_000, 256, 0.0, 0.7, 1.0),
+        ("gemma2", 12_000, 12_000, 512, 0.0, 0.7, 0.5),
     ):
-        config = {"model_type": "llama", **SMALL, "vocab_size": vocabulary}
+        config = {"model_type": family, **SMALL, "vocab_size": vocabulary}
+        logits = LogitTransform(softcap=30.0 if family == "gemma2" else None)
         sharding = Sharding(
             layout="fsdp2", mixed_precision="no" if dtype == torch.float32 else "bf16"
         )
@@ -71,17 +73,17 @@ def test_the_loss_takes_what_it_allocates(
         product = HeadProduct(hidden.requires_grad_(), head.requires_grad_())
 
         def run() -> None:
-            scores = TeacherScores(torch.randn(tokens, 96).to(dtype), own)  # noqa: B023
+            scores = TeacherScores(torch.randn(tokens, 96).to(dtype), own, None, logits)  # noqa: B023
             options = DivergenceOptions(beta, temperature, alpha)  # noqa: B023
-            linear_divergence(product, labels, scores, options)  # noqa: B023
+            linear_divergence(product, labels, scores, options, ChunkOptions(logits))  # noqa: B023
 
-        errors[vocabulary, tokens, beta, temperature, alpha] = (
+        errors[family, vocabulary, tokens, beta, temperature, alpha] = (
             loss_bytes(spec) / allocated_peak(run) - 1
         )
     worst = max(errors, key=lambda case: abs(errors[case]))
     with capsys.disabled():
         print(
-            f"\ndivergence: worst error {errors[worst]:+.1%} (vocabulary, tokens, beta, temperature, alpha {worst})"
+            f"\ndivergence: worst error {errors[worst]:+.1%} (family, vocabulary, tokens, beta, temperature, alpha {worst})"
         )
     assert abs(errors[worst]) < 0.02, errors
 
