@@ -195,21 +195,22 @@ def test_a_server_samples_in_the_same_worlds(
     staleness: int, recipe: Path, folder: Path, caller: Path
 ) -> None:
     model = caller / "sft" / "export"
+    run = folder / f"server-{staleness}"
     with serving(model) as server:
         keys = [
             f"vllm_server_base_url={server.url}",
-            f"output_dir={folder / 'server'}",
+            f"output_dir={run}",
             f"max_steps={staleness + 1}",
             f"max_staleness={staleness}",
             "eval_datasets=[]",
         ]
         train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
         asked = [body["prompt"] for body, _ in server.asked]
-    line, *ahead = steps_of(folder / "server")
+    line, *ahead = steps_of(run)
     assert [each["staleness/max"] for each in ahead] == [staleness] * staleness
     assert line["log_ratio/mean"] < 5e-6 and line["log_ratio/max"] < 5e-5
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    lines = lines_of(folder / "server")
+    lines = lines_of(run)
     assert any("parts" in each for each in lines)
     for each in lines:
         prompt = tokenizer(each["prompt"], add_special_tokens=False).input_ids
