@@ -390,10 +390,14 @@ def _refuse_pair_without_text(row: Row) -> None:
     """Raises `BadRow` for a row with the columns of a question and its answer, one not text."""
     columns = {str(column).lower(): column for column in row}
     for pair in COMMON_PAIRS:
-        if columns.keys() >= set(pair):
-            for column in (columns[name] for name in pair):
-                if not isinstance(row[column], str):
-                    raise BadRow(f"{column}: text is expected, found {describe_value(row[column])}")
+        if not columns.keys() >= set(pair):
+            continue
+        for column in (columns[name] for name in pair):
+            value = row[column]
+            if isinstance(value, str):
+                continue
+            advice = "; write it as text, in quotes" if isinstance(value, float | int) else ""
+            raise BadRow(f"{column}: text is expected, found {describe_value(value)}{advice}")
 
 
 def _refuse_null_column(row: Row, present: set[str]) -> None:

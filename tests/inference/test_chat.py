@@ -232,21 +232,22 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_loading(
     (tmp_path / "config.json").write_text("{}")  # no weights: nothing could be loaded
     raw = b"caf\xe9 \xff"
     (tmp_path / "prompts.txt").write_bytes(raw)
-    reason = "not UTF-8: invalid continuation byte at byte 4\n"
+    reason = "not UTF-8: invalid continuation byte at byte 4"
     assert (
         chat(tmp_path, "--prompts", tmp_path / "prompts.txt", code=2)
-        == f"{tmp_path / 'prompts.txt'}:1: {reason}"
+        == f"{tmp_path / 'prompts.txt'}:1: {reason}; save it as UTF-8\n"
     )
     argument = raw.decode("utf-8", "surrogateescape")  # as in sys.argv
-    assert chat(tmp_path, "--prompt", argument, code=2) == f"--prompt: {reason}"
+    assert chat(tmp_path, "--prompt", argument, code=2) == f"--prompt: {reason}\n"
     assert (
-        chat(tmp_path, "--prompt", QUESTION, "--system", argument, code=2) == f"--system: {reason}"
+        chat(tmp_path, "--prompt", QUESTION, "--system", argument, code=2)
+        == f"--system: {reason}\n"
     )
     for errors in ("strict", "surrogateescape"):  # what Python chooses by the locale
         monkeypatch.setattr(
             "sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors=errors)
         )
-        assert chat(tmp_path, code=2) == f"stdin: {reason}"
+        assert chat(tmp_path, code=2) == f"stdin: {reason}\n"
 
 
 def test_a_line_that_is_not_utf8_is_typed_again(
