@@ -206,6 +206,16 @@ def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def skip_update(world: World) -> None:
+    """Forgets that the gradients of this step were unscaled; does nothing without a loss scale.
+
+    The loss scale stays: whether the loss is finite does not depend on it.
+    """
+    scaler = world.accelerator.scaler
+    if scaler is not None:
+        scaler.update(new_scale=scaler.get_scale())
+
+
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     """Steps the optimizer.
 

@@ -24,6 +24,7 @@ from finetune.distributed.gradients import (
     clip_gradients,
     is_scaled,
     refuse_missing_gradients,
+    skip_update,
     unscale,
     update,
     without_gradient_sync,
@@ -321,7 +322,9 @@ def clip_and_update(
         grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
-    if not is_skipped and in_backward is None:
+    if is_skipped:
+        skip_update(world)
+    elif in_backward is None:
         before_update()
         seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
         update(optimizer, world)

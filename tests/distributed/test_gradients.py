@@ -11,6 +11,7 @@ from finetune.distributed.gradients import (
     clip_gradients,
     is_scaled,
     refuse_missing_gradients,
+    skip_update,
     unscale,
     update,
 )
@@ -50,6 +51,22 @@ def test_an_overflow_leaves_the_parameters_and_lowers_the_scale() -> None:
     _, after = one_step(scaler, gradient_factor=float("inf"))
     torch.testing.assert_close(after, torch.ones(3))
     assert scaler.get_scale() == 512.0
+
+
+def test_after_a_skipped_update_the_next_step_is_made_at_the_same_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for factor in (float("nan"), 1.0):
+        scaler.scale(weight.square().sum() * factor).backward()
+        unscale(optimizer, world_with(scaler))
+        if factor == 1.0:
+            update(optimizer, world_with(scaler))
+        else:
+            skip_update(world_with(scaler))
+        optimizer.zero_grad()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.8))
+    assert scaler.get_scale() == 1024.0
 
 
 def test_a_gradient_that_is_never_finite_stops_the_run_where_the_scale_cannot_fall_further() -> (
