@@ -727,8 +727,14 @@ class Session:
         one; returns the progress.
 
         All ranks call it.
+
+        Raises `UserError` if gradients wait for `optim_step`.
         """
         self._refuse_closed("load")
+        if self._backward:
+            raise UserError(
+                "load: the gradients are those of the model that it replaces; call optim_step first"
+            )
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
         loaded = self._loaded
         self._is_resumed = True

@@ -505,8 +505,9 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         session.forward_backward(ROWS)
         with pytest.raises(finetune.UserError, match="give learning_rate"):
             session.optim_step()
-        with pytest.raises(finetune.UserError, match="call optim_step first"):
-            session.save()
+        for move in (session.save, session.load):
+            with pytest.raises(finetune.UserError, match="call optim_step first"):
+                move()
         for rate in (-1.0, float("nan"), float("inf")):
             with pytest.raises(finetune.UserError, match="a number of at least 0"):
                 session.optim_step(learning_rate=rate)

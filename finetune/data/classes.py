@@ -21,10 +21,9 @@ from finetune.data.formats import (
     make_message,
     recognize_format,
 )
-from finetune.data.messages import BadRow, list_columns, role_of
+from finetune.data.messages import BadRow, is_of_assistant, list_columns
 
 LABEL = "label"
-ANSWERING = ("assistant", "gpt", "model")  # the roles of the assistant
 # stands in for the assistant's turn, without which `make_conversation` rejects a row
 EMPTY = make_message("assistant", "")
 
@@ -112,7 +111,7 @@ def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
     turns = columns.take_messages(source.messages_column or default_column)
     if not turns:
         raise BadRow("messages: an empty list")
-    if role_of(turns[-1]) in ANSWERING:
+    if is_of_assistant(turns[-1]):
         return make_conversation(columns, turns)
     conversation: Conversation = make_conversation(columns, [*turns, EMPTY])
     return replace(

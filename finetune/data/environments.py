@@ -115,12 +115,12 @@ def choose_environment(environments: Environments, columns: Mapping[str, Any]) -
     `environment`. Raises `BadRow` if that is not a key.
     """
     value = "" if "" in environments else columns.get("environment")
-    if value not in environments:
+    if not isinstance(value, str) or value not in environments:
         raise BadRow(
             f"environment: {describe_value(value)} is none of the recipe's, which are "
             f"{', '.join(environments)}"
         )
-    return str(value)
+    return value
 
 
 def has_tools(tokenizer: Any) -> bool:

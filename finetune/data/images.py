@@ -107,17 +107,15 @@ def read_image(value: Any, folder: Path) -> EncodedImage:
         BadRow: There is no such image, or it cannot be read.
     """
     while isinstance(value, Mapping):
-        value = next(
-            (value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)),
-            None,
-        )
+        keys = ("bytes", "path", "image", "url", "base64")
+        key = next((key for key in keys if value.get(key)), None)
+        if key == "base64":
+            return _decode(value[key])
+        value = None if key is None else value[key]
     if isinstance(value, bytes | bytearray):
         return EncodedImage(bytes(value))
     if isinstance(value, str) and value.startswith("data:"):
-        try:
-            return EncodedImage(base64.b64decode(value.partition(",")[2], validate=True))
-        except ValueError:
-            raise BadRow(f"image: not base64: {describe_value(value)}") from None
+        return _decode(value)
     if isinstance(value, str) and value.startswith(("http://", "https://")):
         raise BadRow(
             f"image: {value}: an address is not downloaded; save the image as a file and name its "
@@ -130,6 +128,15 @@ def read_image(value: Any, folder: Path) -> EncodedImage:
         value.save(encoded, "PNG")
         return EncodedImage(encoded.getvalue())
     raise BadRow(f"image: a path or bytes are expected, found {describe_value(value)}")
+
+
+def _decode(text: Any) -> EncodedImage:
+    """Decodes an image in base64, or in a data URL with base64. Raises `BadRow` for other text."""
+    try:
+        encoded = text.partition(",")[2] if text.startswith("data:") else text
+        return EncodedImage(base64.b64decode(encoded, validate=True))
+    except (AttributeError, ValueError):
+        raise BadRow(f"image: not base64: {describe_value(text)}") from None
 
 
 IMAGE_COLUMN = re.compile(r"(.*_)?(images?|imgs?|pictures?|photos?|pixel_values)", re.IGNORECASE)

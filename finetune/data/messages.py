@@ -605,6 +605,11 @@ def role_of(turn: Any) -> Any:
     return None
 
 
+def is_of_assistant(turn: Any) -> bool:
+    """Whether a row's turn is the assistant's, in any spelling of ROLES."""
+    return ROLES.get(_normalize_role(turn)) == "assistant"
+
+
 def _normalize_role(turn: Any) -> str:
     """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
     role = role_of(turn)
@@ -675,8 +680,11 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
     ):
         return str(part["text"])
     if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
-        keys = ("image", "image_url", "path", "url", "bytes", "base64")
-        images.append(next((part[key] for key in keys if part.get(key) is not None), None))
+        keys = ("image", "image_url", "path", "url", "bytes")
+        image = next((part[key] for key in keys if part.get(key) is not None), None)
+        if image is None and part.get("base64") is not None:
+            image = {"base64": part["base64"]}  # text that would be taken for a path
+        images.append(image)
         return IMAGE
     raise BadRow(
         f"message {number}: content: only text and image parts are supported, and thinking at the "

@@ -46,6 +46,7 @@ from finetune.data.messages import (
     Message,
     count_common,
     describe_value,
+    is_of_assistant,
     list_columns,
     role_of,
 )
@@ -646,7 +647,7 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     if turns is None:
         question = Question(row[name], _write_reward_row(reward_row, row[name], answer))
         return ParsedRow((Group((question,)),), "prompt_completion", ())
-    has_answer = role_of(turns[-1]) in ("assistant", "gpt", "model")
+    has_answer = is_of_assistant(turns[-1])
     conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY_ANSWER])
     if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
         raise BadRow(

@@ -27,7 +27,7 @@ from finetune.data.formats import (
 )
 from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import open_image, read_image
-from finetune.data.messages import IMAGE, BadRow, Message, list_columns, role_of
+from finetune.data.messages import IMAGE, BadRow, Message, is_of_assistant, list_columns
 from finetune.data.sources import read_file
 from finetune.errors import UserError
 from finetune.export.sentence_transformer import MODULES, is_embedder
@@ -232,7 +232,6 @@ def _read_recipe(run: Path | None) -> dict[str, Any]:
 
 
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")  # may hold a prompt as text
-ASSISTANT_ROLES = ("assistant", "gpt", "model")
 
 
 def make_prompt(prompt: str, system: str | None, images: Sequence[str] = ()) -> Conversation:
@@ -373,7 +372,7 @@ def _cut_before_answer(
         BadRow: The turns or images cannot be read, or nothing is asked.
     """
     # `make_conversation` expects an answer at the end, as in training.
-    if not turns or role_of(turns[-1]) not in ASSISTANT_ROLES:
+    if not turns or not is_of_assistant(turns[-1]):
         turns = [*turns, {"role": "assistant", "content": ""}]
     conversation = make_conversation(Columns(row), turns)
     messages = list(conversation.messages)

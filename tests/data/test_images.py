@@ -88,7 +88,18 @@ def named(name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "form",
-    ["parts", "openai", "trl", "llava", "llama-factory", "prompt", "alpaca", "bytes", "data"],
+    [
+        "parts",
+        "openai",
+        "trl",
+        "llava",
+        "llama-factory",
+        "prompt",
+        "alpaca",
+        "bytes",
+        "data",
+        "base64",
+    ],
 )
 def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path: Path) -> None:
     paths = [draw_image(tmp_path / f"{i}.png", i) for i in range(2)]
@@ -110,6 +121,12 @@ def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path:
             tmp_path,
             [chat({"type": "image", "url": urls[0]}, "What?", {"type": "image", "url": urls[1]})],
         )
+    elif form == "base64":
+        parts = [
+            {"type": "image", "base64": base64.b64encode(path.read_bytes()).decode()}
+            for path in paths
+        ]
+        data = write_rows(tmp_path, [chat(parts[0], "What?", parts[1])])
     else:
         data = write_rows(tmp_path, named(form))
     prepared = prepare(model, data)

@@ -10,6 +10,7 @@ import pytest
 from finetune.cli import main
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
+from finetune.data.environments import choose_environment
 from finetune.data.formats import Completion, Conversation, Document, Question
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_end_of_prompt, parse_pair, parse_prompt
@@ -466,3 +467,17 @@ def test_rewards_get_the_answer_that_the_recipe_names(row: dict[str, Any], answe
     document = parse_prompt(row, DatasetSource(path="a.jsonl", completion_column="final")).document
     assert isinstance(document, Question)
     assert json.loads(document.row)["columns"].get("answer") == answer
+
+
+@pytest.mark.parametrize("role", ["GPT", "Assistant", "ai", "chatgpt"])
+def test_an_answer_is_found_in_every_spelling_of_its_role(role: str) -> None:
+    turns = [{"from": "human", "value": "Q"}, {"from": role, "value": "A"}]
+    document = parse_prompt({"conversations": turns}, DatasetSource(path="a.jsonl")).document
+    assert isinstance(document, Question)
+    assert json.loads(document.row)["columns"]["answer"] == "A"
+
+
+def test_an_environment_that_is_no_text_is_a_bad_row() -> None:
+    environments: Any = {"a": None, "b": None}
+    with pytest.raises(BadRow, match=r"environment: .* is none of the recipe's"):
+        choose_environment(environments, {"environment": ["a"]})
