@@ -5,6 +5,7 @@ finished.json).
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -128,22 +129,27 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
     """
     if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
         return recipe
-    day = RankGroup(world).on_main(lambda: _find_first_day(folder / RECIPE))
+    day = RankGroup(world).on_main(lambda: _find_first_day(folder))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 
-def _find_first_day(run_recipe: Path) -> str | None:
-    """Returns the day in `run_recipe`, recipe.yaml of the run's folder; today if there is no such
-    file yet.
+def _find_first_day(folder: Path) -> str | None:
+    """Returns the day in the recipe.yaml of a run's folder, or in its newest readable checkpoint;
+    today if it has neither yet.
 
-    Returns None if an older version wrote the file, without a day.
+    A script's session writes no recipe.yaml. Returns None if an older version wrote the file,
+    without a day.
     """
-    if not run_recipe.is_file():
-        return date.today().isoformat()
-    try:
-        day: str | None = read_yaml(run_recipe).get("chat_template_date")
-    except UserError as error:
-        raise UserError(f"{error}; set chat_template_date to the run's day") from None
+    run_recipe = folder / RECIPE
+    day: str | None = date.today().isoformat()
+    if run_recipe.is_file():
+        try:
+            return read_yaml(run_recipe).get("chat_template_date")
+        except UserError as error:
+            raise UserError(f"{error}; set chat_template_date to the run's day") from None
+    for _, checkpoint in list_checkpoints(folder):
+        with suppress(ValueError):  # damaged
+            day = read_state(checkpoint)["recipe"].get("chat_template_date")
     return day
 
 

@@ -1,5 +1,6 @@
 """Chat templates that write today's date: one day for a whole run, on every rank and after every restart."""
 
+import json
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.config.reader import write_recipe
+from finetune.config.reader import to_dict, write_recipe
 from finetune.config.schema import Data, DatasetSource, Recipe
 from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import apply_template, make_renderer
@@ -69,6 +70,17 @@ def test_a_run_keeps_the_day_on_which_it_began(
     assert fixed_on("2026-01-31", recipe_with(), make_tokenizer()) is None
     assert fixed_on("2026-01-31", recipe_with("2024-07-26"), dated) == "2024-07-26"
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
+    saved = tmp_path / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    counts = ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best")
+    state = dict.fromkeys(counts, 1) | {"epoch": 0.5, "global_batch_size": 1, "scaler": None}
+    state |= {
+        "best_eval_loss": None,
+        "best_step": None,
+        "recipe": to_dict(recipe_with("2026-01-30")),
+    }
+    (saved / "state.json").write_text(json.dumps(state))
+    assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-30", "of a script's session"
     write_recipe(recipe_with("2026-01-31"), tmp_path / "recipe.yaml")
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-31"
     (tmp_path / "recipe.yaml").write_text(
