@@ -153,7 +153,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         in_backward or nullcontext(),
         garbage_collected_between_lines(),
     ):
-        saver.check_save(last_step, run.data.train.steps_per_epoch)
+        if progress.step < last_step:  # else nothing is left to save
+            run.watchdog.beat("saving a trial checkpoint")
+            saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
         window = Window(world.device)
         for batch, wait_seconds in _timed(run.read_batches(progress.step)):
@@ -269,6 +271,7 @@ def _log(
 
 def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
     """Saves a checkpoint, without counting its seconds in `window`; notifies the callbacks."""
+    run.watchdog.beat(f"saving step {progress.step}")
     with window.paused():
         run.save(progress)
     run.notify("on_save", progress)
