@@ -37,6 +37,7 @@ OWN_VARIABLES = {
     "add_generation_prompt",
     "continue_final_message",
     "chat_template",
+    "chat_template_date",
 }
 # keys of a turn that are read here; all others are passed on to the chat template
 KNOWN_KEYS = frozenset(

@@ -58,7 +58,8 @@ def read_reward_texts(recipe: Recipe) -> list[RewardText]:
     texts = []
     for name in recipe.rollout.reward_models:
         tokenizer = load_tokenizer(keys_of_reward(name, recipe), Data())
-        texts.append(RewardText(name, tokenizer, make_renderer(tokenizer, assistant_only=False)))
+        renderer = make_renderer(tokenizer, False, recipe.data.chat_template_date)
+        texts.append(RewardText(name, tokenizer, renderer))
     return texts
 
 

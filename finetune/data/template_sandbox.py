@@ -10,6 +10,7 @@ transformers.
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
+from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -440,6 +441,16 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         return guarded
 
 
+DATE_VARIABLE = "chat_template_date"  # the variable with the date that a template gets as today's
+
+
+@jinja2.pass_context
+def strftime_now(context: Context, format: str) -> str:  # noqa: A002 - transformers' name
+    """Formats the date of DATE_VARIABLE, or without one the present time."""
+    date = context.get(DATE_VARIABLE)
+    return (datetime.fromisoformat(date) if date else datetime.now()).strftime(format)
+
+
 # transformers' function without its cache: each call makes a new environment.
 _compile_unlimited = inspect.unwrap(chat_template_utils._compile_jinja_template)
 
@@ -459,6 +470,7 @@ def compile_template(template: str) -> jinja2.Template:
     environment.__class__ = _BudgetedEnvironment
     # `finalize` of the class counts; `lipsum` makes texts of any length.
     del environment.__dict__["finalize"], environment.globals["lipsum"]
+    environment.globals["strftime_now"] = strftime_now
     environment.filters = {
         name: environment.guard(name, each) for name, each in environment.filters.items()
     }

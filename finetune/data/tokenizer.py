@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from finetune.constants import (
 from finetune.data.environments import Environments, choose_environment, describe_environments
 from finetune.data.images import ImageProcessor, split_parts
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool, describe_tool
-from finetune.data.template_sandbox import compile_template
+from finetune.data.template_sandbox import DATE_VARIABLE, compile_template
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import read_json_object, refuse_lfs_pointer
 from finetune.files.network import go_offline_without_network, hub_error
@@ -518,7 +517,8 @@ class Renderer:
 
     template: str
     compiled: jinja2.Template  # `template`, compiled in a sandbox
-    # what the template can read: special tokens such as bos_token, and chat_template_kwargs
+    # what the template can read: special tokens such as bos_token, chat_template_kwargs, and the
+    # date that it gets as today's
     variables: dict[str, Any]
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
     # matches consecutive special tokens up to the first at which generation stops
@@ -574,13 +574,11 @@ def make_renderer(
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = _make_pattern(added | set(tokenizer.all_special_tokens))
     stop = _make_pattern(set(find_stop_tokens(tokenizer)))
-    compiled = compile_template(template)
-    _set_date(compiled, date)
     bos, end = _encode_around(tokenizer)
     renderer = Renderer(
         template=template,
-        compiled=compiled,
-        variables=dict(tokenizer.special_tokens_map),
+        compiled=compile_template(template),
+        variables=dict(tokenizer.special_tokens_map) | ({DATE_VARIABLE: date} if date else {}),
         special_tokens=re.compile(special),
         up_to_stop=re.compile(f"(?:(?!{stop})(?:{special}))*(?:{stop})"),
         bos=tokenizer.decode(bos),
@@ -664,18 +662,6 @@ def read_parts(renderer: Renderer) -> Renderer:
 def _make_pattern(words: set[str]) -> str:
     """Makes a pattern that matches any of `words`, longer ones first; without words, nothing."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
-
-
-def _set_date(compiled: jinja2.Template, date: str | None) -> None:
-    """Makes a compiled template take `date` for today; None: the actual day.
-
-    It sets a global of the template, which shadows transformers' function of that name. A variable
-    would not do: transformers replaces functions among a template's variables by a text.
-    """
-    if date is None:
-        compiled.globals.pop(ASKS_FOR_DATE, None)
-    else:
-        compiled.globals[ASKS_FOR_DATE] = datetime.fromisoformat(date).strftime
 
 
 def asks_for_date(tokenizer: Any) -> bool:

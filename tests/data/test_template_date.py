@@ -1,6 +1,7 @@
 """Chat templates that write today's date: one day for a whole run, on every rank and after every restart."""
 
 import json
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from finetune.config.methods import RolloutKeys
 from finetune.config.reader import to_dict, write_recipe
 from finetune.config.schema import Data, DatasetSource, Recipe
+from finetune.data.messages import BadRow
+from finetune.data.paid_text import read_reward_texts
 from finetune.data.token_store import cache_key
-from finetune.data.tokenizer import apply_template, make_renderer
+from finetune.data.tokenizer import Renderer, add_variables, apply_template, make_renderer
 from finetune.errors import UserError
 from finetune.training import lifecycle
 from finetune.training.lifecycle import fix_template_date
@@ -46,6 +50,26 @@ def test_the_fixed_day_is_written_where_transformers_writes_todays() -> None:
     assert "26 Jul 2024" in apply_template(
         with_tools, [*MESSAGES, {"role": "tool", "content": "1", "name": "f"}]
     )
+
+
+def test_one_renderer_never_changes_the_day_of_another() -> None:
+    def day_of(renderer: Renderer, tools: Any = ()) -> bool:
+        return "Today Date: 26 Jul 2024" in apply_template(renderer, MESSAGES, tools)
+
+    tokenizer = dated_tokenizer()
+    run = make_renderer(tokenizer, True, "2024-07-26")
+    for other in (make_renderer(tokenizer, False), make_renderer(tokenizer, False, "2020-01-31")):
+        assert day_of(run) and day_of(run, ({"name": "f"},))
+        assert not day_of(other) and not day_of(other, ({"name": "f"},))
+    with pytest.raises(BadRow, match="chat_template_date is set by rendering itself"):
+        add_variables(run, {"chat_template_date": "2020-01-31"})
+
+
+def test_a_reward_model_reads_the_day_of_the_run(tmp_path: Path) -> None:
+    dated_tokenizer().save_pretrained(tmp_path)
+    recipe = replace(recipe_with("2024-07-26"), rollout=RolloutKeys(rewards=(str(tmp_path),)))
+    [text] = read_reward_texts(recipe)
+    assert "Today Date: 26 Jul 2024" in apply_template(text.renderer, MESSAGES)
 
 
 def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks() -> None:
