@@ -10,10 +10,11 @@ from typing import Any
 from finetune.config.judge import fill_prompt
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Data, Model, Recipe
-from finetune.data.formats import Completion
+from finetune.data.formats import Completion, Conversation, Document
 from finetune.data.messages import BadRow, Message
-from finetune.data.render import render_scored
-from finetune.data.tokenizer import Renderer, apply_template, load_tokenizer, make_renderer
+from finetune.data.render import RenderedText, render_scored
+from finetune.data.tokenize import tokenize
+from finetune.data.tokenizer import Encoder, Renderer, load_tokenizer, make_encoder, make_renderer
 from finetune.errors import UserError
 
 TextOrMessages = str | Sequence[Message]  # the form of a prompt or a completion
@@ -23,31 +24,48 @@ TextOrMessages = str | Sequence[Message]  # the form of a prompt or a completion
 class RewardText:
     """Renders and encodes conversations for a reward model, as `method: reward` does.
 
-    The tokenizer and the chat template are the reward model's own.
+    The encoder and the chat template are the reward model's own.
     """
 
     name: str  # the model's folder, or its name on the hub
-    tokenizer: Any
+    encoder: Encoder
     renderer: Renderer
 
-    def render(self, prompt: TextOrMessages, completion: TextOrMessages) -> str:
-        """Renders a prompt and its completion as the text that the reward model reads.
+    def render(self, row: Mapping[str, Any], completion: TextOrMessages) -> str:
+        """Renders a row's prompt and its completion as the text that the reward model reads.
 
-        Both are text, or both are messages. Raises `UserError` if the chat template rejects them.
+        Args:
+            row: The row as reward functions get it. Its `tools` and `variables` are rendered too.
+            completion: Text if the prompt is text, else messages.
+
+        Raises:
+            UserError: The chat template rejects them.
         """
+        return self._render(row, completion).text
+
+    def encode(self, row: Mapping[str, Any], completion: TextOrMessages) -> list[int]:
+        """Returns the token ids of the text that `render` makes. Raises the same `UserError`."""
+        ids: list[int] = tokenize(
+            [self._render(row, completion)], [(0, 0)], self.encoder
+        ).input_ids.tolist()
+        return ids
+
+    def _render(self, row: Mapping[str, Any], completion: TextOrMessages) -> RenderedText:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            document: Document = Completion(prompt, str(completion))
+        else:
+            messages = (*prompt, *completion)
+            document = Conversation(
+                messages,
+                trained=(False,) * len(messages),
+                tools=tuple(row.get("tools") or ()),
+                variables=row.get("variables") or {},
+            )
         try:
-            if isinstance(prompt, str):
-                return render_scored(Completion(prompt, str(completion)), self.renderer).text
-            return apply_template(self.renderer, [*prompt, *completion])
+            return render_scored(document, self.renderer)
         except BadRow as error:
             raise UserError(f"rewards: {self.name}: {error}") from None
-
-    def encode(self, prompt: TextOrMessages, completion: TextOrMessages) -> list[int]:
-        """Returns the token ids of the text that `render` makes. Raises the same `UserError`."""
-        text = self.render(prompt, completion)
-        # A chat template writes its own BOS; plain text gets the tokenizer's.
-        is_plain = isinstance(prompt, str)
-        return list(self.tokenizer(text, add_special_tokens=is_plain, verbose=False).input_ids)
 
 
 def read_reward_texts(recipe: Recipe) -> list[RewardText]:
@@ -59,7 +77,7 @@ def read_reward_texts(recipe: Recipe) -> list[RewardText]:
     for name in recipe.rollout.reward_models:
         tokenizer = load_tokenizer(keys_of_reward(name, recipe), Data())
         renderer = make_renderer(tokenizer, False, recipe.data.chat_template_date)
-        texts.append(RewardText(name, tokenizer, renderer))
+        texts.append(RewardText(name, make_encoder(tokenizer), renderer))
     return texts
 
 
@@ -93,7 +111,7 @@ def show_rewarded(
     if not isinstance(prompt, str):
         completion = [{"role": "assistant", "content": answer}]
     for text in texts:
-        yield name_of_reward(text.name), text.render(prompt, completion)
+        yield name_of_reward(text.name), text.render(row, completion)
     for judge in recipe.rollout.judges:
         values = dict.fromkeys(judge.places, "")
         values |= {name: str(value) for name, value in columns.items()}

@@ -408,8 +408,7 @@ class Sampler:
 
         def encode() -> list[list[int]]:
             completions = self.read_completions(rows, sampled, messages)
-            prompts = (row["prompt"] for row in rows)
-            return [model.text.encode(*each) for each in zip(prompts, completions, strict=True)]
+            return [model.text.encode(*each) for each in zip(rows, completions, strict=True)]
 
         documents = RankGroup(self.world).on_main(encode)
         ranks = self.world.size

@@ -18,7 +18,6 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Example
 from finetune.data.packing import pack_documents
 from finetune.data.paid_text import RewardText, keys_of_reward, read_reward_texts
-from finetune.data.tokenizer import find_pad_id
 from finetune.distributed.parallelize import fill_on_device
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -55,7 +54,7 @@ class RewardModel:
 
         Returns a score for each document, in order.
         """
-        pad_id = find_pad_id(self.text.tokenizer)
+        pad_id = self.text.encoder.pad_id
         device = next(self.model.parameters()).device
         scores: list[float] = []
         for batch in self._split_batches(documents):

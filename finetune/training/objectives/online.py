@@ -269,7 +269,7 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         # A reward model is not loaded here, but its chat template is tried.
         completions = sampler.read_completions(rows, sampled, no_turns)
         for text in read_reward_texts(recipe):
-            text.encode(rows[0]["prompt"], completions[0])
+            text.encode(rows[0], completions[0])
 
     try:
         RankGroup(world).on_main(try_all)
