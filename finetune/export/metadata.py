@@ -108,7 +108,10 @@ def _write_configs(
     _write_json(folder / GENERATION_FILE, _make_generation_config(source, target))
     if not is_embedder(source.recipe):
         return
-    contents = describe_sentence_transformer(source.recipe, _read_hidden_size(source))
+    # Not from config.json: there some families have another name for it, such as n_embd.
+    model_config: Any = target.model.config
+    hidden_size = model_config.get_text_config().hidden_size
+    contents = describe_sentence_transformer(source.recipe, hidden_size)
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -137,11 +140,6 @@ def _make_adapter_config(
     elif trained_config.get("base_model_name_or_path") != source.base_model:
         config["revision"] = None
     return config
-
-
-def _read_hidden_size(source: Source) -> int:
-    """Reads the model's `hidden_size` from its config.json."""
-    return int(read_json_object(source.description / CONFIG_FILE)["hidden_size"])
 
 
 def _copy_files(patterns: Iterable[str], description: Path, folder: Path) -> None:
