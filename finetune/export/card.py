@@ -88,18 +88,20 @@ USE_MASKED = (
     "another: they do not sample from it."
 )
 PEFT_MODEL = 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME")'
+QUANTIZED_CAUSAL = """\
+from peft import AutoPeftModelForCausalLM
+from transformers import BitsAndBytesConfig
+
+QUANTIZATION
+model = AutoPeftModelForCausalLM.from_pretrained(
+    "PATH_OR_NAME", dtype="auto", quantization_config=quantization
+)"""
 USE_QUANTIZED = """\
 The adapter was trained on the base in this quantization, made from the numbers as the base's \
 files hold them (`dtype="auto"`):
 
 ```python
-from peft import AutoPeftModelForCausalLM
-from transformers import BitsAndBytesConfig
-
-quantization = BitsAndBytesConfig(SETTINGS)
-model = AutoPeftModelForCausalLM.from_pretrained(
-    "PATH_OR_NAME", dtype="auto", quantization_config=quantization
-)
+LINES
 ```
 
 On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies in \
@@ -451,10 +453,10 @@ def _list_uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iter
 
 def _show_loading(source: Source, is_adapter: bool) -> str:
     """Makes the Markdown that shows how Python loads the export: an adapter onto its base."""
-    if is_adapter and source.quantization.bits is not None:
-        return _show_quantized_loading(source)
     head = _read_head(source)
     auto_class = _name_auto_class(source, head)
+    if is_adapter and source.quantization.bits is not None:
+        return _show_quantized_loading(source, auto_class, head)
     if not is_adapter:
         lines = [
             f"from transformers import {auto_class}, AutoTokenizer",
@@ -473,36 +475,44 @@ def _show_loading(source: Source, is_adapter: bool) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def _show_base_loading(auto_class: str, head: ScoreHead) -> list[str]:
+def _show_base_loading(auto_class: str, head: ScoreHead, quantization: str = "") -> list[str]:
     """Makes the lines of Python that load an adapter's base, with a head like the trained one.
 
     Args:
         auto_class: transformers' class that loads the base.
         head: The head of scores; without names: the base has its own head for the vocabulary.
+        quantization: The lines of Python that set `quantization`; "": the base is not quantized.
     """
-    imported = auto_class
+    imported = [auto_class]
     config_lines = []
-    options = ""
+    options = '"BASE"'
     if head.reads_tokens:
-        imported = f"AutoConfig, {auto_class}"
+        imported.insert(0, "AutoConfig")
         config_lines = [
             f'config = AutoConfig.from_pretrained("BASE", num_labels={len(head.names)})',
             "config.token_classification_bias = False",
         ]
-        options = ", config=config"
+        options += ", config=config"
     elif head.names:
-        options = f", num_labels={len(head.names)}"
+        options += f", num_labels={len(head.names)}"
+    if quantization:
+        imported.append("BitsAndBytesConfig")
+        config_lines.append(quantization)
+        options = f'\n    {options}, dtype="auto", quantization_config=quantization\n'
     return [
         "from peft import PeftModel",
-        f"from transformers import {imported}",
+        f"from transformers import {', '.join(imported)}",
         "",
         *config_lines,
-        f'base = {auto_class}.from_pretrained("BASE"{options})',
+        f"base = {auto_class}.from_pretrained({options})",
     ]
 
 
-def _show_quantized_loading(source: Source) -> str:
-    """Makes the paragraph on how to load an adapter onto the quantized base of its training."""
+def _show_quantized_loading(source: Source, auto_class: str, head: ScoreHead) -> str:
+    """Makes the paragraph on how to load an adapter onto the quantized base of its training.
+
+    `auto_class` and `head` are as in `_show_base_loading`.
+    """
     quantization = source.quantization
     settings = f"load_in_{quantization.bits}bit=True"
     if quantization.bits == 4:
@@ -513,7 +523,12 @@ def _show_quantized_loading(source: Source) -> str:
             f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
             f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
         )
-    return USE_QUANTIZED.replace("SETTINGS", settings)
+    setting = f"quantization = BitsAndBytesConfig({settings})"
+    if auto_class == "AutoModelForCausalLM":
+        lines = QUANTIZED_CAUSAL.replace("QUANTIZATION", setting)
+    else:
+        lines = "\n".join([*_show_base_loading(auto_class, head, setting), PEFT_MODEL])
+    return USE_QUANTIZED.replace("LINES", lines)
 
 
 def _name_auto_class(source: Source, head: ScoreHead) -> str:
