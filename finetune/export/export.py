@@ -312,6 +312,8 @@ def _find_commands(
     if not weights.model:
         if source.adapter is None or SAFETENSORS not in options.formats:
             return file_commands
+        if has_scores(target.model) or is_embedder(source.recipe):
+            return {}  # the programs write text, and this adapter's model writes none
         model_type = str(target.config_json.get("model_type"))
         adapter_commands = _list_adapter_commands(
             output,

@@ -113,3 +113,21 @@ def test_the_lines_of_an_adapters_card_open_it_on_its_base(
     assert kinds == {
         {"load_in_4bit": "Linear4bit", "load_in_8bit": "Linear8bitLt"}.get(bits, "Linear")
     }
+
+
+@pytest.mark.parametrize("method", ["reward", "process_reward", "rerank", "embed", "sft"])
+def test_no_program_that_writes_text_is_named_for_an_adapter_that_writes_none(
+    method: str, tmp_path: Path
+) -> None:
+    described = base = make_model(tmp_path / "base", model_type="qwen2")
+    task_type = "TOKEN_CLS" if method == "process_reward" else "SEQ_CLS"
+    if method in ("reward", "process_reward", "rerank"):
+        described, adapter = make_scorer(base, tmp_path, task_type)
+    else:
+        adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    source = open_source(adapter, base_model=str(described))
+    source = replace(source, state={"recipe": {"method": method, "use_peft": True}})
+    said: list[str] = []
+    options = ExportOptions(model=False, verify=False)
+    export_source(source, tmp_path / "out", options, said.append)
+    assert any(line.startswith("use") for line in said) == (method == "sft")
