@@ -88,6 +88,10 @@ USE_MASKED = (
     "another: they do not sample from it."
 )
 PEFT_MODEL = 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME")'
+# for BitsAndBytesConfig: training quantizes no vision tower
+ONLY_LANGUAGE_MODEL = (
+    'llm_int8_skip_modules=["lm_head", "(?!.*(language_model|text_model)).*"]'  # names, as patterns
+)
 QUANTIZED_CAUSAL = """\
 from peft import AutoPeftModelForCausalLM
 from transformers import BitsAndBytesConfig
@@ -514,15 +518,19 @@ def _show_quantized_loading(source: Source, auto_class: str, head: ScoreHead) ->
     `auto_class` and `head` are as in `_show_base_loading`.
     """
     quantization = source.quantization
-    settings = f"load_in_{quantization.bits}bit=True"
+    options = [f"load_in_{quantization.bits}bit=True"]
     if quantization.bits == 4:
         compute_dtype = str(source.compute_dtype).removeprefix("torch.")
-        settings = (
-            f"\n    {settings},\n    "
-            f'bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
-            f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
-            f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
-        )
+        options += [
+            f'bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}"',
+            f"bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant}",
+            f'bnb_4bit_compute_dtype="{compute_dtype}"',
+        ]
+    if auto_class == "AutoModelForImageTextToText":
+        options.append(ONLY_LANGUAGE_MODEL)
+    settings = options[0]
+    if len(options) > 1:
+        settings = "".join(["\n", *(f"    {option},\n" for option in options)])
     setting = f"quantization = BitsAndBytesConfig({settings})"
     if auto_class == "AutoModelForCausalLM":
         lines = QUANTIZED_CAUSAL.replace("QUANTIZATION", setting)
