@@ -449,6 +449,8 @@ class MethodFacts:
     """What a method needs and does, as data, training, plan and `finetune init` read it."""
 
     says: str  # what the model learns, for the recipe that `finetune init` writes
+    # what the trained model is, with an article; "": a language model that writes token by token
+    makes: str = ""
     rows: RowKind = "answers"  # the kind of rows that it reads
     # the recipe's keys, beside `method`, that this method uses and not every other one does
     keys: Names = ()
@@ -565,6 +567,7 @@ METHODS: Mapping[str, MethodFacts] = {
     "masked_diffusion": MethodFacts(
         says="learns to predict tokens that are masked at random, from those before and after them "
         "(LLaDA)",
+        makes="a language model that fills in masked tokens",
         keys=("mask_token", "mask_eps"),
         masks=True,
     ),
@@ -623,17 +626,20 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
     "reward": MethodFacts(
         says="learns to score answers from pairs: a reward model",
+        makes="a reward model",
         rows="scored_pairs",
         keys=("center_rewards_coefficient",),
         defaults={"overlength": "drop"},
     ),
     "process_reward": MethodFacts(
         says="learns which steps of an answer are right: a process reward model",
+        makes="a process reward model",
         rows="steps",
         defaults={"overlength": "drop"},
     ),
     "classify": MethodFacts(
         says="learns which of the classes a text or a conversation belongs to",
+        makes="a classifier",
         rows="classes",
         keys=("class_weights",),
         defaults={"overlength": "drop"},  # a document that is cut has lost the token that is scored
@@ -643,12 +649,14 @@ METHODS: Mapping[str, MethodFacts] = {
             "learns embeddings, in which a query lies near its document and far from all others of "
             "the step"
         ),
+        makes="an embedding model",
         rows="retrieval",
         keys=("temperature", "matryoshka_dims"),
         defaults={"overlength": "drop", "temperature": 0.05},
     ),
     "rerank": MethodFacts(
         says="learns to score documents beside a query by how well they answer it: a reranker",
+        makes="a reranker",
         rows="ranked",
         keys=("loss_type",),
         defaults={

@@ -12,7 +12,7 @@ import yaml
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
-from finetune.config.methods import ScoreHead, describe_method, fills_masks
+from finetune.config.methods import METHODS, ScoreHead, describe_method, fills_masks
 from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS, names_class
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
@@ -165,13 +165,27 @@ def _describe_origin(source: Source, is_adapter: bool) -> str:
     if source.base_model:
         origin = f"{article} {noun} fine-tuned from {_shorten_path(source.base_model)}"
     else:
-        origin = f"A causal language {noun}"
+        kind = _name_model_kind(source)
+        if is_adapter:
+            origin = f"{article} {noun} for {kind}"
+        else:
+            origin = f"{kind[0].upper()}{kind[1:]}"
         if source.recipe.get("model_config"):
             origin += ", trained from random weights"
     teacher = source.recipe.get("teacher_model_name_or_path")
     if teacher:
         origin += f", distilled from {_shorten_path(str(teacher))}"
     return f"{origin}."
+
+
+def _name_model_kind(source: Source) -> str:
+    """Names what the model is, with an article: by its method, else by its head and its inputs."""
+    method = METHODS.get(str(source.recipe.get("method")))
+    if method is not None and method.makes:
+        return method.makes
+    if _read_head(source).names:
+        return "a model with a head of scores"
+    return "a vision-language model" if _is_vision_language(source) else "a causal language model"
 
 
 def _name_adapter_kind(source: Source) -> str | None:

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from finetune.config.methods import METHODS
 from finetune.export.card import render_card
 from finetune.export.export import export_source
 from finetune.export.publish import ExportOptions
@@ -134,3 +135,48 @@ def test_no_program_that_writes_text_is_named_for_an_adapter_that_writes_none(
     options = ExportOptions(model=False, verify=False)
     export_source(source, tmp_path / "out", options, said.append)
     assert any(line.startswith("use") for line in said) == (method == "sft")
+
+
+ORIGINS = {
+    "sft": "A causal language model",
+    "masked_diffusion": "A language model that fills in masked tokens",
+    "reward": "A reward model",
+    "process_reward": "A process reward model",
+    "classify": "A classifier",
+    "embed": "An embedding model",
+    "rerank": "A reranker",
+}
+
+
+def test_the_kind_of_every_method_without_a_language_model_is_named() -> None:
+    assert {name for name, facts in METHODS.items() if facts.masks or not facts.writes_text} == {
+        *ORIGINS
+    } - {"sft"}
+
+
+@pytest.mark.parametrize("method", ORIGINS)
+def test_a_card_says_what_a_model_from_random_weights_is(method: str, tmp_path: Path) -> None:
+    recipe = {"method": method, "model_config": "tiny.json"}
+    source = Source(tmp_path, tmp_path, {}, state={"recipe": recipe})
+    origin = f"\n{ORIGINS[method]}, trained from random weights.\n"
+    assert origin in render_card(source, "a")
+    source = replace(source, adapter=Adapter({"peft_type": "LORA"}, {}))
+    origin = origin.replace("A", "A LoRA adapter for a", 1)
+    assert origin in render_card(source, "a", is_adapter=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a"}},
+            "A model with a head of scores.",
+        ),
+        ({"model_type": "llama"}, "A causal language model."),
+    ],
+)
+def test_a_card_says_what_a_model_of_no_recipe_is(
+    config: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert f"\n{kind}\n" in render_card(Source(tmp_path, tmp_path, {}), "a")
