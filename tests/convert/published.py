@@ -167,10 +167,8 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     place.mkdir(parents=True)
     name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
-    named = [*(recipe.get("eot_tokens") or []), *(recipe.get("special_tokens") or {}).values()]
-    tokens = [token for token in named if token not in recipe.get("added_tokens", [])]
     recipe |= {
-        "model_name_or_path": str(make_tiny(name, into, found.images, tokens)),
+        "model_name_or_path": str(make_tiny(name, into, found.images, _name_tokens(recipe))),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
@@ -214,6 +212,14 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     path = place / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, allow_unicode=True))
     return Trial(file, found, path)
+
+
+def _name_tokens(recipe: dict[str, Any]) -> list[str]:
+    """The recipe's tokens that the published tokenizer has; where GLM's generation stops becomes one of `eot_tokens`."""
+    if str(recipe.get("chat_template")).startswith("glm4."):
+        recipe["eot_tokens"] = ["<|user|>"]  # of the published generation_config.json
+    named = [*(recipe.get("eot_tokens") or []), *(recipe.get("special_tokens") or {}).values()]
+    return [token for token in named if token not in recipe.get("added_tokens", [])]
 
 
 def make_tiny(name: str, into: Path, images: str | None = None, ends: Sequence[str] = ()) -> Path:
