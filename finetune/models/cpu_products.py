@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import get_kernel
+from torch import library as torch_library
 
 # The most bytes of fp32 that an operand is converted to at once, so that an output head is never
 # copied whole, and a chunk stays in the cache.
@@ -82,7 +82,7 @@ def _make_kernel(
 
     name: The operator's, such as `addmm.out`.
     """
-    own_kernel = get_kernel(f"aten::{name}", "CPU").call_boxed
+    own_kernel = torch_library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
         if first.dtype in slow:
