@@ -615,11 +615,11 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     conversion.remarks.append(
         PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
     )
-    if find_masked_diffusion(settings) is not None:
-        pass  # its trainer makes the masks: see _adapt_masked_diffusion
-    elif not isolates:
+    # The trainer of masked diffusion makes masks of its own (objectives.py has their lines).
+    reads_attention = find_masked_diffusion(settings) is None
+    if reads_attention and not isolates:
         conversion.add_difference("attn_implementation", attention, NOT_ISOLATED)
-    elif settings.get("pretraining_dataset") and _misses_documents(settings):
+    elif reads_attention and settings.get("pretraining_dataset") and _misses_documents(settings):
         conversion.add_difference("attn_implementation", attention, HIDDEN_BY_MASK)
     if family in FAMILIES_PASSING_STATES:
         conversion.add_difference("sample_packing", True, STATE_PASSED_ON)
