@@ -80,10 +80,13 @@ OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 # Keys of fsdp_config that are accepted without effect: each rank reads only its slices of the
 # weights, checkpoints are always sharded, and backward prefetch is torch's default.
 SUPERSEDED = frozenset(
-    """
-    cpu_ram_efficient_loading sync_module_states state_dict_type backward_prefetch
-    backward_prefetch_policy
-    """.split()  # noqa: SIM905 - a name a line would be a page
+    {
+        "cpu_ram_efficient_loading",
+        "sync_module_states",
+        "state_dict_type",
+        "backward_prefetch",
+        "backward_prefetch_policy",
+    }
 )
 # Keys of fsdp_config that are refused if set -> what to do.
 UNSUPPORTED = {
