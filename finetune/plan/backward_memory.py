@@ -142,7 +142,7 @@ def sharded_points(
             # an upper bound: the final norm's activations are freed by now
             activations=kept_for_backward(spec),
             gathered=_gathered_besides_unit(memory, layers_left=memory.layers),
-            update_temporaries=backward.update_temporaries("head"),
+            part="head",
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
@@ -183,7 +183,7 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
         memory.layer,
         activations=_activations_after_layers(spec, layers_done),
         gathered=gathered_besides,
-        update_temporaries=backward.update_temporaries("layer"),
+        part="layer",
     )
 
 
@@ -226,12 +226,7 @@ def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
         communication=backward.reducing_before + unit.unreduced,
     )
     yield from _reduction_points(
-        backward,
-        "the embedding",
-        unit,
-        activations=activations,
-        gathered=0,
-        update_temporaries=backward.update_temporaries("embedding"),
+        backward, "the embedding", unit, activations=activations, gathered=0, part="embedding"
     )
 
 
@@ -242,7 +237,7 @@ def _reduction_points(
     *,
     activations: int,
     gathered: int,
-    update_temporaries: int,
+    part: str,
 ) -> Iterator[Snapshot]:
     """Yields the two points of a unit's reduce-scatter.
 
@@ -256,7 +251,7 @@ def _reduction_points(
         unit: The unit's memory.
         activations: Bytes of activations at both points.
         gathered: Bytes of weights that are gathered at both points.
-        update_temporaries: Bytes of temporaries while the shard updates its parameters.
+        part: What the unit is: "head", "layer" or "embedding".
     """
     waiting = backward.waiting_gradient
     point = replace(
@@ -270,7 +265,7 @@ def _reduction_points(
     yield replace(
         point,
         gradients=backward.gradients + unit.shard,
-        temporaries=update_temporaries,
+        temporaries=backward.update_temporaries(part),
         communication=waiting + unit.reducing,
     )
 
@@ -482,10 +477,11 @@ def _activations_at_layer(spec: RunSpec, done: int) -> int:
     """
     architecture = spec.computed
     computation = spec.computation
-    computes_again = (
+    # Checkpointing recomputes the layer. Quantized experts are recomputed without it too.
+    recomputes_experts = (
         computation.checkpoint_every is not None or spec.recipe.quantization.bits is not None
     )
-    if computes_again:  # the whole layer, or in a quantized base its experts
+    if recomputes_experts:
         factors = expert_factor_bytes(architecture, computation).layer
     else:  # the forward has kept them: `kept_for_backward` counts them
         factors = 0

@@ -34,9 +34,9 @@ from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,
     fp8_bytes,
+    optimizer_step_temporaries,
     plan_layout_memory,
     rounded_bytes,
-    update_temporaries,
 )
 
 # The share of what a step allocates and frees again that the caching allocator holds besides, in
@@ -80,7 +80,7 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     state = State(0, 0, 0, 0) if spec.sharding.cpu_offload else spec.state()
     # If the optimizer's state is in files, `state.optimizer` is the buffers, which are there from
     # the start. Else the first update allocates the state.
-    keeps_state_in_files = spec.files() is not None
+    keeps_state_in_files = spec.optimizer_file() is not None
     before_training = replace(
         _snapshot_weights(spec),
         rewards=spec.reward_bytes,
@@ -249,7 +249,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         yield from unsharded_points(spec, layout, before, full.gradients, layer_temporaries)
     if not spec.recipe.optimization.optim_in_backward:
         update = replace(full, name="optimizer step", communication=layout.buckets)
-        yield replace(update, temporaries=update_temporaries(spec))
+        yield replace(update, temporaries=optimizer_step_temporaries(spec))
 
 
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:

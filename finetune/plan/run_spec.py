@@ -30,10 +30,10 @@ from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import (
-    Files,
+    OptimizerFile,
     State,
     StateTensor,
-    count_files,
+    count_optimizer_file,
     count_state,
     list_frozen_tensors,
     list_state_tensors,
@@ -309,14 +309,14 @@ class RunSpec:
         memory and the step counters.
         """
         state = self.loaded_state(rank)
-        files = self.files(rank)
-        if files is None:
+        optimizer_file = self.optimizer_file(rank)
+        if optimizer_file is None:
             return state
         trained = state.trained // ITEMSIZE[self.trained_dtype] * ITEMSIZE[self.compute_dtype]
         # The state passes through two buffers in host memory, which is the device's memory on a
         # CPU. A GPU has a third, of its own, and only that counts here.
-        buffers = files.buffer * (2 if self.device == "cpu" else 1)
-        return replace(state, trained=trained, optimizer=buffers + files.counters)
+        buffers = optimizer_file.buffer * (2 if self.device == "cpu" else 1)
+        return replace(state, trained=trained, optimizer=buffers + optimizer_file.counters)
 
     def loaded_state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`, if all are in memory.
@@ -339,12 +339,12 @@ class RunSpec:
             self.sharding.tensor_group_of(rank),
         )
 
-    def files(self, rank: int = 0) -> Files | None:
+    def optimizer_file(self, rank: int = 0) -> OptimizerFile | None:
         """The file of `rank` with the optimizer's state; None if that state is in memory."""
         keys = self.recipe.optimization
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
-        return count_files(
+        return count_optimizer_file(
             self.part_tensors,
             self.shards,
             keys.optim,
@@ -635,9 +635,9 @@ def plan_disk(spec: RunSpec) -> Disk:
         disk = replace(disk, export=_exported_bytes(spec, itemsize))
     if has_adapters:
         disk = replace(disk, adapter=weights)
-    files = spec.files()
-    if files is not None:
-        disk = replace(disk, offload=files.size * min(spec.ranks, spec.ranks_per_node))
+    optimizer_file = spec.optimizer_file()
+    if optimizer_file is not None:
+        disk = replace(disk, offload=optimizer_file.size * min(spec.ranks, spec.ranks_per_node))
     if spec.recipe.rollout.vllm_server_base_url is not None:
         exported = ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)
         disk = replace(disk, rollouts=weights + 2 * exported)
@@ -688,7 +688,7 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
     ranks = min(spec.ranks, spec.ranks_per_node)
     # replicas of the sharded state that this node's ranks hold together, a fraction or several
     share = ranks / (spec.state_ranks * spec.stages)
-    files = spec.files()
+    optimizer_file = spec.optimizer_file()
     on_cpu = spec.device == "cpu"
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     frozen = _count_bytes([tensor for tensor in spec.tensors if not tensor.trainable])
@@ -700,12 +700,12 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         teacher = _count_bytes(spec.teacher_tensors)
         offloaded = int((state + frozen + gradients + teacher) * share)
     saving = 0
-    if files is None and not on_cpu:
+    if optimizer_file is None and not on_cpu:
         saved = state if spec.recipe.lora.use_peft else state + frozen
         saving = int(saved * min(share, 1))
     buffers = 0
-    if files is not None and not on_cpu:
-        buffers = 2 * files.buffer * ranks
+    if optimizer_file is not None and not on_cpu:
+        buffers = 2 * optimizer_file.buffer * ranks
     exported = 0
     if spec.recipe.checkpoint.export_at_end:
         shard = min(EXPORT_SHARD_BYTES, FP32 * spec.architecture.parameters)
@@ -726,7 +726,7 @@ def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:
     A checkpoint copies them. If the optimizer's state is in files, only the parameters in the
     compute dtype and the step counters are in memory.
     """
-    if spec.files() is not None:
+    if spec.optimizer_file() is not None:
         step_counter = FP32
         return sum(t.numel * ITEMSIZE[spec.compute_dtype] + step_counter for t in trained)
     optim = spec.recipe.optimization.optim

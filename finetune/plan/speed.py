@@ -585,8 +585,8 @@ def offload_seconds(spec: RunSpec) -> float:
     state = spec.state()
     copies = 1 if spec.sharding.strategy == "SHARD_GRAD_OP" else 2  # of parameters to the device
     over_pcie = spec.accumulation * (copies * (state.trained + state.frozen) + state.gradients)
-    files = spec.files()
-    moments = state.optimizer if files is None else files.size
+    optimizer_file = spec.optimizer_file()
+    moments = state.optimizer if optimizer_file is None else optimizer_file.size
     by_update = 2 * state.trained + state.gradients + 2 * moments
     ranks_on_node = min(spec.ranks, spec.ranks_per_node)
     return over_pcie / PCIE_BYTES_PER_SECOND + by_update * ranks_on_node / HOST_BYTES_PER_SECOND
@@ -629,11 +629,11 @@ def files_seconds(spec: RunSpec) -> float:
 
     Only the update reads and writes them, so nothing overlaps with forward and backward.
     """
-    files = spec.files()
-    if files is None:
+    optimizer_file = spec.optimizer_file()
+    if optimizer_file is None:
         return 0.0
     ranks_on_node = min(spec.ranks, spec.ranks_per_node)
-    return 2 * files.size * ranks_on_node / NVME_BYTES_PER_SECOND
+    return 2 * optimizer_file.size * ranks_on_node / NVME_BYTES_PER_SECOND
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:

@@ -486,7 +486,7 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class OptimizerFile:
     """Bytes of one rank's optimizer state that is in a file (`optim_offload`)."""
 
     size: int  # of the file, which every step reads once and writes once
@@ -494,14 +494,14 @@ class Files:
     counters: int  # of each parameter's step counter, which stays in memory
 
 
-def count_files(
+def count_optimizer_file(
     tensors: Iterable[StateTensor],
     shards: int,
     optim: str,
     dtype: str,
     compute_dtype: str,
     rank: int = 0,
-) -> Files:
+) -> OptimizerFile:
     """Counts the file of `rank` with the optimizer's state of the trained `tensors`.
 
     The state passes through memory piece by piece (optim/offload.py). A piece is a decoder layer,
@@ -521,7 +521,9 @@ def count_files(
             else:
                 piece = tensor.name
             pieces[piece] = pieces.get(piece, 0) + count_offloaded_bytes(numel, itemsizes)
-    return Files(size=sum(pieces.values()), buffer=max(pieces.values()), counters=FP32 * parameters)
+    return OptimizerFile(
+        size=sum(pieces.values()), buffer=max(pieces.values()), counters=FP32 * parameters
+    )
 
 
 @dataclass(frozen=True, slots=True)

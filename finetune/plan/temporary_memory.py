@@ -216,20 +216,20 @@ class UpdateMemory:
     waiting: int = 0  # the part of `gradients` that waits for a later update
 
 
-def update_temporaries(spec: RunSpec) -> int:
+def optimizer_step_temporaries(spec: RunSpec) -> int:
     """Bytes of temporaries in the optimizer step: those of the gradients' norm or of the update,
     whichever are more.
     """
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
-    # bytes of the roots of the second moments, if the optimizer allocates them
-    if spec.files() is not None:
+    # `roots`: bytes of the roots of the second moments, for an optimizer that allocates them
+    if spec.optimizer_file() is not None:  # the optimizer's state is in a file
         # One tensor is updated after another: the root, and the root over the bias correction.
         roots = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
     elif spec.sharding.cpu_offload:
         roots = 0  # the host runs the update
     else:  # all tensors are updated together, and their roots are as large as the gradients
         roots = spec.state().gradients
-    return _count_temporaries(spec, trained, roots)
+    return _find_largest_temporaries(spec, trained, roots)
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
@@ -263,13 +263,13 @@ def _plan_update(spec: RunSpec, tensors: Sequence[StateTensor], waiting: int = 0
     shard_bytes = ceil_div(largest, spec.shards)
     return UpdateMemory(
         gradients=waiting + largest,
-        temporaries=_count_temporaries(spec, tensors, roots=shard_bytes),
+        temporaries=_find_largest_temporaries(spec, tensors, roots=shard_bytes),
         waiting=waiting,
     )
 
 
-def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int) -> int:
-    """The most bytes that the norm of one gradient, or the update of `tensors`, allocates.
+def _find_largest_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int) -> int:
+    """Bytes of the largest temporaries: of one gradient's norm, of the update's copies, or `roots`.
 
     `roots`: bytes of the roots of all second moments that are updated together. They count only for
     an optimizer that allocates them.
@@ -279,9 +279,9 @@ def _count_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roots: int
     matrices = [tensor.numel for tensor in tensors if is_layers_matrix(tensor.name, tensor.shape)]
     # on a CPU the norm is computed from a copy in fp64
     norm = FP64 * largest_shard if spec.device == "cpu" else 0
-    update = facts.update_copies * FP32 * largest_shard
-    update += facts.update_bytes * max(matrices, default=0)  # of a whole matrix, not a shard
-    return max(norm, update, roots if facts.allocates_roots else 0)
+    copies = facts.update_copies * FP32 * largest_shard
+    copies += facts.update_bytes * max(matrices, default=0)  # of a whole matrix, not a shard
+    return max(norm, copies, roots if facts.allocates_roots else 0)
 
 
 def _list_trained(spec: RunSpec, unit: str) -> list[StateTensor]:

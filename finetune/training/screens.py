@@ -707,9 +707,10 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
     needed = 0  # bytes of the files of a node's ranks; 0 if the model cannot be planned
     # A model with its own code cannot be planned. Writing the files will show if there is room.
     with suppress(UserError):
-        files = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu).spec.files()
-        if files is not None:
-            needed = files.size * world.local_size
+        plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu)
+        optimizer_file = plan.spec.optimizer_file()
+        if optimizer_file is not None:
+            needed = optimizer_file.size * world.local_size
 
     def check() -> None:
         if world.local_rank == 0:

@@ -33,7 +33,7 @@ def in_files(config: dict[str, Any] = LLAMA_31_8B, ranks: int = 8, **keys: Any) 
 
 def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
     spec, tensors = in_files(), 291
-    state, files = spec.state(), spec.files()
+    state, files = spec.state(), spec.optimizer_file()
     assert files is not None
     assert state.trained == 2 * PARAMETERS // 8 and state.gradients == 4 * PARAMETERS // 8
     assert 0 <= files.size - 12 * PARAMETERS // 8 < 3 * tensors * OFFLOAD_ALIGNMENT
@@ -84,7 +84,8 @@ def test_the_disk_has_room_for_the_best_checkpoint_and_for_milestones(
 
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
     one, two = (
-        in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).files() for layers in (32, 64)
+        in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).optimizer_file()
+        for layers in (32, 64)
     )
     assert one is not None and two is not None and two.size > 1.8 * one.size
     assert two.buffer == one.buffer
@@ -93,7 +94,7 @@ def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
 def test_layouts_that_keep_it_in_memory_are_counted_as_that() -> None:
     spec = in_files()
     ddp = replace(spec, sharding=replace(spec.sharding, layout="ddp"))
-    assert ddp.files() is None and ddp.state().optimizer >= 8 * PARAMETERS
+    assert ddp.optimizer_file() is None and ddp.state().optimizer >= 8 * PARAMETERS
 
 
 def test_no_advice_asks_for_what_cannot_be_in_files() -> None:

@@ -361,7 +361,7 @@ def test_the_planned_state_is_that_of_the_real_tensors(
             spec = make_plan(recipe, sharding, ranks).spec
             stage, own = divmod(rank, ranks // spec.stages)
             spec = replace(spec, stage=stage)
-            state, files = spec.state(own), spec.files(own)
+            state, files = spec.state(own), spec.optimizer_file(own)
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,
