@@ -44,6 +44,8 @@ ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices al
 def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     """Converts what several keys of the file determine together, by the module of its tool.
 
+    Then adds the remarks that several tools share: on weight decay and on the embedding's moments.
+
     `text` is the file with its comments.
     """
     tool = conversion.tool
@@ -57,15 +59,7 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
         adapt_automodel(settings, conversion)
-    decays_all = (
-        tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or settings.get("use_muon")
-    )
-    if (
-        decays_all
-        and not conversion.recipe.get("use_peft")
-        and conversion.recipe.get("weight_decay")
-    ):
-        conversion.remarks.append(ALL_DECAYED)
+    _report_decayed_norms(settings, conversion)
     _report_embedding_moments(settings, conversion)
 
 
@@ -493,6 +487,17 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
 BITSANDBYTES_8_BITS = "^(?!ao_|.*torch).*8bit"  # names of bitsandbytes' optimizers
 # register_module_override of bitsandbytes, which Trainer calls for the embedding
 EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
+
+
+def _report_decayed_norms(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the other tool decays norms and biases too, which adapters do not train."""
+    recipe = conversion.recipe
+    uses_muon = settings.get("use_muon")  # LLaMA-Factory's key; its Muon decays every parameter
+    decays_all = (
+        conversion.tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or uses_muon
+    )
+    if decays_all and recipe.get("weight_decay") and not recipe.get("use_peft"):
+        conversion.remarks.append(ALL_DECAYED)
 
 
 def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> None:
