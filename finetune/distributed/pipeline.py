@@ -516,7 +516,7 @@ def _count_matrix_numbers(module: nn.Module) -> int:
         if ".lora_" in name:  # an adapter has few numbers
             continue
         full_shape = getattr(part, "full_shape", None)
-        if isinstance(full_shape, tuple):  # `part` is a quantized weight
+        if isinstance(full_shape, tuple):  # a quantized weight, whose codes have one dimension
             count += prod(full_shape)
         count += sum(p.numel() for p in part.parameters(recurse=False) if p.dim() > 1)
     return count
