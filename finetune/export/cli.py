@@ -45,24 +45,24 @@ def export_command(arguments: argparse.Namespace) -> int:
         c_library.mallopt(M_ARENA_MAX, 1)
     with ExitStack() as stack:
         stack.enter_context(exit_on_signals())
-        is_reloaded = options.verify and options.model and "safetensors" in options.formats
+        will_be_reloaded = options.verify and options.model and "safetensors" in options.formats
         reload = None
-        if is_reloaded:
+        if will_be_reloaded:
             # Started early: its imports take seconds.
             reload = stack.enter_context(start_reload())
         # Imports make half a million objects. Walking through them takes the collector a third of
         # the imports' time.
         gc.disable()
         stack.callback(gc.enable)
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401  # `open_source` needs them
+        # The main thread imports all that `open_source` needs before the worker begins to import:
+        # where modules import each other, two threads at once may each see a half-made module.
+        from huggingface_hub import hf_hub_download, snapshot_download  # noqa: F401
 
-            from finetune.export.source import open_source
+        from finetune.export.source import open_source
 
-            # From here on the main thread imports nothing. Where modules import each other, two
-            # threads that import at once may each see a half-made module. `open_source` mostly
-            # waits: for the disk, or for a process that imports.
-            importing = pool.submit(_import_export)
+        with ThreadPoolExecutor(max_workers=1) as worker:
+            importing = worker.submit(_import_export)
+            # Mostly waits meanwhile: for the disk, or for a process that imports.
             opened = open_source(source, base_model=arguments.base_model)
             export_source = importing.result()
         gc.freeze()  # the collector skips the objects that exist now
