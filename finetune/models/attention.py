@@ -141,8 +141,8 @@ def packed_attention(
         query: [rows, heads, tokens, head size].
         key: [rows, key heads, tokens, head size].
         value: As `key`.
-        attention_mask: Empty in training. In generation, the mask of `sdpa_mask`; None if it made
-            none.
+        attention_mask: Empty in training, by `prepare_for_packed`: `documents` takes its place. In
+            generation, the mask of `sdpa_mask`; None if it made none.
         dropout, scaling, sliding_window, softcap, s_aux (sinks): See `ScoreOptions`.
         documents: The documents in the rows, and whether attention is causal.
         sequence_group: The ranks that share the tokens of a row. The states then hold this rank's
@@ -177,10 +177,10 @@ def packed_attention(
     query, key, value = (states.to(compute_dtype) for states in (query, key, value))
     with torch.autocast(device, enabled=False):
         if sequence_group is None:
-            return attend_documents(query, key, value, documents, options).to(dtype), None
-        return _attend_across_ranks(
-            query, key, value, documents, options, dtype, sequence_group
-        ), None
+            out = attend_documents(query, key, value, documents, options).to(dtype)
+        else:  # the output is traded in `dtype`
+            out = _attend_across_ranks(query, key, value, documents, options, dtype, sequence_group)
+    return out, None
 
 
 def shows_images_in_windows(config: Any) -> bool:
