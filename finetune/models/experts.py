@@ -60,7 +60,8 @@ dimensions that the parameter has. left: [experts, rows, rank]. right: [experts,
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
     """Chooses how experts are computed: grouped in bf16 on a GPU, else by transformers' exact loop.
 
-    GROUPED works on a GPU before Ampere too: there transformers loops over experts in each product.
+    A GPU before Ampere gets GROUPED too, though transformers computes each of its grouped products
+    by a loop over experts there.
 
     Args:
         sharding: Has the dtype that mixed precision casts to; it is bf16 under FP8 too.
