@@ -197,7 +197,8 @@ class Computed(NamedTuple):
     """The results of `compute_in_chunks`."""
 
     loss: Tensor  # fp32 scalar: minus the sum of the labels' log-probabilities, times any `weigh`
-    log_probabilities: Tensor  # fp32[tokens], of the labels; 0 where the label is IGNORE_INDEX
+    # fp32[tokens], of the labels, smoothed by `label_smoothing`; 0 where the label is IGNORE_INDEX
+    log_probabilities: Tensor
     gradients: Gradients  # of the loss; with `token_weights`, of the loss weighted by these
 
 
@@ -239,7 +240,10 @@ def compute_in_chunks(
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
 
     def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
-        """Adds a chunk to the results, and returns the gradient to its scores."""
+        """Adds a chunk to the results, and returns the gradient to its scores.
+
+        The labels' log-probabilities are smoothed already, so the loss is minus their sum.
+        """
         nonlocal loss
         entropy_factors = None
         if chunks.weigh is not None:  # before the scores are overwritten
@@ -424,7 +428,7 @@ def compute_chunk(
     grad_dtype: torch.dtype | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes the labels' log-probabilities in one chunk, and the gradient of minus their sum.
+    """Computes a chunk's smoothed log-probabilities of labels, and the gradient of minus their sum.
 
     May overwrite `scores`. All ranks of a shard's group call it together.
 
