@@ -253,13 +253,13 @@ def measure_held_out(
 
     objective = objective.prepare(model, micro_batches, world)
     total = Measured(torch.zeros((), device=world.device))
-    count = 0
+    count_of_all_ranks = 0
     for batch in batches():
-        count += objective.count(batch)
+        count_of_all_ranks += objective.count(batch)
         for micro_batch in batch.micro_batches:
             on_device = micro_batch.to(world.device)
             total += objective.measure(model, on_device, on_device.inputs, batch)
-    loss, means = total.average(count, world)
+    loss, means = total.average(count_of_all_ranks, world)
     return loss, objective.complete(means) | objective.describe_rows(total.gather_rows(world))
 
 
