@@ -31,6 +31,7 @@ from finetune.convert.shared import (
     UNMULTIPLIED,
     UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
+    find_muon_key,
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
@@ -58,15 +59,19 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     elif tool == "Automodel":
         adapt_automodel(settings, conversion)
     decays_all = (
-        tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or settings.get("use_muon")
+        tool in ("torchtune", "Automodel")
+        or conversion.is_factory_v1
+        or find_muon_key(tool, settings, conversion.recipe)
     )
-    if (
-        decays_all
-        and not conversion.recipe.get("use_peft")
-        and conversion.recipe.get("weight_decay")
-    ):
+    if decays_all and not _has_adapters(conversion) and conversion.recipe.get("weight_decay"):
         conversion.remarks.append(ALL_DECAYED)
     _report_embedding_moments(settings, conversion)
+
+
+def _has_adapters(conversion: Conversion) -> bool:
+    """Whether adapters are trained, as LLaMA-Factory, but for v1, and ms-swift do by default."""
+    by_default = conversion.tool in ("LLaMA-Factory", "ms-swift") and not conversion.is_factory_v1
+    return bool(conversion.recipe.get("use_peft", by_default))
 
 
 # transformers' convert_and_load_state_dict_in_model loads weights in the torch_dtype that is asked
@@ -502,11 +507,10 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     name = str(settings.get(key))
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
-    if settings.get("deepspeed"):
-        return  # DeepSpeed's optimizer has a flat tensor in place of the embedding
-    # LLaMA-Factory and ms-swift train adapters unless a file says otherwise
-    has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
-    if has_adapters:
+    # DeepSpeed's optimizer has a flat tensor in place of the embedding; v1 is no Trainer
+    if settings.get("deepspeed") or conversion.is_factory_v1:
+        return
+    if _has_adapters(conversion):
         trained = recipe.get("modules_to_save") or ()
     else:
         trained = recipe.get("trainable_modules") or ("embed",)
