@@ -31,6 +31,7 @@ from finetune.convert.shared import (
     UNMULTIPLIED,
     UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
+    find_muon_key,
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
@@ -61,6 +62,12 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         adapt_automodel(settings, conversion)
     _report_decayed_norms(settings, conversion)
     _report_embedding_moments(settings, conversion)
+
+
+def _has_adapters(conversion: Conversion) -> bool:
+    """Whether adapters are trained, as LLaMA-Factory, but for v1, and ms-swift do by default."""
+    by_default = conversion.tool in ("LLaMA-Factory", "ms-swift") and not conversion.is_factory_v1
+    return bool(conversion.recipe.get("use_peft", by_default))
 
 
 # transformers' convert_and_load_state_dict_in_model loads weights in the torch_dtype that is asked
@@ -492,11 +499,13 @@ EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 def _report_decayed_norms(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where the other tool decays norms and biases too, which adapters do not train."""
     recipe = conversion.recipe
-    uses_muon = settings.get("use_muon")  # LLaMA-Factory's key; its Muon decays every parameter
     decays_all = (
-        conversion.tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or uses_muon
+        conversion.tool in ("torchtune", "Automodel")
+        or conversion.is_factory_v1
+        # the Muon of LLaMA-Factory and ms-swift decays every parameter
+        or find_muon_key(conversion.tool, settings, recipe)
     )
-    if decays_all and recipe.get("weight_decay") and not recipe.get("use_peft"):
+    if decays_all and recipe.get("weight_decay") and not _has_adapters(conversion):
         conversion.remarks.append(ALL_DECAYED)
 
 
@@ -507,11 +516,10 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     name = str(settings.get(key))
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
-    if settings.get("deepspeed"):
-        return  # DeepSpeed's optimizer has a flat tensor in place of the embedding
-    # LLaMA-Factory and ms-swift train adapters unless a file says otherwise
-    has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
-    if has_adapters:
+    # DeepSpeed's optimizer has a flat tensor in place of the embedding; v1 is no Trainer
+    if settings.get("deepspeed") or conversion.is_factory_v1:
+        return
+    if _has_adapters(conversion):
         trained = recipe.get("modules_to_save") or ()
     else:
         trained = recipe.get("trainable_modules") or ("embed",)

@@ -18,6 +18,7 @@ from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
+from finetune.convert.shared import find_muon_key
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # get_scheduler of transformers, and torchtune's copy of it. Automodel's warm-up begins at its own
@@ -212,8 +213,9 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         _report_untrained(conversion)
     if rows in ("pairs", "scored_pairs"):
         conversion.remarks.append(PAIRS_LEFT_OUT)
-    if settings.get("use_muon"):
-        conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
+    muon_key = find_muon_key(conversion.tool, settings, recipe)
+    if muon_key is not None:
+        conversion.add_remark(muon_key, settings[muon_key], ROUNDED_MORE_OFTEN)
     _report_clipping(settings, conversion)
     _report_attention(settings, conversion)
     _report_copies(conversion)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Split
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -47,6 +49,7 @@ from finetune.convert.chat_templates import (
     ENDED_BEFORE,
     ENDS_ADDED,
     OF_PHI3,
+    OF_PHI4,
     ONE_TEXT,
     OWN_SYSTEM,
     OWN_THOUGHT,
@@ -711,13 +714,45 @@ def test_the_routed_experts_and_routers_of_torchtunes_llama_4_are_said(
     assert first == second and scores[0] != scores[1]
 
 
-@pytest.mark.parametrize("builder", ["code_llama2_7b", "lora_code_llama2_7b"])
-def test_torchtunes_adapted_code_llama_has_another_base_of_positions(
-    builder: str, convert: Convert
+@pytest.mark.parametrize(
+    ("builder", "differs"),
+    [
+        ("code_llama2.code_llama2_7b", False),
+        ("code_llama2.lora_code_llama2_7b", True),
+        ("phi4.phi4_14b", True),
+        ("phi4.lora_phi4_14b", True),
+        ("phi3.phi3_mini", False),
+    ],
+)
+def test_models_of_torchtune_with_another_base_of_positions_are_said(
+    builder: str, differs: bool, convert: Convert
 ) -> None:
-    model = {"_component_": f"torchtune.models.code_llama2.{builder}"}
-    differs = "positions are rotated by a base of 10000" in said(convert(TUNE, model=model))
-    assert differs == builder.startswith("lora")
+    """models/phi4 calls phi3, whose rope_base is 10000; rope_theta of Phi-4's config is 250000."""
+    made = convert(TUNE, model={"_component_": f"torchtune.models.{builder}"})
+    assert ("positions are rotated by a base of 10000" in said(made)) == differs
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "differs"), [("phi4.phi4_tokenizer", True), ("qwen2.qwen2_tokenizer", False)]
+)
+def test_torchtunes_phi4_splits_texts_as_gpt2(
+    tokenizer: str, differs: bool, convert: Convert
+) -> None:
+    """GPT2BaseTokenizer, and tokenize_messages of Phi4Tokenizer.
+
+    GPT-2 splits this text otherwise than cl100k, whose pattern the tokenizers of Phi-4 and Llama 3
+    have.
+    """
+    text = said(convert(TUNE, tokenizer={"_component_": f"torchtune.models.{tokenizer}"}))
+    assert [note in text for note in OF_PHI4] == [differs] * len(OF_PHI4)
+    cl100k = Split(
+        Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|[^\s\p{L}\p{N}]+[\r\n]*"), "isolated"
+    )
+    row = "(in 2023).\n\nYes"
+    splits = [each.pre_tokenize_str(row) for each in (ByteLevel(add_prefix_space=False), cl100k)]
+    gpt2, ours = [[word for word, _ in split] for split in splits]
+    assert gpt2 == ["(", "in", "Ġ2023", ").", "Ċ", "Ċ", "Yes"]
+    assert ours == ["(in", " ", "202", "3", ").\n\n", "Yes"]
 
 
 def test_gradients_of_early_exits_are_divided_by_the_ranks_there(convert: Convert) -> None:
