@@ -20,6 +20,7 @@ from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
+    EXPERIMENTAL_METHODS,
     IN_ORDER,
     LIGERS_LOSS,
     MICRO_BATCHES_ALIKE,
@@ -80,7 +81,6 @@ ROUNDED_BEFORE = (
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
-UNCAST_METHODS = ("orpo", "simpo")  # their trainers, in TRL's experimental/, cast no adapters
 
 
 def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
@@ -93,7 +93,7 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
         return
     # Axolotl's trainers of pairs are TRL's
     is_trained_by_trl = tool == "TRL" or any(map(settings.get, OF_PAIRS))
-    is_cast = conversion.recipe.get("method") not in UNCAST_METHODS
+    is_cast = conversion.recipe.get("method") not in EXPERIMENTAL_METHODS
     if tool in ("TRL", "Axolotl") and is_trained_by_trl and is_cast:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     asked_dtype = str(settings.get("torch_dtype") or settings.get("dtype"))

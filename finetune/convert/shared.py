@@ -12,6 +12,8 @@ from finetune.convert.counterparts import ToolFile
 
 # keys of an Axolotl file whose trainer averages a loss over pairs, not over labels
 OF_PAIRS = ("rl", "reward_model")
+# methods whose trainers TRL has in its experimental/
+EXPERIMENTAL_METHODS = ("orpo", "simpo")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 # Axolotl's switches of attention that make it cast the embedding and the head to 16 bits

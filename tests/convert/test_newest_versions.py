@@ -79,7 +79,16 @@ from finetune.convert.image_models import (
     TOKENIZERS_BOS_OF_IMAGES,
 )
 from finetune.convert.numbers import LABEL_BEHIND_CUT
-from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
+from finetune.convert.objectives import (
+    ANSWERS_SLICED,
+    CUT_BY_PARTS,
+    CUT_BY_PARTS_THERE,
+    DIVIDED_TWICE,
+    PROMPT_CUT_ALONE,
+    PROMPTS_WERE_CUT,
+    SIDES_WERE_CUT,
+    WAS_CUT_BY_PARTS,
+)
 from finetune.convert.runnable import MORE_ROWS
 from finetune.convert.shared import (
     BEST_AT_END,
@@ -768,6 +777,33 @@ def test_prompts_that_older_versions_of_trl_cut_are_said(
 ) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
     assert (PROMPTS_WERE_CUT in said(convert(file | {"loss_type": "sigmoid"}, **keys))) == cut
+
+
+PARTS = CUT_BY_PARTS.format("last", 512, 512)
+PARTS_ASKED = CUT_BY_PARTS.format("first", 256, 768)
+ASKED_FIRST = {"max_prompt_length": 256, "truncation_mode": "keep_start"}
+ORPO = {"command": "orpo"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "lists", "line"),
+    [
+        (ORPO, "differences", ANSWERS_SLICED.format(1024, PARTS)),
+        ({"loss_type": "simpo"}, "differences", ANSWERS_SLICED.format(1024, PARTS)),
+        ({"command": "kto"}, "remarks", WAS_CUT_BY_PARTS.format(1024, PARTS)),
+        (ORPO | ASKED_FIRST, "differences", CUT_BY_PARTS_THERE.format(1024, PARTS_ASKED)),
+    ],
+)
+def test_trls_trainers_of_orpo_simpo_and_kto_cut_prompt_and_answers_of_a_long_row_apart(
+    keys: dict[str, object], lists: str, line: str, convert: Convert
+) -> None:
+    """tokenize_row of its ORPO trainer in 1.9: of 90 and 30 tokens after 20, with a max_length of
+    100, it keeps 10 of each."""
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
+    made = convert(file, **keys)  # max_length is 1024 by default
+    assert any(line in each for each in getattr(made, lists))
+    lines = (PROMPTS_WERE_CUT, PROMPT_CUT_ALONE, "cut off whole")
+    assert not any(each in said(made) for each in lines)
 
 
 @pytest.mark.parametrize(
