@@ -167,10 +167,7 @@ class Saver:
             return
         self._is_copied.clear()
         event = record_event(self.world.device)
-        self._thread = threading.Thread(
-            target=self._write_in_thread, args=(progress, shards, event), daemon=True, name="save"
-        )
-        self._thread.start()
+        self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
 
     def before_update(self) -> None:
         """Waits until an async save has copied the state. Call it before parameters change."""
@@ -244,9 +241,22 @@ class Saver:
         Otherwise training would stop for it at the first save. The thread empties `shards`.
         """
         self._is_copied.set()  # no update has to wait for this thread
-        self._thread = threading.Thread(
-            target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
-        )
+        self._start_thread("reserve", lambda: reserve_on_host(shards, self._host_copies))
+
+    def _start_thread(self, name: str, action: Callable[[], None]) -> None:
+        """Starts a thread that runs `action` with this rank's device as the current one.
+
+        In a new thread the current device is the first GPU. To pin memory there, every rank would
+        make a CUDA context on that GPU, which takes hundreds of MiB.
+        """
+        device = self.world.device
+
+        def run() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            action()
+
+        self._thread = threading.Thread(target=run, daemon=True, name=name)
         self._thread.start()
 
     def _count_parameters(self) -> int:

@@ -1,17 +1,24 @@
 """The loop waits, before an update, for an async save that is still copying: a checkpoint holds its own step's state."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.checkpoint import save as saving
+from finetune.checkpoint.manifest import Progress
+from finetune.checkpoint.shards import TensorShard, allocate_on_host
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
+from finetune.distributed.world import World
 from finetune.files.tensors import read, read_folder
 from finetune.run import fine_tune
 
@@ -49,3 +56,38 @@ def test_a_slow_copy_is_not_overtaken_by_the_next_update(
     expected, got = saved.values()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_the_threads_of_a_save_pin_memory_on_the_ranks_own_gpu(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread has a current device, as of CUDA at first GPU 0; a registration records which one it uses."""
+    current = threading.local()
+    used: list[tuple[str, torch.device]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *_: int) -> None:  # noqa: N802
+            device = getattr(current, "device", torch.device("cuda", 0))
+            used.append((threading.current_thread().name, device))
+
+    def copied(shards: list[TensorShard], *_: Any) -> list[TensorShard]:
+        allocate_on_host(on_gpu)
+        return shards
+
+    own = torch.device("cuda", 1)
+    with FakeTensorMode():
+        on_gpu = torch.empty(8, device=own)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    monkeypatch.setattr(saving, "record_event", lambda _: None)
+    monkeypatch.setattr(saving, "copy_to_host", copied)
+    model = torch.nn.Linear(2, 2)
+    world = World(1, 2, 1, 2, own, Sharding(layout="ddp"), cast(Any, SimpleNamespace(scaler=None)))
+    recipe = read_recipe(str(tiny_recipe()))
+    optimizer = torch.optim.SGD(model.parameters())
+    saver = saving.Saver(tmp_path, model, optimizer, world, recipe, cast(Any, None))
+    monkeypatch.setattr(saver, "_write", lambda *_: None)
+    saver._reserve([TensorShard("model", "weight", (8,), (0,), on_gpu, is_first_copy=True)])
+    saver.save(Progress(step=1))
+    saver.finish()
+    assert used == [("reserve", own), ("save", own)]
