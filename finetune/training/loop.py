@@ -179,17 +179,19 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             # Before a save, so that no step that is not finite is saved.
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
+            line = None
             if due.log:
                 line = run.measure(
                     window, progress, learning_rate, result.grad_norm, compilation.seconds()
                 )
-                _log(run, progress, line, compilation)
+                _log(run, line, compilation)
                 window = Window(world.device)
             if due.evaluate:
-                with window.paused():
-                    progress = evaluate(run, progress)
-                    run.model.train()  # an evaluation switches dropout off
+                progress = _evaluate(run, progress, window)
                 due = find_due_after_evaluation(due, progress, recipe)
+            # After the evaluation: if a callback fails, the step is saved and not evaluated again.
+            if line is not None:
+                run.notify("on_log", progress, line)
             run.notify("on_step", progress)
             if due.save:
                 _save(run, progress, window)
@@ -256,17 +258,22 @@ def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
         phases.write()
 
 
-def _log(
-    run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation
-) -> None:
-    """Logs a line of metrics, and news of torch.compile; passes the line to the callbacks."""
+def _log(run: TrainingRun, line: dict[str, Any], compilation: Compilation) -> None:
+    """Logs a line of metrics, and news of torch.compile."""
     run.log.step(line)
-    run.notify("on_log", progress, line)
     if news := compilation.describe_new_graphs():
         run.log.say(news)
     # `garbage_collected_between_lines` has switched collection off. The young generations are
     # enough: the garbage of the steps is in them.
     gc.collect(generation=1)
+
+
+def _evaluate(run: TrainingRun, progress: Progress, window: Window) -> Progress:
+    """Evaluates a step as `evaluate` does, without counting the seconds in `window`."""
+    with window.paused():
+        progress = evaluate(run, progress)
+        run.model.train()  # an evaluation switches dropout off
+    return progress
 
 
 def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
