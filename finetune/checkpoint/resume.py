@@ -498,10 +498,11 @@ def _find_and_compare(
         return None
     _refuse_another_run(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
+        until = " until the run has saved that step again"
+        if recipe.checkpoint.save_total_limit is None:
+            until = ""  # all checkpoints are kept
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
-            print(
-                f"{damaged}: damaged, kept under this name until the run has saved that step again"
-            )
+            print(f"{damaged}: damaged, kept under this name{until}")
     return str(checkpoint)
 
 
