@@ -117,8 +117,11 @@ class Saver:
             group = dist.new_group(backend="gloo", timeout=world.collective_timeout)
         self._ranks = RankGroup(world, group)
         self._descriptions: Mapping[str, bytes] = {}
-        if world.is_main:
+
+        def describe() -> None:
             self._descriptions = describe_model(model, recipe, tokenizer)
+
+        self._ranks.on_main(describe)
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
         self._phases = phases or Phases()
@@ -155,7 +158,11 @@ class Saver:
     def _save(self, progress: Progress) -> None:
         """Does the work of `save`."""
         self.finish()
-        self._files = self._describe_files(progress.step) if self.world.is_main else {}
+
+        def describe() -> None:
+            self._files = self._describe_files(progress.step)
+
+        self._ranks.on_main(describe)
         scaler = self.world.accelerator.scaler
         scaler_state = scaler.state_dict() if scaler is not None else None
         progress = replace(progress, scaler=scaler_state)

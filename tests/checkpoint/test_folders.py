@@ -18,7 +18,7 @@ from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
-from finetune.errors import UserError
+from finetune.errors import AgreedError, UserError
 from finetune.files import durable
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
@@ -172,6 +172,25 @@ def test_a_run_starts_only_if_the_disk_holds_what_it_keeps_beyond_the_limit(
         if step % 2 == 0 or step % keys.get("eval_steps", 2) == 0:
             saver.save(Progress(step=step, best_step=4 if limit else step))
     assert f"will write {max(beside) - 1} checkpoint" in str(refused.value)
+
+
+@pytest.mark.parametrize("which", ["model", "method"])
+def test_files_that_rank_0_cannot_describe_are_an_error_of_all_ranks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Else the other ranks wait for rank 0 in the next collective, until it times out."""
+
+    def fail(*_: object) -> dict[str, bytes]:
+        raise PermissionError(13, "Permission denied", "tokenizer.json")
+
+    saver = run.make_saver(2)
+    with pytest.raises(AgreedError, match=r"tokenizer\.json: Permission denied"):
+        if which == "model":
+            monkeypatch.setattr("finetune.checkpoint.save.describe_model", fail)
+            run.make_saver(2)
+        else:
+            monkeypatch.setattr(saver, "_describe_files", fail)
+            saver.save(Progress(step=1))
 
 
 def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
