@@ -21,7 +21,7 @@ from finetune.training.metrics import Compilation, Window
 from finetune.training.step import StepResult, handle_nonfinite, make_guard, train_step
 from finetune.training.training_run import TrainingRun
 from finetune.training.update_in_backward import UpdateInBackward
-from finetune.training.watch import Requests, SignalListener
+from finetune.training.watch import Requests, SignalListener, Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +154,10 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         garbage_collected_between_lines(),
     ):
         if progress.step < last_step:  # else nothing is left to save
-            run.watchdog.beat("saving a trial checkpoint")
-            saver.check_save(last_step, run.data.train.steps_per_epoch)
+            _check_save(run, last_step)
         run.model.train()
         window = Window(world.device)
-        for batch, wait_seconds in _timed(run.read_batches(progress.step)):
+        for batch, wait_seconds in _timed(run.read_batches(progress.step), run.watchdog):
             run.watchdog.beat(f"training step {batch.step + 1}")
             learning_rate = compute_learning_rate(batch.step, run.schedule)
             result = do_step(
@@ -174,7 +173,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:
-                saver.finish()  # raises the error of the async save
+                run.finish_save()  # raises the error of the async save
             due = find_due(before, progress, last_step, recipe, requests)
             # Before a save, so that no step that is not finite is saved.
             if due.reads_device:
@@ -199,8 +198,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.end:
                 break
             if due.stop:
-                saver.finish()
+                run.finish_save()
                 raise run.preempted(f"after step {progress.step} of {last_step}, which is saved")
+        run.finish_save()
     if progress.step < last_step:
         run.log.say(
             f"step {progress.step}: stopped early; the held-out loss was lowest at step "
@@ -214,6 +214,12 @@ def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
     if not run.recipe.optimization.optim_in_backward:
         return None
     return UpdateInBackward(run.optimizer, run.recipe, run.world)
+
+
+def _check_save(run: TrainingRun, last_step: int) -> None:
+    """Saves a checkpoint on trial, as `Saver.check_save` does."""
+    run.watchdog.beat("saving a trial checkpoint")
+    run.saver.check_save(last_step, run.data.train.steps_per_epoch)
 
 
 def _note_result(
@@ -284,9 +290,10 @@ def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
     run.notify("on_save", progress)
 
 
-def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
+def _timed(batches: Iterator[StepBatch], watchdog: Watchdog) -> Iterator[tuple[StepBatch, float]]:
     """Yields each batch with the seconds that the loop waited for it."""
     while True:
+        watchdog.beat("making the next batch")  # a method that samples does so here
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,9 +18,12 @@ from finetune.checkpoint.shards import TensorShard, allocate_on_host
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
+from finetune.data.batches import StepBatch
+from finetune.data.packing import StoredBatches
 from finetune.distributed.world import World
 from finetune.files.tensors import read, read_folder
 from finetune.run import fine_tune
+from finetune.training.watch import Watchdog
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -91,3 +94,33 @@ def test_the_threads_of_a_save_pin_memory_on_the_ranks_own_gpu(
     saver.save(Progress(step=1))
     saver.finish()
     assert used == [("reserve", own), ("save", own)]
+
+
+def test_a_message_about_a_hang_names_what_the_loop_waits_for(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait has time of its own: sampling a batch and publishing a save may take as long as a step."""
+    doing: list[str] = []
+    waits: dict[str, list[str]] = {"batch": [], "save": []}
+    read, finish = StoredBatches.batches, saving.Saver.finish
+
+    def batches(self: StoredBatches, *arguments: Any) -> Iterator[StepBatch]:
+        for batch in read(self, *arguments):
+            waits["batch"].append(doing[-1])
+            yield batch
+
+    def finished(self: saving.Saver) -> None:
+        if self._thread is not None and self._thread.name == "save":
+            waits["save"].append(doing[-1])
+        finish(self)
+
+    monkeypatch.setattr(Watchdog, "beat", lambda _, what: doing.append(what))
+    monkeypatch.setattr(StoredBatches, "batches", batches)
+    monkeypatch.setattr(saving.Saver, "finish", finished)
+    keys = {"async_save": True, "save_steps": 1, "max_steps": 2, "export_at_end": False}
+    recipe = tiny_recipe(output_dir=str(tmp_path / "run"), **keys)
+    fine_tune(read_recipe(str(recipe)), read_sharding("single", None, os.environ))
+    assert waits == {
+        "batch": ["making the next batch"] * 2,
+        "save": ["saving step 2", "finishing an async save"],
+    }
