@@ -336,9 +336,10 @@ def start_run(
     )
     for line in first_screen(run, size, progress):
         log.say(line)
-    hooks.load_states(progress)
+    ranks = RankGroup(world)
+    ranks.on_all(lambda: hooks.load_states(progress))
     # Raises at the start, instead of at the first save, if a checkpoint could not keep a state.
-    RankGroup(world).on_all(hooks.read_states)
+    ranks.on_all(hooks.read_states)
     return run
 
 
