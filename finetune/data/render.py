@@ -782,6 +782,8 @@ def _check_completion(prompt: str, completion: str, renderer: Renderer) -> Itera
         yield "typed_special_token"
     if not renderer.eos:
         yield "no_end_of_turn"
+    if not completion.strip():
+        yield "empty_answer"
     if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
         yield "no_space_between"
     if renderer.has_template:
