@@ -121,13 +121,14 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
-    """Sets `chat_template_date` to the day on which the run first started, if the chat template
-    writes the date and the recipe sets none; returns the recipe.
+    """Sets `chat_template_date` to the day on which the run first started, if the recipe sets none
+    and a chat template writes the date; returns the recipe. A reward model's template may.
 
     With the current date, ranks that tokenize around midnight would differ, and a run resumed the
     next day would train on another text.
     """
-    if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
+    may_ask = asks_for_date(tokenizer) or bool(recipe.rollout.reward_models)
+    if recipe.data.chat_template_date is not None or not may_ask:
         return recipe
     day = RankGroup(world).on_main(lambda: _find_first_day(folder))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))

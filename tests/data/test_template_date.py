@@ -92,6 +92,8 @@ def test_a_run_keeps_the_day_on_which_it_began(
 
     dated = dated_tokenizer()
     assert fixed_on("2026-01-31", recipe_with(), make_tokenizer()) is None
+    paid = replace(recipe_with(), rollout=RolloutKeys(rewards=("some/reward-model",)))
+    assert fixed_on("2026-01-31", paid, make_tokenizer()) == "2026-01-31", "its template may ask"
     assert fixed_on("2026-01-31", recipe_with("2024-07-26"), dated) == "2024-07-26"
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
     saved = tmp_path / "checkpoints" / "step-00000001"
