@@ -18,7 +18,7 @@ from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import Renderer, add_variables, apply_template, make_renderer
 from finetune.errors import UserError
 from finetune.training import lifecycle
-from finetune.training.lifecycle import fix_template_date
+from finetune.training.lifecycle import encode_prompt, fix_template_date
 from tests.conftest import make_tokenizer
 
 # As Llama 3.2's own template asks for it.
@@ -70,6 +70,16 @@ def test_a_reward_model_reads_the_day_of_the_run(tmp_path: Path) -> None:
     recipe = replace(recipe_with("2024-07-26"), rollout=RolloutKeys(rewards=(str(tmp_path),)))
     [text] = read_reward_texts(recipe)
     assert "Today Date: 26 Jul 2024" in apply_template(text.renderer, MESSAGES)
+
+
+def test_prompts_that_are_sampled_during_a_run_have_the_day_of_the_run() -> None:
+    tokenizer = dated_tokenizer()
+    ids = encode_prompt("Hi", tokenizer, "2024-07-26")
+    asked = tokenizer.decode(encode_prompt(MESSAGES, tokenizer, "2024-07-26"))
+    assert asked == tokenizer.decode(ids) == "<|begin|>Today Date: 26 Jul 2024<|user|>Hi"
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UserError, match="the prompt 'Hi': the chat template rejects it: no"):
+        encode_prompt("Hi", tokenizer)
 
 
 def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks() -> None:
