@@ -599,21 +599,19 @@ def _refuse_other_mask(turn: Message, number: int) -> None:
             )
 
 
-def role_of(turn: Any) -> Any:
-    """Returns the role of a row's turn, unchecked; None if the turn has none or is no mapping."""
-    if isinstance(turn, dict):
-        return turn.get("role", turn.get("from"))
-    return None
+def read_role(turn: Any) -> str | None:
+    """Reads the role of a row's turn, in any spelling of ROLES; None if there is no known role."""
+    return ROLES.get(_normalize_role(turn))
 
 
 def is_of_assistant(turn: Any) -> bool:
-    """Whether a row's turn is the assistant's, in any spelling of ROLES."""
-    return ROLES.get(_normalize_role(turn)) == "assistant"
+    """Whether a row's turn is the assistant's."""
+    return read_role(turn) == "assistant"
 
 
 def _normalize_role(turn: Any) -> str:
     """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
-    role = role_of(turn)
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if isinstance(role, str):
         return role.lower().replace("-", "_")
     return ""

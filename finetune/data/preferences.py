@@ -48,7 +48,7 @@ from finetune.data.messages import (
     describe_value,
     is_of_assistant,
     list_columns,
-    role_of,
+    read_role,
 )
 from finetune.units import is_fp32_number
 
@@ -62,7 +62,7 @@ PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "i
 CHAT_PROMPTS = ("question", "instruction")
 # columns that usually hold a prompt, whether they are read or not
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
-ASKING = ("system", "developer", "user", "human", "prompter")  # roles that no answer begins with
+ASKING = ("system", "developer", "user")  # roles that no answer begins with
 RATINGS = ("score", "rating", "reward")  # words in the name of a column: higher is better
 
 
@@ -311,7 +311,7 @@ def _read_messages(
         turns = [make_message("user", prompt)]
     else:
         turns = list(prompt or [])
-    holds_prompt = any(role_of(answer[0]) in ASKING for answer in answers)
+    holds_prompt = any(read_role(answer[0]) in ASKING for answer in answers)
     if turns and not holds_prompt:
         before = without_training(turns)
         chosen, rejected = (make_conversation(columns, [*before, *answer]) for answer in answers)
@@ -372,7 +372,8 @@ def _check_prompt_column(
         prompt: The content of the prompt's column; None: there is no such column.
     """
     if isinstance(chosen, Conversation):
-        return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
+        is_read = all(_holds_prompt(chosen, text) for text in _list_questions(prompt))
+        return () if is_read else ("prompt_unread",)
     if prompt is None and _lacks_prompt(columns, chosen.prompt):
         return ("prompt_missing",)
     return ()
@@ -398,13 +399,20 @@ def _lacks_prompt(columns: Columns, shared: str) -> bool:
     return False
 
 
-def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
-    """Whether a message that is not trained on contains `prompt`, or is contained in it.
+def _list_questions(prompt: str | list[Any] | None) -> list[str]:
+    """Lists the texts in a prompt's column that are not the assistant's, without blank ones."""
+    if isinstance(prompt, str):
+        texts = [prompt]
+    else:
+        asking = [turn for turn in prompt or () if read_role(turn) in ASKING]
+        texts = [turn.get("content", turn.get("value")) for turn in asking]
+    return [text for text in texts if isinstance(text, str) and text.strip()]
 
-    `prompt`: the content of the prompt's column. Returns True if that is no text, or is blank.
-    """
-    if not isinstance(prompt, str) or not prompt.strip():
-        return True
+
+def _holds_prompt(conversation: Conversation, prompt: str) -> bool:
+    """Whether a message that is not trained on contains `prompt`, or is contained in it."""
+    if conversation.images:
+        prompt = prompt.replace("<image>", IMAGE)
     untrained_texts = [
         message["content"].strip()
         for message, is_trained in zip(conversation.messages, conversation.trained, strict=True)

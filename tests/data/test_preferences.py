@@ -11,7 +11,7 @@ from finetune.cli import main
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.environments import choose_environment
-from finetune.data.formats import Completion, Conversation, Document, Question
+from finetune.data.formats import Completion, Conversation, Document, Question, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_end_of_prompt, parse_pair, parse_prompt
 from finetune.data.prepare import PreparedData
@@ -219,6 +219,27 @@ def test_a_prompt_beside_conversations_that_ask_something_else_is_found() -> Non
     for prompt in ("Q", "", "\n\nHuman: Q\n\nAssistant:", [SYSTEM, USER], None):
         assert not parse_pair({"prompt": prompt, **row}, source).findings
     assert not parse_pair({"prompt": "AAA", "chosen": [GOOD], "rejected": [BAD]}, source).findings
+    turns = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    for messages in ([SYSTEM, USER], [{"role": "user", "content": "AAA"}]):
+        lost = parse_pair({"messages": messages, **turns}, source)
+        assert lost.findings == ("prompt_unread",), "was dropped without a word"
+    for turn in (USER, {"from": "human", "value": USER["content"]}):
+        assert not parse_pair({"messages": [turn], **turns}, source).findings
+    image = {"question": "<image>What?", "images": ["a.png"], "chosen": "A", "rejected": "B"}
+    assert not parse_pair(image, source).findings
+
+
+@pytest.mark.parametrize("role", ["user", "User", "HUMAN", "prompter", "System"])
+def test_answers_that_begin_with_their_prompt_do_so_in_any_spelling_of_its_role(role: str) -> None:
+    """Only some spellings were known here, and `messages` reads all of them."""
+    asked: list[Any] = [{"role": role, "content": "Q"}]
+    if role == "System":
+        asked.append(USER)
+    row = {"prompt": "Q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}
+    [group] = parse_pair(row, DatasetSource(path="a.jsonl")).groups
+    for document, answer in zip(group.documents, (GOOD, BAD), strict=True):
+        expected = parse_row({"messages": [*asked, answer]}, DatasetSource(path="a.jsonl"))
+        assert document == expected.document
 
 
 def pair_of(number: int, chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
