@@ -24,6 +24,7 @@ from finetune.data.messages import (
     parse_if_json,
     parse_messages,
     parse_tools,
+    parse_turns,
 )
 
 Row = Mapping[str, Any]
@@ -561,7 +562,8 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
     default_column = "chosen" if has_chosen_for_completion else "completion"
     prompt_column = source.prompt_column or "prompt"
     completion_column = source.completion_column or default_column
-    if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
+    prompt = parse_turns(row.get(prompt_column))
+    if isinstance(prompt, list) or isinstance(row.get(completion_column), list):
         prompt = columns.take_messages(prompt_column)
         completion = columns.take_messages(completion_column)
         return make_conversation(columns, [*without_training(prompt), *completion])

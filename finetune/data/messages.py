@@ -66,6 +66,8 @@ WHOLE_MESSAGES = re.compile(
     rf"{ALL_KEYS}|messages(?:\[[^\]]*\])?{ALL_KEYS}",
     re.DOTALL,
 )
+# the beginning of str() of a list of turns
+PYTHONS_TURNS = re.compile(r"\s*\[\{'(?:role|content|from|value)': '")
 # reasoning between its tags; group 1 is the reasoning
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
@@ -302,6 +304,23 @@ def parse_if_json(value: Any) -> Any:
         return json.loads(value, object_pairs_hook=_make_object)
     except (ValueError, RecursionError):
         return value
+
+
+def parse_turns(value: Any) -> Any:
+    """Parses a text that is the JSON of a list of turns, as in a CSV file.
+
+    Any other value is returned unchanged, also the JSON of other things. Raises `BadRow` for a list
+    of turns as Python writes it.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if PYTHONS_TURNS.match(value):  # as pandas writes it into a CSV file
+        raise BadRow(
+            f"messages that are not JSON: {value.lstrip()[:60]!r}; write them by json.dumps"
+        )
+    turns = parse_if_json(value)
+    is_of_turns = isinstance(turns, list) and turns and all(map(read_role, turns))
+    return turns if is_of_turns else value
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

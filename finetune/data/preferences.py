@@ -48,6 +48,7 @@ from finetune.data.messages import (
     describe_value,
     is_of_assistant,
     list_columns,
+    parse_turns,
     read_role,
 )
 from finetune.units import is_fp32_number
@@ -85,8 +86,8 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
             "set method: sft"
         )
     chosen_name, rejected_name = _require_answer_columns(row, source)
-    chosen = columns.take(chosen_name)
-    rejected = columns.take(rejected_name)
+    chosen = parse_turns(columns.take(chosen_name))
+    rejected = parse_turns(columns.take(rejected_name))
     prompt_name = _find_prompt_column(row, source, (chosen_name, rejected_name))
     if prompt_name is None:
         prompt = None
@@ -266,7 +267,7 @@ def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | li
     """
     if name == "instruction":
         return take_question(columns, source)
-    value = columns.take(name)
+    value = parse_turns(columns.take(name))
     if not isinstance(value, str | list):
         raise BadRow(
             f"{name}: text or a list of messages is expected, found {describe_value(value)}"
@@ -686,7 +687,7 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
     """
     if name == "instruction":
         return take_question(columns, source)
-    value = columns.take(name)
+    value = parse_turns(columns.take(name))
     if isinstance(value, list) and value:
         return value
     if not isinstance(value, str):

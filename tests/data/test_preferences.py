@@ -1,6 +1,7 @@
 """Preference rows of every form, their common prompt, and pairs that teach nothing."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,39 @@ def test_a_prompt_beside_conversations_that_ask_something_else_is_found() -> Non
         assert not parse_pair({"messages": [turn], **turns}, source).findings
     image = {"question": "<image>What?", "images": ["a.png"], "chosen": "A", "rejected": "B"}
     assert not parse_pair(image, source).findings
+
+
+def test_messages_may_be_json_text_wherever_messages_may_stand() -> None:
+    """A CSV file holds nothing else. `messages` was read so, and in other columns the JSON itself was trained on."""
+    source = DatasetSource(path="a.csv")
+    lists: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (parse_pair, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
+        (parse_pair, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (parse_pair, {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (parse_pair, {"conversations": [HUMAN], "chosen": [GPT], "rejected": [WORSE]}),
+        (parse_prompt, {"messages": [USER]}),
+        (parse_prompt, {"prompt": [SYSTEM, USER]}),
+        (parse_row, {"prompt": [USER], "completion": [GOOD]}),
+        (parse_row, {"messages": [USER, GOOD]}),
+    ]
+    for parse, row in lists:
+        text_row = {
+            name: value if isinstance(value, str) else json.dumps(value, indent=1)
+            for name, value in row.items()
+        }
+        [group] = parse(row, source).groups
+        [text_group] = parse(text_row, source).groups
+        for document, expected in zip(text_group.documents, group.documents, strict=True):
+            if isinstance(document, Question):
+                document = document.asked
+                expected = expected.asked
+            assert document == expected
+        if "messages" not in row:
+            of_python = {name: str(value) for name, value in row.items()}
+            with pytest.raises(BadRow, match=r"not JSON: .*json\.dumps"):
+                parse(of_python, source)
+    plain = {"prompt": '["a", {"b": 1}]', "chosen": '[{"role": "none"}]', "rejected": "[]"}
+    assert sides(plain) == [(plain["prompt"], plain[name]) for name in ("chosen", "rejected")]
 
 
 @pytest.mark.parametrize("role", ["user", "User", "HUMAN", "prompter", "System"])
