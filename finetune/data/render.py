@@ -889,6 +889,8 @@ def _find_dropped(
     trained = [i for i in answers if conversation.trained[i]]
     if not all(_holds_reasoning(answers[i], messages[i]) for i in trained):
         yield "reasoning_dropped"
+    if any(_thinks_twice(answers[i], messages[i]) for i in trained):
+        yield "reasoning_twice"
 
 
 def _find_dropped_calls(
@@ -943,6 +945,15 @@ def _holds_reasoning(answer: str, message: Message) -> bool:
     thoughts = {read_reasoning(message), *thoughts_in_content}
     last_lines = (thought.strip().rsplit("\n", 1)[-1].strip() for thought in thoughts)
     return all(_holds(answer, line) for line in last_lines)
+
+
+def _thinks_twice(answer: str, message: Message) -> bool:
+    """Whether the assistant's turn `answer` has the reasoning of a message's key, and of its
+    content too.
+    """
+    _, thoughts_in_content = _split_thoughts(message["content"])
+    has_both = any(map(message.get, REASONING_KEYS)) and bool(thoughts_in_content)
+    return has_both and len(THINKING_END.findall(answer)) > len(thoughts_in_content)
 
 
 def _split_thoughts(content: str) -> tuple[list[str], list[str]]:
