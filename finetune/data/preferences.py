@@ -719,14 +719,14 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
     """Returns the row's own answer for the rewards; None if the row has none.
 
     It is the value of the column that the source names, or else the text of the first of
-    ANSWER_COLUMNS that holds a text.
+    ANSWER_COLUMNS that holds a text; if none does, the first number in one of them.
     """
     if source.completion_column is not None:
         return columns.row.get(source.completion_column)
-    return next(
-        (columns.row[name] for name in ANSWER_COLUMNS if isinstance(columns.row.get(name), str)),
-        None,
-    )
+    values = [columns.row.get(name) for name in ANSWER_COLUMNS]
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return next(iter(texts + numbers), None)
 
 
 def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any) -> str:
@@ -735,13 +735,13 @@ def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any
     Args:
         row: The columns. Those of COMPLETION_COLUMNS are left out.
         prompt: The prompt's text or messages.
-        answer: Written as the column ANSWER, unless the row has that column; None: no answer.
+        answer: Written as the column ANSWER, unless that has a value; None: no answer.
         template_values: What the chat template reads besides the messages; empty values are left
             out.
     """
     columns = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
-    if answer is not None:
-        columns.setdefault(ANSWER, answer)
+    if answer is not None and columns.get(ANSWER) is None:
+        columns[ANSWER] = answer
     reward_row = {"prompt": prompt, "columns": columns}
     reward_row |= {name: value for name, value in template_values.items() if value}
     return json.dumps(reward_row, ensure_ascii=False, default=str)

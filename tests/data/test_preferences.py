@@ -524,6 +524,22 @@ def test_rewards_get_the_answer_that_the_recipe_names(row: dict[str, Any], answe
     assert json.loads(document.row)["columns"].get("answer") == answer
 
 
+@pytest.mark.parametrize(
+    ("columns", "answer"),
+    [
+        ({"solution": 4}, 4),  # was no answer, so that each score was None
+        ({"answer": None, "solution": "4"}, "4"),  # as Parquet fills the column of another source
+        ({"output": 0.5, "solution": "4"}, "4"),
+        ({"answer": 4, "solution": "so 4"}, 4),
+        ({"solution": ["4"]}, None),
+    ],
+)
+def test_rewards_get_a_number_or_a_text_as_the_answer(columns: dict[str, Any], answer: Any) -> None:
+    document = parse_prompt({"prompt": "Q", **columns}, DatasetSource(path="a.jsonl")).document
+    assert isinstance(document, Question)
+    assert json.loads(document.row)["columns"].get("answer") == answer
+
+
 @pytest.mark.parametrize("role", ["GPT", "Assistant", "ai", "chatgpt"])
 def test_an_answer_is_found_in_every_spelling_of_its_role(role: str) -> None:
     turns = [{"from": "human", "value": "Q"}, {"from": role, "value": "A"}]
