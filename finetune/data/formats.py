@@ -458,18 +458,19 @@ def _refuse_rated(columns: Columns, row_format: str, source: DatasetSource) -> N
 
 
 def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
-    """Reads a list of messages; or, if the source names their columns, a question and an answer."""
-    if source.prompt_column or source.completion_column:
+    """Reads a list of messages; or a question and its answer, if the source names their columns, or
+    if the row has their usual columns and no messages.
+    """
+    is_named = source.prompt_column or source.completion_column
+    messages_column = source.messages_column or first_given(columns.row, ("messages", "chosen"))
+    has_usual = all(isinstance(columns.row.get(name), str) for name in ("prompt", "completion"))
+    if is_named or (messages_column is None and has_usual):
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
         return make_conversation(
             columns, [make_message("user", question), make_message("assistant", answer)]
         )
-    if columns.row.get("messages") is not None:
-        default = "messages"
-    else:
-        default = "chosen"
-    return make_conversation(columns, columns.take_messages(source.messages_column or default))
+    return make_conversation(columns, columns.take_messages(messages_column or "messages"))
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:

@@ -636,7 +636,13 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
                 "a prompt as text has no chat template, which describes the tools; make it messages"
             )
         text = prompt.removeprefix(renderer.bos)
-        return RenderedText(text, spans=(), is_plain=True, row=document.row)
+        return RenderedText(
+            text,
+            spans=(),
+            is_plain=True,
+            findings=("template_unused",) if renderer.has_template else (),
+            row=document.row,
+        )
     renderer = _for_conversation(renderer, prompt)
     messages = read_messages(prompt, renderer)
     group_hash = None

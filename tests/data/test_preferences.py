@@ -540,6 +540,19 @@ def test_rewards_get_a_number_or_a_text_as_the_answer(columns: dict[str, Any], a
     assert json.loads(document.row)["columns"].get("answer") == answer
 
 
+def test_a_prompt_as_text_is_found_where_a_template_would_ask_it(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """As a prompt with its completion is."""
+    path = str(write_lines(tmp_path / "a.jsonl", [{"prompt": "Q", "completion": " A"}]))
+    online: dict[str, Any] = {"method": "grpo", "rewards": ["length"], "num_generations": 2}
+    online |= {"max_length": 512}
+    keys: dict[str, Any]
+    for keys in ({}, online):
+        assert names(prepare([{"path": path}], **keys))["template_unused"] == "warning"
+        assert "template_unused" not in names(prepare([{"path": path, "type": "messages"}], **keys))
+
+
 @pytest.mark.parametrize("role", ["GPT", "Assistant", "ai", "chatgpt"])
 def test_an_answer_is_found_in_every_spelling_of_its_role(role: str) -> None:
     turns = [{"from": "human", "value": "Q"}, {"from": role, "value": "A"}]
