@@ -726,7 +726,7 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
     values = [columns.row.get(name) for name in ANSWER_COLUMNS]
     texts = [value for value in values if isinstance(value, str)]
     numbers = [value for value in values if isinstance(value, int | float)]
-    return next(iter(texts + numbers), None)
+    return next(iter([*texts, *numbers]), None)
 
 
 def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any) -> str:
