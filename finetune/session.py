@@ -630,7 +630,7 @@ class Session:
         _check_count("num_samples", num_samples)
         _check_count("max_new_tokens", max_new_tokens)
         repeated_prompts = [
-            Prompt(encode_prompt(prompt, self.tokenizer), "")
+            Prompt(encode_prompt(prompt, self.tokenizer, self.recipe.data.chat_template_date), "")
             for prompt in prompts
             for _ in range(num_samples)
         ]
