@@ -500,10 +500,9 @@ def complete_lora(recipe: Recipe) -> Recipe:
         UserError: The adapter cannot be read, is of a kind that is not supported, or contradicts a
             key that the recipe sets.
     """
-    recipe = _save_scores(recipe)
     name = recipe.lora.adapter_name_or_path
     if name is None:
-        return recipe
+        return _save_scores(recipe)
     folder = find_adapter(name)
     where = str(folder / ADAPTER_CONFIG)
     config = load_json(folder / ADAPTER_CONFIG)
@@ -526,7 +525,8 @@ def complete_lora(recipe: Recipe) -> Recipe:
     if problems:
         raise UserError.of(problems)
     missing_keys = {key: value for key, value in keys.items() if key not in recipe.places}
-    return replace(recipe, lora=replace(recipe.lora, **missing_keys))
+    # an adapter of a language model has no head of scores yet
+    return _save_scores(replace(recipe, lora=replace(recipe.lora, **missing_keys)))
 
 
 def _find_contradictions(recipe: Recipe, name: str, keys: Mapping[str, Any]) -> Iterator[str]:
