@@ -87,6 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "adapter",
         model,
         rank_pattern={"layers.0.*q_proj": 6},
+        lora_alpha=12.5,  # peft scales by a fraction too
         use_rslora=True,
         modules_to_save=["norm"],
     )
@@ -165,7 +166,7 @@ def test_the_adapter_opens_in_peft_and_can_be_trained_further_again(runs: Path) 
     first = complete_lora(read_recipe(str(runs / "lora.yaml")))
     assert (again.lora.lora_r, again.lora.lora_alpha, again.lora.rank_pattern) == (
         4,
-        12,
+        12.5,
         {"layers.0.*q_proj": 6},
     )
     assert set(again.lora.lora_target_modules) == set(first.lora.lora_target_modules)
@@ -218,6 +219,16 @@ Changes = Callable[[dict[str, Any]], object]
 # name -> (a change of adapter_config.json, overrides, a part of the sentence)
 REFUSED: dict[str, tuple[Changes, list[str], str]] = {
     "another rank": (dict, ["lora_r=8"], "command line: lora_r: 8: the adapter"),
+    "a rank and a half": (
+        lambda c: c.update(rank_pattern={"q_proj": 4.5}),
+        [],
+        "rank_pattern: a mapping of modules to positive whole numbers is expected",
+    ),
+    "an endless scale": (
+        lambda c: c.update(lora_alpha=float("inf")),
+        [],
+        "lora_alpha: a positive number is expected, not inf",
+    ),
     "a rank of a billion": (
         lambda c: c.update(r=10**9),
         [],
