@@ -477,7 +477,8 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
         number: The turn's number in the row, for errors.
 
     Raises:
-        BadRow: `tool_calls` and `function_call` differ, or a turn of CALL_ROLES has no call.
+        BadRow: `tool_calls` and `function_call` differ, a turn of CALL_ROLES has no call, or the
+            recipient is a tool that is no function.
     """
     content = turn.get("content", turn.get("value"))
     calls = parse_if_json(turn.get("tool_calls"))
@@ -493,11 +494,12 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
                 f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing"
             )
     recipient = turn.get("recipient")  # gpt-oss's key
-    if (
-        isinstance(recipient, str)
-        and recipient.startswith("functions.")
-        and ROLES[name] == "assistant"
-    ):
+    if isinstance(recipient, str) and recipient != "all" and ROLES[name] == "assistant":
+        if not recipient.startswith("functions."):
+            raise BadRow(
+                f"message {number}: recipient: {recipient!r}: functions.NAME is expected; a chat "
+                "template writes no call of a built-in tool, such as browser or python"
+            )
         return "", {"name": recipient.removeprefix("functions."), "arguments": content}
     if content is None and calls:
         content = ""

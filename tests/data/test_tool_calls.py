@@ -513,6 +513,16 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
     }
 
 
+@pytest.mark.parametrize("recipient", ["browser.search", "python"])
+def test_no_call_of_a_built_in_tool_is_trained_as_an_answer(recipient: str) -> None:
+    """OpenAI's own renderer writes it to its recipient, which no chat template does."""
+    called = {"role": "assistant", "channel": "commentary", "content": "1 + 1"}
+    with pytest.raises(BadRow, match=rf"message 2: recipient: '{recipient}': functions\.NAME is"):
+        document({"messages": [ASKED, {**called, "recipient": recipient}]})
+    (answer,) = document({"messages": [ASKED, {**called, "recipient": "all"}]}).messages[1:]
+    assert answer == {"role": "assistant", "content": "1 + 1"}
+
+
 @pytest.mark.parametrize(
     "following",
     [
