@@ -194,6 +194,22 @@ def test_an_unreadable_call_is_rejected_with_the_reason(value: str, words: str) 
     assert words in str(problem.value)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "id": None, "type": None},
+        {"function": {"name": "weather"}, "id": None, "type": None},
+        {"function": {"name": "weather", "arguments": None}},
+    ],
+)
+def test_a_call_without_arguments_is_the_same_in_every_form(call: dict[str, Any]) -> None:
+    """A template that writes a whole call would write its nulls too."""
+    asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (message,) = document({"messages": [ASKED, asking]}).messages[1:]
+    wanted = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    assert message["tool_calls"] == [wanted]
+
+
 # What each family documents: (how it describes the tools, a call and its end, what a tool answered).
 JSON_TOOL, JSON_CALL = (
     json.dumps(TOOL),
