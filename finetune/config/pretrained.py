@@ -5,6 +5,7 @@ The module imports no torch. Functions that need transformers import it when the
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -385,23 +386,41 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
             f"{where}: peft_type: {config.get('peft_type')!r} is neither LORA nor OFT, the "
             "supported kinds"
         )
-    for key in ("r", "lora_alpha"):
-        if not _is_positive(config.get(key)):
-            raise UserError(
-                f"{where}: {key}: a positive number is expected, not {config.get(key)!r}"
-            )
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(key) or {}
-        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
-            raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
+    _check_scale(config, "r", "rank_pattern", _is_rank, where)
+    _check_scale(config, "lora_alpha", "alpha_pattern", _is_positive, where)
     _check_ranks([config["r"], *(config.get("rank_pattern") or {}).values()], where)
 
 
+def _check_scale(
+    config: Mapping[str, Any],
+    key: str,
+    pattern_key: str,
+    is_valid: Callable[[Any], bool],
+    where: str,
+) -> None:
+    """Raises `UserError` unless the values of `key` and `pattern_key` in a config are valid.
+
+    `is_valid`: `_is_rank` or `_is_positive`. `where`: the path of the config.
+    """
+    number = "whole number" if is_valid is _is_rank else "number"
+    if not is_valid(config.get(key)):
+        raise UserError(f"{where}: {key}: a positive {number} is expected, not {config.get(key)!r}")
+    pattern = config.get(pattern_key) or {}
+    if not isinstance(pattern, dict) or not all(map(is_valid, pattern.values())):
+        raise UserError(
+            f"{where}: {pattern_key}: a mapping of modules to positive {number}s is expected"
+        )
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
-def _check_ranks(ranks: Iterable[float], where: str) -> None:
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _check_ranks(ranks: Iterable[int], where: str) -> None:
     """Raises `UserError` for a rank far above those of the weights, before anything is made by it.
 
     `where`: the path of adapter_config.json; the weights are read beside it if they are there.
@@ -500,10 +519,9 @@ def complete_lora(recipe: Recipe) -> Recipe:
         UserError: The adapter cannot be read, is of a kind that is not supported, or contradicts a
             key that the recipe sets.
     """
-    recipe = _save_scores(recipe)
     name = recipe.lora.adapter_name_or_path
     if name is None:
-        return recipe
+        return _save_scores(recipe)
     folder = find_adapter(name)
     where = str(folder / ADAPTER_CONFIG)
     config = load_json(folder / ADAPTER_CONFIG)
@@ -526,7 +544,8 @@ def complete_lora(recipe: Recipe) -> Recipe:
     if problems:
         raise UserError.of(problems)
     missing_keys = {key: value for key, value in keys.items() if key not in recipe.places}
-    return replace(recipe, lora=replace(recipe.lora, **missing_keys))
+    # an adapter of a language model has no head of scores yet
+    return _save_scores(replace(recipe, lora=replace(recipe.lora, **missing_keys)))
 
 
 def _find_contradictions(recipe: Recipe, name: str, keys: Mapping[str, Any]) -> Iterator[str]:
@@ -578,8 +597,8 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         }
     parameters = config.get("target_parameters") or ()
     return {
-        "lora_r": int(config["r"]),
-        "lora_alpha": int(config["lora_alpha"]),
+        "lora_r": config["r"],
+        "lora_alpha": config["lora_alpha"],  # may be a fraction, as no recipe writes it
         "lora_dropout": float(config.get("lora_dropout") or 0.0),
         "lora_target_modules": targets,
         "lora_target_parameters": tuple(

@@ -89,7 +89,7 @@ DOCUMENTS_NOT_APART = (
     "where local_batch_size is above 1; each is apart here"
 )
 # get_wd of OptimizerParamScheduler
-RISING_DECAY = "the weight decay rises from {} to it there; weight_decay stays the same here"
+CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
 # families whose own class has update_moe_gate_bias, with a gate_bias_update_factor
 FAMILIES_MOVING_BIASES = ("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
@@ -195,7 +195,7 @@ def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
 
 
 def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
-    """Sets the weight decay by the schedule's start_wd and end_wd, or reports that it rises there.
+    """Sets the weight decay by the schedule's start_wd and end_wd, or reports that it changes.
 
     A key that the schedule does not have is the optimizer's weight decay.
     """
@@ -209,7 +209,9 @@ def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
     if start == end:
         conversion.recipe["weight_decay"] = end
     else:
-        conversion.add_difference("lr_scheduler.end_wd", end, RISING_DECAY.format(start))
+        key = "start_wd" if schedule.get("end_wd") is None else "end_wd"
+        note = CHANGING_DECAY.format(start, end)
+        conversion.add_difference(f"lr_scheduler.{key}", schedule[key], note)
 
 
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:

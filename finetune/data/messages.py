@@ -401,7 +401,9 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
     }
     known_keys = KNOWN_KEYS
     if isinstance(turn.get("recipient"), str):  # gpt-oss's, which `_separate_calls` has read
-        known_keys = KNOWN_KEYS | {"recipient"}
+        known_keys |= {"recipient"}
+    if ROLES[name] == "assistant":  # `_refuse_other_mask` reads these
+        known_keys |= OTHER_MASKS.keys()
     message |= {
         key: value for key, value in turn.items() if key not in known_keys and value is not None
     }
@@ -496,7 +498,8 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
         number: The turn's number in the row, for errors.
 
     Raises:
-        BadRow: `tool_calls` and `function_call` differ, or a turn of CALL_ROLES has no call.
+        BadRow: `tool_calls` and `function_call` differ, a turn of CALL_ROLES has no call, or the
+            recipient is a tool that is no function.
     """
     content = turn.get("content", turn.get("value"))
     calls = parse_if_json(turn.get("tool_calls"))
@@ -512,11 +515,12 @@ def _separate_calls(turn: Message, name: str, number: int) -> tuple[Any, Any]:
                 f"message {number}: {name}: JSON of {{name, arguments}} is expected, found nothing"
             )
     recipient = turn.get("recipient")  # gpt-oss's key
-    if (
-        isinstance(recipient, str)
-        and recipient.startswith("functions.")
-        and ROLES[name] == "assistant"
-    ):
+    if isinstance(recipient, str) and recipient != "all" and ROLES[name] == "assistant":
+        if not recipient.startswith("functions."):
+            raise BadRow(
+                f"message {number}: recipient: {recipient!r}: functions.NAME is expected; a chat "
+                "template writes no call of a built-in tool, such as browser or python"
+            )
         return "", {"name": recipient.removeprefix("functions."), "arguments": content}
     if content is None and calls:
         content = ""
@@ -639,7 +643,8 @@ def _normalize_role(turn: Any) -> str:
 def _parse_call(value: Any, number: int) -> dict[str, Any]:
     """Parses a tool call into {"type": "function", "function": {name, arguments}}.
 
-    `arguments` may be JSON text, and becomes a mapping. `number`: of the turn, for errors.
+    `arguments` may be JSON text, and becomes a mapping, {} if there are none. `number`: of the
+    turn, for errors.
 
     Raises `BadRow` if the value is no call.
     """
@@ -651,28 +656,24 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
         )
     if isinstance(call, dict) and "function" not in call:  # {name, arguments}, the form of ShareGPT
         outer = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
-        call = {
-            **outer,
-            "function": {"arguments": {}} | {k: v for k, v in call.items() if k not in outer},
-        }
+        call = {**outer, "function": {k: v for k, v in call.items() if k not in ("id", "type")}}
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow(
             f"message {number}: a tool call {{name, arguments}} is expected, found "
             f"{describe_value(value)}"
         )
-    if "arguments" in function:
-        arguments = parse_if_json(function["arguments"])
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, dict):
-            raise BadRow(
-                f"message {number}: tool call {function['name']}: arguments: a JSON object is "
-                f"expected, found {describe_value(function['arguments'])}"
-            )
-        _check_numbers(arguments, f"message {number}: tool call {function['name']}")
-        function = {**function, "arguments": arguments}
-    return {"type": "function", **call, "function": function}
+    arguments = parse_if_json(function.get("arguments"))
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise BadRow(
+            f"message {number}: tool call {function['name']}: arguments: a JSON object is "
+            f"expected, found {describe_value(function['arguments'])}"
+        )
+    _check_numbers(arguments, f"message {number}: tool call {function['name']}")
+    known = {key: part for key, part in call.items() if part is not None}
+    return {"type": "function", **known, "function": {**function, "arguments": arguments}}
 
 
 def _check_numbers(arguments: dict[str, Any], place: str) -> None:

@@ -517,7 +517,7 @@ def _count_dictionary_bytes(column: Any) -> int:
     """Counts the bytes that dictionary values in an Arrow array take as rows.
 
     Text and bytes count by the length of each row's value, other values by the mean size of the
-    dictionary's values. Looks into structs and lists; 0 for an array without a dictionary.
+    dictionary's values. Looks into structs, maps and lists; 0 for an array without a dictionary.
     """
     from pyarrow import compute, types
 
@@ -527,13 +527,16 @@ def _count_dictionary_bytes(column: Any) -> int:
             types.is_string(values.type)
             or types.is_large_string(values.type)
             or types.is_binary(values.type)
+            or types.is_large_binary(values.type)
         ):
             return int(values.nbytes // max(1, len(values)) * len(column))
         lengths = compute.binary_length(values).take(column.indices)
         return compute.sum(lengths).as_py() or 0
     if types.is_struct(column.type):
         return sum(map(_count_dictionary_bytes, column.flatten()))
-    if types.is_list(column.type) or types.is_large_list(column.type):
+    if types.is_map(column.type):
+        return _count_dictionary_bytes(column.keys) + _count_dictionary_bytes(column.items)
+    if hasattr(column, "flatten"):  # a list of any kind
         return _count_dictionary_bytes(column.flatten())
     return 0
 

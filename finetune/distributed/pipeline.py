@@ -513,7 +513,7 @@ def _count_matrix_numbers(module: nn.Module) -> int:
     """
     count = 0
     for name, part in module.named_modules():
-        if ".lora_" in name:  # an adapter has few numbers
+        if "lora_" in name:  # an adapter, as the plan's `layer_costs` has none
             continue
         full_shape = getattr(part, "full_shape", None)
         if isinstance(full_shape, tuple):  # a quantized weight, whose codes have one dimension

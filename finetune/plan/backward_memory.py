@@ -309,10 +309,12 @@ def unsharded_points(
             yield from _update_points_of_layer(spec, done, point, updates["layer"])
         else:
             yield from _unsharded_layer(spec, memory, done, point)
+    # the embedding's new gradient, beside that of earlier micro-batches
+    new_gradient = memory.embedding.shard if before.gradients else 0
     at_embedding = replace(
         before,
         name="backward of the embedding",
-        gradients=all_gradients + memory.tied_head_gradient,
+        gradients=all_gradients + memory.tied_head_gradient + new_gradient,
         activations=_activations_after_layers(spec, spec.part.layers),
         communication=memory.buckets,
     )
@@ -349,16 +351,22 @@ def _unsharded_layer(
 ) -> Iterator[Snapshot]:
     """Yields the points of the backward of the layer that follows `done` others.
 
-    The gradients of all units up to this one stay in memory.
+    The gradients of all units up to this one stay in memory. After an earlier micro-batch those of
+    all units are there, and each weight's new gradient stands beside its old one until it is added.
     """
-    # all trained parameters have the same dtype, and every run trains some
-    itemsize = next(tensor.itemsize for tensor in spec.part_tensors if tensor.trainable)
-    # nothing is sharded: a unit's shard is all of its gradients
-    of_earlier_units = memory.tail.shard + done * memory.layer.shard + memory.tied_head_gradient
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable]  # in one dtype
+    largest_weight = max(
+        (_count_elements([tensor]) for tensor in trained if tensor.unit.startswith("layer")),
+        default=0,
+    )
     for moment in _list_moments(spec, done):
-        of_this_backward = of_earlier_units + itemsize * moment.gradient_elements
-        # `point.gradients` is not 0 after an earlier micro-batch, which allocated all of them
-        gradients = max(point.gradients, of_this_backward)
+        if point.gradients:
+            there_before = point.gradients
+            new_elements = min(moment.gradient_elements, largest_weight)
+        else:  # nothing is sharded: a unit's shard is all of its gradients
+            there_before = memory.tail.shard + done * memory.layer.shard
+            new_elements = moment.gradient_elements
+        gradients = there_before + memory.tied_head_gradient + trained[0].itemsize * new_elements
         yield replace(point, gradients=gradients, activations=moment.activations)
 
 

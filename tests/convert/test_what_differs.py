@@ -877,7 +877,11 @@ def test_automodels_defaults_are_those_of_its_newest_version(
     [
         ({"step_scheduler": NEMO_STEPS}, "num_epochs: 10"),
         ({"step_scheduler": NEMO_STEPS | {"num_epochs": None}}, SAVED_IN_EPOCHS),
-        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0.2}}, "rises from 0 to it"),
+        ({"lr_scheduler": COSINE | {"start_wd": 0, "end_wd": 0.2}}, "decay goes from 0 to 0.2"),
+        (
+            {"lr_scheduler": COSINE | {"start_wd": 0.2}},
+            "lr_scheduler.start_wd: 0.2   (the weight decay goes from 0.2 to 0.1",
+        ),
         ({"lr_scheduler": COSINE | {"start_wd": 0.1, "end_wd": 0.1}}, ""),
         ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5, "init_lr": 0.0}}, "first step is 0"),
         ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5}}, "from a tenth of the rate"),
@@ -897,7 +901,7 @@ def test_what_a_file_of_automodels_does_otherwise_is_said(
 ) -> None:
     lines = {
         "num_epochs: 10",
-        "rises from",
+        "decay goes from",
         "first step is 0",
         "from a tenth of the rate",
         "dataloader.batch_size: ",

@@ -271,7 +271,8 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not() -> None:
     document = parse_row(row, SOURCE).document
     assert isinstance(document, Conversation)
     renderer = make_renderer(tokenizer_with(template), True)
-    assert trained(document, renderer) == ['{"name": "weather"}<|im_end|>', "It rains.<|im_end|>"]
+    call = '{"name": "weather", "arguments": {}}<|im_end|>'  # servers read no call without them
+    assert trained(document, renderer) == [call, "It rains.<|im_end|>"]
 
 
 def test_findings_of_a_conversation() -> None:

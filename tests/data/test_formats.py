@@ -17,7 +17,7 @@ from finetune.data.formats import (
     TokenRow,
     parse_row,
 )
-from finetune.data.messages import BadRow
+from finetune.data.messages import BadRow, list_unread_keys
 from finetune.data.retrieval import parse_retrieval
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -117,7 +117,9 @@ def test_rows_may_be_tokens_already() -> None:
 def test_another_tools_mask_that_leaves_nothing_out_is_no_fault() -> None:
     neutral = {"loss": True, "loss_scale": 1.0, "training": True, "masked": False}
     row = {"messages": [USER | {"loss": False}, ASSISTANT | neutral]}
-    assert isinstance(parse_row(row, SOURCE).document, Conversation)
+    conversation = parse_row(row, SOURCE).document
+    assert isinstance(conversation, Conversation)
+    assert list_unread_keys(conversation.messages[1], "{{ message.content }}") == []
 
 
 @pytest.mark.parametrize("mask", [[1, 0, 1], [2, 1, 1], [1, 1, -1]])

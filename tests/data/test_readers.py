@@ -255,6 +255,16 @@ BOMBS: dict[str, Callable[[Any], Any]] = {
     "within a list of structs": lambda pa: pa.ListArray.from_arrays(
         list(range(31)), pa.StructArray.from_arrays([repeat(pa, 30, 20_000_000)], ["content"])
     ),
+    "within lists of one size": lambda pa: pa.FixedSizeListArray.from_arrays(
+        repeat(pa, 30, 20_000_000), 2
+    ),
+    "a value in many maps": lambda pa: pa.MapArray.from_arrays(
+        list(range(31)), pa.array(["key"] * 30), repeat(pa, 30, 20_000_000)
+    ),
+    "a value in many rows of bytes": lambda pa: pa.DictionaryArray.from_arrays(
+        pa.array([0] * 500, pa.int32()),
+        pa.array([b"a" * 2_000_000, *[b""] * 99], pa.large_binary()),
+    ),
     "one value": lambda pa: pa.array(["a" * 200_000_000]),
     "nulls": lambda pa: pa.nulls(50_000_000, pa.string()),
     "nulls in a row": lambda pa: pa.array([[None] * 20_000_000]),

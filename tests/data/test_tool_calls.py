@@ -194,6 +194,22 @@ def test_an_unreadable_call_is_rejected_with_the_reason(value: str, words: str) 
     assert words in str(problem.value)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "id": None, "type": None},
+        {"function": {"name": "weather"}, "id": None, "type": None},
+        {"function": {"name": "weather", "arguments": None}},
+    ],
+)
+def test_a_call_without_arguments_is_the_same_in_every_form(call: dict[str, Any]) -> None:
+    """A template that writes a whole call would write its nulls too."""
+    asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (message,) = document({"messages": [ASKED, asking]}).messages[1:]
+    wanted = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    assert message["tool_calls"] == [wanted]
+
+
 # What each family documents: (how it describes the tools, a call and its end, what a tool answered).
 JSON_TOOL, JSON_CALL = (
     json.dumps(TOOL),
@@ -527,6 +543,16 @@ def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
         "content": "",
         "tool_calls": [{"type": "function", "function": calls[0]}],
     }
+
+
+@pytest.mark.parametrize("recipient", ["browser.search", "python"])
+def test_no_call_of_a_built_in_tool_is_trained_as_an_answer(recipient: str) -> None:
+    """OpenAI's own renderer writes it to its recipient, which no chat template does."""
+    called = {"role": "assistant", "channel": "commentary", "content": "1 + 1"}
+    with pytest.raises(BadRow, match=rf"message 2: recipient: '{recipient}': functions\.NAME is"):
+        document({"messages": [ASKED, {**called, "recipient": recipient}]})
+    (answer,) = document({"messages": [ASKED, {**called, "recipient": "all"}]}).messages[1:]
+    assert answer == {"role": "assistant", "content": "1 + 1"}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda c, _: c.update(peft_type="IA3"),
         "adapter_config.json: peft_type: 'IA3' is neither LORA nor OFT",
     ),
-    "no rank": (lambda c, _: c.pop("r"), "adapter_config.json: r: a positive number is expected"),
+    "no rank": (
+        lambda c, _: c.pop("r"),
+        "adapter_config.json: r: a positive whole number is expected",
+    ),
     "other rank": (lambda c, _: c.update(r=8), "not the config's rank 8"),
     "rank of a billion": (
         lambda c, _: c.update(r=10**9),

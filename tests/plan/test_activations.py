@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from finetune.config.families import FAMILIES, PLANNED
 from finetune.config.layout import Fp8, MixedPrecision, Sharding
 from finetune.config.methods import Method
-from finetune.config.schema import Lora, QuantizationAware
+from finetune.config.schema import Lora, Optimization, QuantizationAware
 from finetune.distributed.model_parts import expert_modules, local_part
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
@@ -407,6 +407,42 @@ def test_evaluation_holds_a_cast_copy_of_the_head() -> None:
     peak = next(phase.peak for phase in phases if phase.name == "evaluation")
     planned = peak.activations + peak.loss + peak.temporaries + peak.gathered
     assert planned == pytest.approx(allocated_peak(run), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tied"),
+    [(512, False), (512, True), (8192, True)],
+    ids=["a layer", "a tied head", "a large tied head"],
+)
+def test_the_gradients_of_a_later_micro_batch_stand_beside_the_earlier_ones(
+    vocabulary: int, tied: bool
+) -> None:
+    """Each of them until it is added, and that of a tied head until the embedding's."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": vocabulary}
+    config, tokens = CONFIG | sizes | {"tie_word_embeddings": tied}, 64
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
+    install_attention(model)
+    install_gating(model)
+    install_loss(model)
+    checkpoint_activations(model, 1, "nothing")
+    model.train()
+    ids, positions = torch.randint(3, 500, (1, tokens)), torch.arange(tokens)[None]
+
+    def run() -> None:
+        model(input_ids=ids, labels=ids, position_ids=positions).backward()
+
+    run()  # the first micro-batch
+    sharding = Sharding(layout="single", mixed_precision="no", activation_checkpointing=True)
+    keys = {"ranks": 1, "sharding": sharding, "max_length": tokens, "global_batch_size": 2}
+    spec = replace(make_spec({"model_type": "llama", **config}, **keys), device="cpu")
+    recipe = replace(spec.recipe, optimization=Optimization(optim="sgd"))
+    state = spec.state()
+    phases = plan_phases(replace(spec, recipe=recipe))
+    peak = next(phase.peak for phase in phases if phase.name == "steady step")
+    planned = peak.allocated - peak.optimizer - state.trained - state.gradients
+    assert 1 <= planned / allocated_peak(run) < 1.1
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

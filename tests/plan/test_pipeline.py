@@ -24,7 +24,7 @@ from finetune.config.layout import split_layers
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Lora, Model, PipelineSchedule
 from finetune.distributed.model_parts import decoder_layers
-from finetune.distributed.pipeline import find_pipeline, keep_own_layers
+from finetune.distributed.pipeline import _count_matrix_numbers, find_pipeline, keep_own_layers
 from finetune.errors import UserError
 from finetune.models.cross_entropy import install_loss
 from finetune.models.documents import install_attention
@@ -38,7 +38,7 @@ from finetune.plan.speed import Links, count_communication
 from finetune.plan.table import name_layout
 from tests.conftest import make_chat
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
-from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
+from tests.plan.test_activations import CONFIG, DOCUMENTS, make_adapted_head, packed_inputs
 from tests.plan.traced import saved_for_backward
 
 STAGES = 2
@@ -52,6 +52,14 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
         "cpu", (STAGES, 1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
     )
     dist.destroy_process_group()
+
+
+def test_layers_are_split_as_planned_under_an_adapted_head() -> None:
+    """By the same cost of the head."""
+    spec = make_spec({"model_type": "llama", **CONFIG, "num_hidden_layers": 1}, ranks=1)
+    weight = torch.randn(CONFIG["vocab_size"], CONFIG["hidden_size"])
+    layer = sum(t.numel for t in spec.architecture.layer(0) if len(t.shape) > 1)
+    assert _count_matrix_numbers(make_adapted_head(weight)) == spec.layer_costs[0] - layer
 
 
 def plan_of(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.module_names import base_name
-from finetune.config.pretrained import complete_lora, load_config
+from finetune.config.module_names import base_name, peft_name
+from finetune.config.pretrained import complete_lora, load_config, set_head
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
 from finetune.distributed.model_parts import Values
@@ -87,6 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "adapter",
         model,
         rank_pattern={"layers.0.*q_proj": 6},
+        lora_alpha=12.5,  # peft scales by a fraction too
         use_rslora=True,
         modules_to_save=["norm"],
     )
@@ -165,7 +166,7 @@ def test_the_adapter_opens_in_peft_and_can_be_trained_further_again(runs: Path) 
     first = complete_lora(read_recipe(str(runs / "lora.yaml")))
     assert (again.lora.lora_r, again.lora.lora_alpha, again.lora.rank_pattern) == (
         4,
-        12,
+        12.5,
         {"layers.0.*q_proj": 6},
     )
     assert set(again.lora.lora_target_modules) == set(first.lora.lora_target_modules)
@@ -218,6 +219,16 @@ Changes = Callable[[dict[str, Any]], object]
 # name -> (a change of adapter_config.json, overrides, a part of the sentence)
 REFUSED: dict[str, tuple[Changes, list[str], str]] = {
     "another rank": (dict, ["lora_r=8"], "command line: lora_r: 8: the adapter"),
+    "a rank and a half": (
+        lambda c: c.update(rank_pattern={"q_proj": 4.5}),
+        [],
+        "rank_pattern: a mapping of modules to positive whole numbers is expected",
+    ),
+    "an endless scale": (
+        lambda c: c.update(lora_alpha=float("inf")),
+        [],
+        "lora_alpha: a positive number is expected, not inf",
+    ),
     "a rank of a billion": (
         lambda c: c.update(r=10**9),
         [],
@@ -333,6 +344,27 @@ def read_values(recipe: Recipe, adapter: Path) -> Values:
     add_adapters(model, complete_lora(recipe).lora, torch.float32)
     stored = load_file(Path(str(recipe.model.model_name_or_path)) / "model.safetensors")
     return read_adapter(model, adapter, lambda name, slices: stored[base_name(name)][slices])
+
+
+def test_a_head_of_scores_is_trained_beside_the_adapter_of_a_language_model(folder: Path) -> None:
+    """As peft trains it under the task SEQ_CLS: the adapter itself has none."""
+    given = ["method=reward", f"datasets=[{{path: {folder}/pairs.jsonl}}]"]
+    recipe = read_recipe(str(folder / "lora.yaml"), given)
+    completed = complete_lora(recipe)
+    config = load_config(recipe.model)
+    set_head(config, recipe.score_head, pad_id=0)
+    model = build_on_meta(config, torch.float32)
+    add_adapters(model, completed.lora, torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1)
+    adapter_config = LoraConfig.from_pretrained(str(folder / "adapter"))
+    adapter_config.task_type, adapter_config.inference_mode = "SEQ_CLS", False
+    expected = get_peft_model(base, adapter_config)
+    assert list_trained(model) == list_trained(expected) >= {"score.weight"}
+
+
+def list_trained(model: torch.nn.Module) -> set[str]:
+    """Lists the trained parameters of a model with an adapter by their names in peft's file."""
+    return {peft_name(name) for name, each in model.named_parameters() if each.requires_grad}
 
 
 def test_a_frozen_embedding_that_peft_saved_is_the_bases(folder: Path, tmp_path: Path) -> None:
