@@ -21,7 +21,7 @@ from finetune.config.layout import Sharding
 from finetune.errors import UserError
 from finetune.service import operations
 from finetune.service.endpoints import join_sampler, list_checkpoints
-from finetune.service.ledger import Ledger
+from finetune.service.ledger import RESULTS_KEPT_SECONDS, Ledger, Result
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
@@ -770,3 +770,29 @@ def test_clients_that_join_a_sampler_at_once_get_different_numbers(
         numbers = sorted(pool.map(join, range(2)))
     ledger.close()
     assert numbers == [1, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)], ids=str)
+def test_a_queue_goes_on_after_its_old_results_are_forgotten(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """The last that came is not the last that was done: it still waits, or came before its turn."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, 10)
+    for seq in order:
+        ledger.accept(f"model:{seq}", "model", seq, "optim_step", {})
+    done = 2 if order == (0, 1, 2) else 3
+    for _ in range(done):
+        (request,) = ledger.take(0.0)
+        ledger.finish(request, Result("application/json", b"{}"), {})
+    ledger._database.execute("UPDATE request SET at = at - ?", [RESULTS_KEPT_SECONDS + 1])
+    ledger.close()
+    ledger = Ledger(path, 10)
+    ledger.accept("model:3", "model", 3, "optim_step", {})
+    with pytest.raises(UserError, match="is not known here"):
+        ledger.result("model:0")
+    for seq in range(done, 4):
+        (request,) = ledger.take(0.0)
+        assert request.seq == seq
+        ledger.finish(request, Result("application/json", b"{}"), {})
+    ledger.close()
