@@ -274,7 +274,7 @@ def finish_session(service: Service, sent: Sent) -> Body:
     """Ends a session. Its models and samplers lose their states; its checkpoints stay."""
     with service.ledger.change("session", sent["id"]) as session:
         session["finished"] = True
-    service.remove_unused()
+    service.has_unused = True
     return {}
 
 
@@ -609,7 +609,7 @@ def delete_checkpoint(service: Service, sent: Sent) -> Body:
     path = f"tinker://{sent['id']}/{sent['segment']}/{sent['name']}"
     service.ledger.find("checkpoint", path)
     service.ledger.remove("checkpoint", path)
-    service.remove_unused()
+    service.has_unused = True
     return {}
 
 

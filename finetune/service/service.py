@@ -76,7 +76,10 @@ class Service:
         self._run = run
         self._most_disk_bytes = most_disk_bytes
         self._in_hand: Sequence[QueuedRequest] = ()
-        self.remove_unused()
+        # Whether a session was finished or a checkpoint removed since the last `_remove_unused`.
+        # Other threads only set it: the main thread may be writing a state.
+        self.has_unused = False
+        self._remove_unused()
 
     def seed_of(self, name: str) -> int:
         """Derives a seed from the run's seed, for a request without a seed.
@@ -104,6 +107,9 @@ class Service:
         """Does the next request, or several together; returns False if none came in `seconds`."""
         requests = self.ledger.take(seconds)
         self._in_hand = requests
+        if self.has_unused:
+            self.has_unused = False  # before it reads: another thread may set it meanwhile
+            self._remove_unused()
         if not requests:
             return False
         act = self._sample if requests[0].operation == "sample" else self._do
@@ -162,7 +168,7 @@ class Service:
             drops_gradients=operation in USES_GRADIENTS and not makes_gradients,
         )
         if operation in ("optim_step", "load"):
-            self.remove_unused()
+            self._remove_unused()
 
     def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
         """Does any operation but "save" on a model.
@@ -341,19 +347,21 @@ class Service:
                 "checkpoints, or start it with a higher --max-disk"
             )
 
-    def remove_unused(self) -> None:
+    def _remove_unused(self) -> None:
         """Removes old records, then the states on disk that are not used.
 
-        A state is used by a checkpoint, or by a model or sampler of an open session.
+        A state is used by a checkpoint, or by a model or sampler of an open session. Only the main
+        thread may call this: it also removes a state that is not complete, or has no record yet.
         """
         self._forget_old_samplers()
         self._forget_expired()
         ledger = self.ledger
-        users = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-        # Read after them: another thread may just have added a session, and then a model.
-        sessions = ledger.records("session")
+        with ledger.locked():
+            users = [*ledger.records("model").values(), *ledger.records("sampler").values()]
+            sessions = ledger.records("session")
+            checkpoints = ledger.records("checkpoint").values()
         used = {each["state"] for each in users if not sessions[each["session"]]["finished"]}
-        used |= {each["state"] for each in ledger.records("checkpoint").values()}
+        used |= {each["state"] for each in checkpoints}
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)

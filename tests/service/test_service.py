@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
-from finetune.service import operations
-from finetune.service.endpoints import join_sampler, list_checkpoints
+from finetune.service import adapters, operations
+from finetune.service.endpoints import delete_checkpoint, join_sampler, list_checkpoints
 from finetune.service.ledger import RESULTS_KEPT_SECONDS, Ledger, Result
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
@@ -529,6 +529,45 @@ def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
             )[0][0][0]
             == untrained
         )
+
+
+@pytest.mark.parametrize("place", ["being written", "without a record"])
+def test_a_client_that_leaves_removes_no_state_of_an_update_in_hand(
+    base: Path, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with serving(tmp_path, base) as service:
+        client, leaving = Client(service), Client(service)
+        model, left = client.model(), state_of(service, leaving.model())
+        client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+        changed, name = {
+            "being written": (adapters, "write_file"),
+            "without a record": (service, "_run"),
+        }[place]
+        act = getattr(changed, name)
+
+        def act_and_leave(*arguments: Any) -> Any:
+            result = act(*arguments)
+            with ThreadPoolExecutor(1) as http:
+                http.submit(leaving.post, "sessions/{id}/finish", {"id": leaving.session}).result()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, name, act_and_leave)
+            assert "error" not in client.result(model.step())
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), state_of(service, model)
+        )
+        assert not left.exists()
+        path = client.result(model.send("save_weights", path="brief"))["path"]
+        client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+        saved = state_of(service, model)
+        client.result(model.step())
+        assert saved.exists()
+        run, _, name = path.removeprefix("tinker://").partition("/weights/")
+        delete_checkpoint(service, {"id": run, "segment": "weights", "name": name})
+        assert saved.exists()
+        service.work(0.0)
+        assert not saved.exists()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
