@@ -126,9 +126,9 @@ class Service:
         try:
             act(requests)
         except UserError as error:
-            self._fail(requests, str(error), "user")
+            self._drop_and_fail(requests, str(error), "user")
         except Exception as error:
-            self._fail(requests, f"{type(error).__name__}: {error}", "server")
+            self._drop_and_fail(requests, f"{type(error).__name__}: {error}", "server")
             traceback.print_exc()
 
     def give_up(self, error: str) -> None:
@@ -137,6 +137,16 @@ class Service:
         The thread of `watch_for_failure` calls it, while the main thread waits in a collective.
         """
         self._fail(self._in_hand, error, "server")
+
+    def _drop_and_fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
+        """Drops the gradients that requests use, then does as `_fail`.
+
+        An error before an operation has left them in memory, where the ledger knows of none.
+        """
+        models = [request.queue for request in requests if request.operation in USES_GRADIENTS]
+        if models:
+            self._run("drop_gradients", {"models": models})
+        self._fail(requests, error, category)
 
     def _fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
         """Answers requests with an error. Their models lose the gradients if the requests use them.

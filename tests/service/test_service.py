@@ -280,6 +280,7 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
         done = watch_operations(service)
         promised = [model.pass_data(data) for model in models]
         first, damaged, last = (client.result(promise) for promise in promised)
+    done.remove("drop_gradients")
     assert done == ["forward_backward_together", *["forward_backward"] * 3]
     assert "is damaged; load another checkpoint" in damaged["error"]
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
@@ -307,6 +308,42 @@ def test_a_failed_batch_leaves_no_gradients_to_the_next_model(
             gradients = service._run.__self__._gradients[models[1].name]  # type: ignore[attr-defined]
             norms.append(sum(float(each.square().sum()) for each in gradients.tensors))
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("fault", ["full disk", "damaged checkpoint", "faulty pass"])
+def test_a_request_that_fails_leaves_no_gradients(
+    base: Path, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The ledger marks them as dropped: the next update would add those of twice the data."""
+    data = [datum(ids, weights=1.0) for ids in rows]
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a kernel has failed")
+
+    with serving(tmp_path, base, max_length=512) as service:
+        client = Client(service)
+        model, other = client.model(seed=1), client.model(seed=2)
+        path = client.result(model.send("save_weights", path="it"))["path"]
+        client.result(model.pass_data(data))
+        expected = client.result(model.step(0.0))["metrics"]["grad_norm:mean"]
+        client.result(model.pass_data(data))
+        with monkeypatch.context() as patch:
+            if fault == "full disk":
+                patch.setattr(service, "_most_disk_bytes", 0)
+                failed = model.step(0.0)
+            elif fault == "damaged checkpoint":
+                state = service.ledger.find("checkpoint", path)["state"]
+                (service._states / state / "state.json").write_text("{}")
+                service._run.__self__._adapters._shards.clear()  # type: ignore[attr-defined]
+                failed = model.send("load_weights", path=path, optimizer=False)
+            else:
+                patch.setattr(operations, "AdapterStack", fail)
+                failed = model.pass_data(data)
+                other.pass_data(data)
+            assert "error" in client.result(failed)
+        client.result(model.pass_data(data))
+        found = client.result(model.step(0.0))["metrics"]["grad_norm:mean"]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_model_that_was_not_made_is_not_saved(
