@@ -109,6 +109,7 @@ class Service:
         self._in_hand = requests
         if self.has_unused:
             self.has_unused = False  # before it reads: another thread may set it meanwhile
+            self._run("drop_gradients", {"models": self._list_finished_models()})
             self._remove_unused()
         if not requests:
             return False
@@ -375,6 +376,13 @@ class Service:
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
+
+    def _list_finished_models(self) -> list[str]:
+        """Lists the models of finished sessions."""
+        with self.ledger.locked():
+            models = self.ledger.records("model").items()
+            sessions = self.ledger.records("session")
+        return [name for name, model in models if sessions[model["session"]]["finished"]]
 
     def _forget_old_samplers(self) -> None:
         """Removes old samplers with a model's weights; the latest SAMPLERS_KEPT of each model stay.

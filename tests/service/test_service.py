@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -344,6 +345,25 @@ def test_a_request_that_fails_leaves_no_gradients(
         client.result(model.pass_data(data))
         found = client.result(model.step(0.0))["metrics"]["grad_norm:mean"]
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_finished_session_leaves_no_gradients_in_memory(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    with serving(tmp_path, base) as service:
+        clients = [Client(service), Client(service)]
+        models = [client.model() for client in clients]
+        held = []
+        for client, model in zip(clients, models, strict=True):
+            client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+            gradients = service._run.__self__._gradients[model.name]  # type: ignore[attr-defined]
+            held.append(weakref.ref(gradients.tensors[0]))
+        del gradients
+        clients[0].post("sessions/{id}/finish", {"id": clients[0].session})
+        service.work(0.0)
+        assert held[0]() is None
+        assert held[1]() is not None
+        assert "error" not in clients[1].result(models[1].step())
 
 
 def test_a_model_that_was_not_made_is_not_saved(
