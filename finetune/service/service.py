@@ -22,6 +22,7 @@ from finetune.units import disk_size
 JSON = "application/json"
 SAMPLERS_KEPT = 32  # of each model, the samplers that were saved without a checkpoint
 MOST_WAITING = 10_000  # requests
+TIDY_SECONDS = 3600.0  # old results and expired checkpoints are removed this often
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
 # The arguments of a request "sample" that differ between requests of one pass.
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
@@ -76,9 +77,10 @@ class Service:
         self._run = run
         self._most_disk_bytes = most_disk_bytes
         self._in_hand: Sequence[QueuedRequest] = ()
-        # Whether a session was finished or a checkpoint removed since the last `_remove_unused`.
+        # Whether a session may be finished or a checkpoint gone since the last `_remove_unused`.
         # Other threads only set it: the main thread may be writing a state.
         self.has_unused = False
+        self._next_tidying = time.monotonic() + TIDY_SECONDS
         self._remove_unused()
 
     def seed_of(self, name: str) -> int:
@@ -107,6 +109,8 @@ class Service:
         """Does the next request, or several together; returns False if none came in `seconds`."""
         requests = self.ledger.take(seconds)
         self._in_hand = requests
+        if time.monotonic() >= self._next_tidying:
+            self._tidy()
         if self.has_unused:
             self.has_unused = False  # before it reads: another thread may set it meanwhile
             self._run("drop_gradients", {"models": self._list_finished_models()})
@@ -116,6 +120,12 @@ class Service:
         act = self._sample if requests[0].operation == "sample" else self._do
         self._answer(act, requests)
         return True
+
+    def _tidy(self) -> None:
+        """Removes old results. Checkpoints that have expired are removed by `_remove_unused`."""
+        self._next_tidying = time.monotonic() + TIDY_SECONDS
+        self.ledger.forget_old()
+        self.has_unused = True
 
     def _answer(
         self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]

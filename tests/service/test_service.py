@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -625,6 +626,29 @@ def test_a_client_that_leaves_removes_no_state_of_an_update_in_hand(
         assert saved.exists()
         service.work(0.0)
         assert not saved.exists()
+
+
+def test_a_server_that_goes_on_forgets_old_results_and_expired_checkpoints(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        model = client.model()
+        saved = model.send("save_weights", path="brief", ttl_seconds=60)
+        path = client.result(saved)["path"]
+        client.result(model.send("save_weights", path="other"))
+        with service.ledger.change("checkpoint", path) as record:
+            record["expires"] -= 61
+        later = time.time() + RESULTS_KEPT_SECONDS + 60
+        monkeypatch.setattr(time, "time", lambda: later)
+        service.work(0.0)
+        assert service.ledger.result(saved["request_id"]) is not None
+        hour_later = time.monotonic() + 3601
+        monkeypatch.setattr(time, "monotonic", lambda: hour_later)
+        service.work(0.0)
+        with pytest.raises(UserError, match="is not known here"):
+            service.ledger.result(saved["request_id"])
+        assert path not in service.ledger.records("checkpoint")
 
 
 @pytest.mark.parametrize("loss", LOSSES)
