@@ -22,6 +22,7 @@ from finetune.units import disk_size
 JSON = "application/json"
 SAMPLERS_KEPT = 32  # of each model, the samplers that were saved without a checkpoint
 MOST_WAITING = 10_000  # requests
+SILENT_SECONDS = 3600.0  # a session is finished after so long without a word of its client
 TIDY_SECONDS = 3600.0  # old results and expired checkpoints are removed this often
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
 # The arguments of a request "sample" that differ between requests of one pass.
@@ -77,6 +78,9 @@ class Service:
         self._run = run
         self._most_disk_bytes = most_disk_bytes
         self._in_hand: Sequence[QueuedRequest] = ()
+        # Session -> when its client was last heard, by time.monotonic(). The time in which the
+        # server did not run does not count.
+        self.heard = dict.fromkeys(self.ledger.records("session"), time.monotonic())
         # Whether a session may be finished or a checkpoint gone since the last `_remove_unused`.
         # Other threads only set it: the main thread may be writing a state.
         self.has_unused = False
@@ -122,10 +126,23 @@ class Service:
         return True
 
     def _tidy(self) -> None:
-        """Removes old results. Checkpoints that have expired are removed by `_remove_unused`."""
+        """Removes old results, and finishes the sessions of clients that are gone.
+
+        Checkpoints that have expired are removed by `_remove_unused`.
+        """
         self._next_tidying = time.monotonic() + TIDY_SECONDS
+        self.finish_silent_sessions()
         self.ledger.forget_old()
         self.has_unused = True
+
+    def finish_silent_sessions(self) -> None:
+        """Finishes the sessions whose clients were not heard for SILENT_SECONDS."""
+        silent_since = time.monotonic() - SILENT_SECONDS
+        with self.ledger.locked():
+            for name, session in self.ledger.records("session").items():
+                if not session["finished"] and self.heard[name] < silent_since:
+                    self.ledger.put("session", name, session | {"finished": True})
+                    self.has_unused = True
 
     def _answer(
         self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]

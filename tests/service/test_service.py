@@ -651,6 +651,33 @@ def test_a_server_that_goes_on_forgets_old_results_and_expired_checkpoints(
         assert path not in service.ledger.records("checkpoint")
 
 
+def test_a_session_whose_client_is_gone_is_finished_after_an_hour(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with serving(tmp_path, base) as service:
+        gone, alive = Client(service), Client(service)
+        model = gone.model()
+        state = state_of(service, model)
+    now += 3600.0  # in which the server does not run
+    with serving(tmp_path, base) as service:
+        gone.service = alive.service = service
+        service.most_sessions = 2
+        now += 3500.0
+        alive.post("session_heartbeat", {"session_id": alive.session})
+        with pytest.raises(UserError, match="2 sessions are open"):
+            Client(service)
+        assert state.exists()
+        now += 110.0
+        Client(service)
+        service.work(0.0)
+        assert not state.exists()
+        with pytest.raises(UserError, match="is finished"):
+            model.step()
+        alive.model()
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
     client = Client(service)
