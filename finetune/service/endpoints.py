@@ -357,13 +357,15 @@ def queue_refused(handler: Handler) -> Handler:
     """Makes a handler that queues a request which `handler` refuses.
 
     The request is answered with the error in its turn. Without it the model's next request would
-    wait forever.
+    wait forever. A request that names no model is refused at once.
     """
 
     def answer(service: Service, sent: Sent) -> Body:
         try:
             return handler(service, sent)
         except UserError as error:
+            if sent.get("model_id") is None:
+                raise
             request = read_body(OfModel, sent)
             return _promise(service, request, "refuse", {"error": str(error)})
 

@@ -678,6 +678,24 @@ def test_a_session_whose_client_is_gone_is_finished_after_an_hour(
         alive.model()
 
 
+def test_a_new_model_that_cannot_be_loaded_is_refused_with_the_reason(
+    base: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        model = client.model()
+        path = client.result(model.send("save_weights_for_sampler", path="it"))["path"]
+        new = {"session_id": client.session, "model_seq_id": 1, "optimizer": True}
+        for asked, reason in (
+            ({"path": path}, "holds no optimizer state"),
+            ({"path": f"{path}s"}, "is not known here"),
+            ({"path": path, "optimizer": False, "session_id": "x"}, "session 'x': is not known"),
+            ({"path": path, "model_id": None}, "holds no optimizer state"),
+        ):
+            with pytest.raises(UserError, match=reason):
+                client.post("load_weights", {**new, **asked})
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
     client = Client(service)
