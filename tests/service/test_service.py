@@ -1,6 +1,8 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
+import json
 import random
+import shutil
 import threading
 import time
 import weakref
@@ -267,6 +269,24 @@ def test_several_targets_share_a_pass_with_one_and_have_the_losses_of_a_run_alon
         for one, other in zip(beside[1], alone[1], strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
     assert [np.shape(row)[1:] for row in found[8][0][1]] == [(3,), (1,), (), (5,)]
+
+
+def test_a_base_with_dropout_has_the_losses_of_one_without(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    """As they are without a backward; and equal adapters have equal losses in one pass."""
+    copy = tmp_path / "base"
+    shutil.copytree(base, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    data = [datum(ids, weights=1.0) for ids in rows]
+    with serving(tmp_path / "run", copy) as service:
+        client = Client(service)
+        models = [client.model(seed=1), client.model(seed=1)]
+        alone = client.result(models[0].pass_data(data, forward_only=True))
+        expected = read_outputs(alone)[0]
+        for promise in [model.pass_data(data) for model in models]:
+            assert read_outputs(client.result(promise))[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_one_models_fault_is_not_that_of_those_beside_it(
@@ -884,6 +904,10 @@ def test_sessions_that_begin_at_once_are_counted(
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it; set FINETUNE_API_KEY"),
         (["lora_dropout=0.1", "use_dora=true"], "serve-training: use_dora, lora_dropout: cannot be combined with it"),
+        (
+            ["attention_dropout=0.1", "neftune_noise_alpha=5", "quantization_aware_training=int8-int4"],
+            "serve-training: attention_dropout, neftune_noise_alpha, quantization_aware_training: cannot be combined with it",
+        ),
         (["use_peft=false"], "serve-training: clients train adapters; set use_peft: true"),
     ],
 )  # fmt: skip
