@@ -280,7 +280,10 @@ def get_session(service: Service, sent: Sent) -> Body:
 
 
 def finish_session(service: Service, sent: Sent) -> Body:
-    """Ends a session. Its models and samplers lose their states; its checkpoints stay."""
+    """Ends a session. Its models and samplers lose their states; its checkpoints stay.
+
+    What a model was asked before is done first.
+    """
     with service.ledger.change("session", sent["id"]) as session:
         session["finished"] = True
     service.has_unused = True

@@ -257,8 +257,8 @@ class Ledger:
         together: list[QueuedRequest] = []
         tokens = 0
         for request in waiting:
-            if request.seq != self._next.get(request.queue, 0):
-                continue  # an earlier request of the queue is not done
+            if not self._is_next(request):
+                continue
             if together and not request.can_join(together[0]):
                 continue
             tokens += request.tokens
@@ -267,6 +267,15 @@ class Ledger:
                 break
             together.append(request)
         return together
+
+    def _is_next(self, request: QueuedRequest) -> bool:
+        """Returns whether the earlier requests of a request's queue are done."""
+        return request.seq == self._next.get(request.queue, 0)
+
+    def find_ready_queues(self) -> set[str]:
+        """Finds the queues that have a request whose turn it is."""
+        with self._lock:
+            return {each.queue for each in self._waiting.values() if self._is_next(each)}
 
     def finish(
         self,

@@ -81,7 +81,7 @@ class Service:
         # Session -> when its client was last heard, by time.monotonic(). The time in which the
         # server did not run does not count.
         self.heard = dict.fromkeys(self.ledger.records("session"), time.monotonic())
-        # Whether a session may be finished or a checkpoint gone since the last `_remove_unused`.
+        # Whether a session may be finished or a checkpoint gone since the last `_drop_unused`.
         # Other threads only set it: the main thread may be writing a state.
         self.has_unused = False
         self._next_tidying = time.monotonic() + TIDY_SECONDS
@@ -116,9 +116,7 @@ class Service:
         if time.monotonic() >= self._next_tidying:
             self._tidy()
         if self.has_unused:
-            self.has_unused = False  # before it reads: another thread may set it meanwhile
-            self._run("drop_gradients", {"models": self._list_finished_models()})
-            self._remove_unused()
+            self._drop_unused()
         if not requests:
             return False
         act = self._sample if requests[0].operation == "sample" else self._do
@@ -385,31 +383,46 @@ class Service:
                 "checkpoints, or start it with a higher --max-disk"
             )
 
+    def _drop_unused(self) -> None:
+        """Drops what finished sessions and removed checkpoints have left in memory and on disk."""
+        self.has_unused = False  # before it reads: another thread may set it meanwhile
+        finished = self.ledger.records("model").keys() - self._read_users("model").keys()
+        self._run("drop_gradients", {"models": [*finished]})
+        self._remove_unused()
+
     def _remove_unused(self) -> None:
         """Removes old records, then the states on disk that are not used.
 
-        A state is used by a checkpoint, or by a model or sampler of an open session. Only the main
-        thread may call this: it also removes a state that is not complete, or has no record yet.
+        A state is used by a checkpoint, or by what `_read_users` returns. Only the main thread may
+        call this: it also removes a state that is not complete, or has no record yet.
         """
         self._forget_old_samplers()
         self._forget_expired()
         ledger = self.ledger
         with ledger.locked():
-            users = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-            sessions = ledger.records("session")
+            users = [*self._read_users("model").values(), *self._read_users("sampler").values()]
             checkpoints = ledger.records("checkpoint").values()
-        used = {each["state"] for each in users if not sessions[each["session"]]["finished"]}
-        used |= {each["state"] for each in checkpoints}
+        used = {each["state"] for each in [*users, *checkpoints]}
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
 
-    def _list_finished_models(self) -> list[str]:
-        """Lists the models of finished sessions."""
+    def _read_users(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Reads the records of the models or samplers that may still be used: id -> body.
+
+        Their session is open, or the client has left before a request was done.
+
+        kind: "model" or "sampler".
+        """
         with self.ledger.locked():
-            models = self.ledger.records("model").items()
+            records = self.ledger.records(kind)
             sessions = self.ledger.records("session")
-        return [name for name, model in models if sessions[model["session"]]["finished"]]
+            ready = self.ledger.find_ready_queues()
+        return {
+            name: body
+            for name, body in records.items()
+            if name in ready or not sessions[body["session"]]["finished"]
+        }
 
     def _forget_old_samplers(self) -> None:
         """Removes old samplers with a model's weights; the latest SAMPLERS_KEPT of each model stay.

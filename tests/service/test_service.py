@@ -716,6 +716,28 @@ def test_a_new_model_that_cannot_be_loaded_is_refused_with_the_reason(
                 client.post("load_weights", {**new, **asked})
 
 
+def test_a_checkpoint_that_was_promised_stays_if_the_client_leaves_before(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    data = [datum(ids, weights=1.0) for ids in rows]
+    norms = []
+    with serving(tmp_path, base) as service:
+        for leaves in (False, True):
+            client = Client(service)
+            model = client.model(seed=1)
+            client.result(model.pass_data(data))
+            model.pass_data(data)
+            stepped = model.step()
+            saved = model.send("save_weights", path="end")
+            if leaves:
+                client.post("sessions/{id}/finish", {"id": client.session})
+            norms.append(client.result(stepped)["metrics"]["grad_norm:mean"])
+            path = client.result(saved)["path"]
+            state = service._states / service.ledger.find("checkpoint", path)["state"]
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), state)
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
     client = Client(service)
