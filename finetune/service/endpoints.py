@@ -20,7 +20,6 @@ from pydantic import BaseModel, Field, ValidationError
 from finetune.errors import UserError
 from finetune.service.adapters import AdapterForm
 from finetune.service.datums import Limits, check_datums, check_tokens
-from finetune.service.ledger import Ledger
 from finetune.service.service import Service, has_expired
 
 Sent = Mapping[str, Any]
@@ -219,14 +218,17 @@ def create_session(service: Service, sent: Sent) -> Body:
         "finished": False,
         "at": time.time(),
     }
+    service.finish_silent_sessions()
     with ledger.locked():  # so that no other thread opens a session between count and write
         sessions = ledger.records("session").values()
         count = sum(not session["finished"] for session in sessions)
         if count >= service.most_sessions:
             raise UserError(
                 f"{count} sessions are open, as many as are allowed; finish one (close() of its "
-                "ServiceClient), or start the server with a higher --max-sessions"
+                "ServiceClient), wait an hour for those whose scripts have ended, or start the "
+                "server with a higher --max-sessions"
             )
+        service.heard[name] = time.monotonic()
         ledger.put("session", name, body)
     warning = "adapters are on the linear layers but the output head: train_unembed is not read"
     return {"type": "create_session", "session_id": name, "info_message": warning}
@@ -241,15 +243,22 @@ def _make_texts(values: object) -> dict[str, str] | None:
 
 def answer_heartbeat(service: Service, sent: Sent) -> Body:
     """Answers that a client's session is open. Raises `UserError` if it is not."""
-    find_session(service.ledger, sent.get("session_id"))
+    find_session(service, sent.get("session_id"))
     return {"type": "session_heartbeat"}
 
 
-def find_session(ledger: Ledger, name: object) -> Body:
-    """Returns the record of an open session. Raises `UserError` if there is none of this name."""
-    session = ledger.find("session", name)
+def find_session(service: Service, name: object) -> Body:
+    """Returns the record of an open session, whose client is heard by this.
+
+    Raises `UserError` if there is none of this name.
+    """
+    session = service.ledger.find("session", name)
     if session["finished"]:
-        raise UserError(f"session {name!r}: is finished; open another ServiceClient")
+        raise UserError(
+            f"session {name!r}: is finished, by its client or after an hour without a word of it; "
+            "open another ServiceClient"
+        )
+    service.heard[str(name)] = time.monotonic()
     return session
 
 
@@ -271,17 +280,20 @@ def get_session(service: Service, sent: Sent) -> Body:
 
 
 def finish_session(service: Service, sent: Sent) -> Body:
-    """Ends a session. Its models and samplers lose their states; its checkpoints stay."""
+    """Ends a session. Its models and samplers lose their states; its checkpoints stay.
+
+    What a model was asked before is done first.
+    """
     with service.ledger.change("session", sent["id"]) as session:
         session["finished"] = True
-    service.remove_unused()
+    service.has_unused = True
     return {}
 
 
 def create_model(service: Service, sent: Sent) -> Body:
     """Makes a record of a new model, and accepts the request that writes the first state."""
     request = read_body(CreateModel, sent)
-    find_session(service.ledger, request.session_id)
+    find_session(service, request.session_id)
     if request.base_model != service.model_name:
         raise UserError(
             f"base_model: {request.base_model!r} is not served here; {service.model_name!r} is"
@@ -305,7 +317,7 @@ def create_model(service: Service, sent: Sent) -> Body:
 def find_model(service: Service, name: object) -> Body:
     """Returns the record of a model of an open session. Raises `UserError` if there is none."""
     model = service.ledger.find("model", name)
-    find_session(service.ledger, model["session"])
+    find_session(service, model["session"])
     return model
 
 
@@ -348,13 +360,15 @@ def queue_refused(handler: Handler) -> Handler:
     """Makes a handler that queues a request which `handler` refuses.
 
     The request is answered with the error in its turn. Without it the model's next request would
-    wait forever.
+    wait forever. A request that names no model is refused at once.
     """
 
     def answer(service: Service, sent: Sent) -> Body:
         try:
             return handler(service, sent)
         except UserError as error:
+            if sent.get("model_id") is None:
+                raise
             request = read_body(OfModel, sent)
             return _promise(service, request, "refuse", {"error": str(error)})
 
@@ -434,7 +448,7 @@ def load_weights(service: Service, sent: Sent) -> Body:
         raise UserError(f"{request.path}: holds no optimizer state; load it without, or save_state")
     arguments = {"from": saved["state"], "optimizer": request.optimizer, "path": request.path}
     if request.session_id is not None:
-        find_session(service.ledger, request.session_id)
+        find_session(service, request.session_id)
         model = f"{request.session_id}:train:{request.model_seq_id}"
         body = service.describe_model(
             request.session_id, AdapterForm(**saved["form"]), request.user_metadata
@@ -452,7 +466,7 @@ def load_weights(service: Service, sent: Sent) -> Body:
 def create_sampler(service: Service, sent: Sent) -> Body:
     """Makes a sampler from a checkpoint, if there is a `model_path`, or from the base model."""
     request = read_body(CreateSampler, sent)
-    find_session(service.ledger, request.session_id)
+    find_session(service, request.session_id)
     if request.model_path is not None:
         checkpoint = find_checkpoint(service, request.model_path)
     elif request.base_model == service.model_name:
@@ -494,7 +508,7 @@ def sample(service: Service, sent: Sent) -> Body:
     """Accepts a request to sample completions of a prompt, and to score the prompt if asked for."""
     request = read_body(SampleBody, sent)
     sampler = service.ledger.find("sampler", request.sampling_session_id)
-    find_session(service.ledger, sampler["session"])
+    find_session(service, sampler["session"])
     prompt: list[int] = []
     for chunk in request.prompt.chunks:
         prompt += chunk.tokens
@@ -609,7 +623,7 @@ def delete_checkpoint(service: Service, sent: Sent) -> Body:
     path = f"tinker://{sent['id']}/{sent['segment']}/{sent['name']}"
     service.ledger.find("checkpoint", path)
     service.ledger.remove("checkpoint", path)
-    service.remove_unused()
+    service.has_unused = True
     return {}
 
 

@@ -99,7 +99,7 @@ class Ledger:
         self._waiting: dict[int, QueuedRequest] = {}  # number -> request that is to be done
         self._next: dict[str, int] = {}  # queue -> the `seq` to be done next
         self.on_change: Callable[[], None] = lambda: None  # called when a result can be read
-        self._forget_old()
+        self.forget_old()
         self._read_queues()
 
     def _read_queues(self) -> None:
@@ -132,16 +132,18 @@ class Ledger:
                 raise
             self._database.execute("COMMIT")
 
-    def _forget_old(self) -> None:
+    def forget_old(self) -> None:
         """Removes results older than RESULTS_KEPT_SECONDS.
 
-        The last result of each queue stays: its `seq` shows which request comes next.
+        The result with the highest `seq` of each queue stays: it shows which request comes next.
         """
-        self._database.execute(
-            "DELETE FROM request WHERE status = ? AND at < ? AND (operation = 'sample' OR "
-            "number NOT IN (SELECT MAX(number) FROM request GROUP BY queue))",
-            [DONE, time.time() - RESULTS_KEPT_SECONDS],
-        )
+        with self._transaction() as database:
+            database.execute(
+                "DELETE FROM request WHERE status = ? AND at < ? AND (operation = 'sample' OR "
+                "(queue, seq) NOT IN "
+                "(SELECT queue, MAX(seq) FROM request WHERE status != ? GROUP BY queue))",
+                [DONE, time.time() - RESULTS_KEPT_SECONDS, WAITING],
+            )
 
     def put(self, kind: str, name: str, body: Mapping[str, Any]) -> None:
         """Writes a record."""
@@ -255,8 +257,8 @@ class Ledger:
         together: list[QueuedRequest] = []
         tokens = 0
         for request in waiting:
-            if request.seq != self._next.get(request.queue, 0):
-                continue  # an earlier request of the queue is not done
+            if not self._is_next(request):
+                continue
             if together and not request.can_join(together[0]):
                 continue
             tokens += request.tokens
@@ -265,6 +267,15 @@ class Ledger:
                 break
             together.append(request)
         return together
+
+    def _is_next(self, request: QueuedRequest) -> bool:
+        """Returns whether the earlier requests of a request's queue are done."""
+        return request.seq == self._next.get(request.queue, 0)
+
+    def find_ready_queues(self) -> set[str]:
+        """Finds the queues that have a request whose turn it is."""
+        with self._lock:
+            return {each.queue for each in self._waiting.values() if self._is_next(each)}
 
     def finish(
         self,

@@ -89,6 +89,12 @@ class Operations:
         self._gradients.pop(model, None)
         return {"bytes": size}
 
+    def drop_gradients(self, models: Sequence[str]) -> Answer:
+        """Drops the gradients of models, of which some may have none."""
+        for model in models:
+            self._gradients.pop(model, None)
+        return {}
+
     def forward(
         self,
         state: str | None,
@@ -413,6 +419,7 @@ class Operations:
 OPERATIONS: Mapping[str, Callable[..., Answer]] = {
     "create": Operations.create,
     "load": Operations.load,
+    "drop_gradients": Operations.drop_gradients,
     "forward": Operations.forward,
     "forward_backward": Operations.forward_backward,
     "forward_backward_together": Operations.forward_backward_together,

@@ -69,6 +69,9 @@ def serve_training_command(options: argparse.Namespace) -> int:
 def prepare(recipe: Recipe) -> Recipe:
     """Returns the recipe without data sets, since clients send the data.
 
+    The base's own attention dropout is left out: a loss depends on a client's data and adapter
+    alone.
+
     Raises `UserError` for a recipe without adapters, and for keys that a service does not support.
     """
     lora = recipe.lora
@@ -85,6 +88,9 @@ def prepare(recipe: Recipe) -> Recipe:
         "lora_dropout": lora.lora_dropout,
         "adapter_name_or_path": lora.adapter_name_or_path,
         "adapters": lora.adapters,
+        "attention_dropout": recipe.model.attention_dropout,
+        "neftune_noise_alpha": recipe.optimization.neftune_noise_alpha,
+        "quantization_aware_training": recipe.quantization_aware.quantization_aware_training,
         "optim_in_backward": recipe.optimization.optim_in_backward,
     }
     refused = [name for name, value in values.items() if value]
@@ -95,7 +101,8 @@ def prepare(recipe: Recipe) -> Recipe:
             f"serve-training: {', '.join(refused)}: cannot be combined with it; leave them out"
         )
     data = replace(recipe.data, datasets=(), eval_datasets=(), eval_split_size=None)
-    return replace(recipe, data=data)
+    model = replace(recipe.model, attention_dropout=0.0)
+    return replace(recipe, data=data, model=model)
 
 
 def refuse_layout(sharding: Sharding) -> None:

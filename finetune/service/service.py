@@ -22,6 +22,8 @@ from finetune.units import disk_size
 JSON = "application/json"
 SAMPLERS_KEPT = 32  # of each model, the samplers that were saved without a checkpoint
 MOST_WAITING = 10_000  # requests
+SILENT_SECONDS = 3600.0  # a session is finished after so long without a word of its client
+TIDY_SECONDS = 3600.0  # old results and expired checkpoints are removed this often
 USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
 # The arguments of a request "sample" that differ between requests of one pass.
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
@@ -76,7 +78,14 @@ class Service:
         self._run = run
         self._most_disk_bytes = most_disk_bytes
         self._in_hand: Sequence[QueuedRequest] = ()
-        self.remove_unused()
+        # Session -> when its client was last heard, by time.monotonic(). The time in which the
+        # server did not run does not count.
+        self.heard = dict.fromkeys(self.ledger.records("session"), time.monotonic())
+        # Whether a session may be finished or a checkpoint gone since the last `_drop_unused`.
+        # Other threads only set it: the main thread may be writing a state.
+        self.has_unused = False
+        self._next_tidying = time.monotonic() + TIDY_SECONDS
+        self._remove_unused()
 
     def seed_of(self, name: str) -> int:
         """Derives a seed from the run's seed, for a request without a seed.
@@ -104,11 +113,34 @@ class Service:
         """Does the next request, or several together; returns False if none came in `seconds`."""
         requests = self.ledger.take(seconds)
         self._in_hand = requests
+        if time.monotonic() >= self._next_tidying:
+            self._tidy()
+        if self.has_unused:
+            self._drop_unused()
         if not requests:
             return False
         act = self._sample if requests[0].operation == "sample" else self._do
         self._answer(act, requests)
         return True
+
+    def _tidy(self) -> None:
+        """Removes old results, and finishes the sessions of clients that are gone.
+
+        Checkpoints that have expired are removed by `_remove_unused`.
+        """
+        self._next_tidying = time.monotonic() + TIDY_SECONDS
+        self.finish_silent_sessions()
+        self.ledger.forget_old()
+        self.has_unused = True
+
+    def finish_silent_sessions(self) -> None:
+        """Finishes the sessions whose clients were not heard for SILENT_SECONDS."""
+        silent_since = time.monotonic() - SILENT_SECONDS
+        with self.ledger.locked():
+            for name, session in self.ledger.records("session").items():
+                if not session["finished"] and self.heard[name] < silent_since:
+                    self.ledger.put("session", name, session | {"finished": True})
+                    self.has_unused = True
 
     def _answer(
         self, act: Callable[[Sequence[QueuedRequest]], None], requests: Sequence[QueuedRequest]
@@ -120,9 +152,9 @@ class Service:
         try:
             act(requests)
         except UserError as error:
-            self._fail(requests, str(error), "user")
+            self._drop_and_fail(requests, str(error), "user")
         except Exception as error:
-            self._fail(requests, f"{type(error).__name__}: {error}", "server")
+            self._drop_and_fail(requests, f"{type(error).__name__}: {error}", "server")
             traceback.print_exc()
 
     def give_up(self, error: str) -> None:
@@ -131,6 +163,16 @@ class Service:
         The thread of `watch_for_failure` calls it, while the main thread waits in a collective.
         """
         self._fail(self._in_hand, error, "server")
+
+    def _drop_and_fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
+        """Drops the gradients that requests use, then does as `_fail`.
+
+        An error before an operation has left them in memory, where the ledger knows of none.
+        """
+        models = [request.queue for request in requests if request.operation in USES_GRADIENTS]
+        if models:
+            self._run("drop_gradients", {"models": models})
+        self._fail(requests, error, category)
 
     def _fail(self, requests: Sequence[QueuedRequest], error: str, category: str) -> None:
         """Answers requests with an error. Their models lose the gradients if the requests use them.
@@ -162,7 +204,7 @@ class Service:
             drops_gradients=operation in USES_GRADIENTS and not makes_gradients,
         )
         if operation in ("optim_step", "load"):
-            self.remove_unused()
+            self._remove_unused()
 
     def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
         """Does any operation but "save" on a model.
@@ -341,22 +383,46 @@ class Service:
                 "checkpoints, or start it with a higher --max-disk"
             )
 
-    def remove_unused(self) -> None:
+    def _drop_unused(self) -> None:
+        """Drops what finished sessions and removed checkpoints have left in memory and on disk."""
+        self.has_unused = False  # before it reads: another thread may set it meanwhile
+        finished = self.ledger.records("model").keys() - self._read_users("model").keys()
+        self._run("drop_gradients", {"models": [*finished]})
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
         """Removes old records, then the states on disk that are not used.
 
-        A state is used by a checkpoint, or by a model or sampler of an open session.
+        A state is used by a checkpoint, or by what `_read_users` returns. Only the main thread may
+        call this: it also removes a state that is not complete, or has no record yet.
         """
         self._forget_old_samplers()
         self._forget_expired()
         ledger = self.ledger
-        users = [*ledger.records("model").values(), *ledger.records("sampler").values()]
-        # Read after them: another thread may just have added a session, and then a model.
-        sessions = ledger.records("session")
-        used = {each["state"] for each in users if not sessions[each["session"]]["finished"]}
-        used |= {each["state"] for each in ledger.records("checkpoint").values()}
+        with ledger.locked():
+            users = [*self._read_users("model").values(), *self._read_users("sampler").values()]
+            checkpoints = ledger.records("checkpoint").values()
+        used = {each["state"] for each in [*users, *checkpoints]}
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
+
+    def _read_users(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Reads the records of the models or samplers that may still be used: id -> body.
+
+        Their session is open, or the client has left before a request was done.
+
+        kind: "model" or "sampler".
+        """
+        with self.ledger.locked():
+            records = self.ledger.records(kind)
+            sessions = self.ledger.records("session")
+            ready = self.ledger.find_ready_queues()
+        return {
+            name: body
+            for name, body in records.items()
+            if name in ready or not sessions[body["session"]]["finished"]
+        }
 
     def _forget_old_samplers(self) -> None:
         """Removes old samplers with a model's weights; the latest SAMPLERS_KEPT of each model stay.

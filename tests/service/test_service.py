@@ -1,7 +1,11 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
+import json
 import random
+import shutil
 import threading
+import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli import main
 from finetune.config.layout import Sharding
 from finetune.errors import UserError
-from finetune.service import operations
-from finetune.service.endpoints import join_sampler, list_checkpoints
-from finetune.service.ledger import Ledger
+from finetune.service import adapters, operations
+from finetune.service.endpoints import delete_checkpoint, join_sampler, list_checkpoints
+from finetune.service.ledger import RESULTS_KEPT_SECONDS, Ledger, Result
 from finetune.service.losses import LOSSES
 from finetune.service.serve import refuse_layout
 from finetune.service.service import Service
@@ -267,6 +271,24 @@ def test_several_targets_share_a_pass_with_one_and_have_the_losses_of_a_run_alon
     assert [np.shape(row)[1:] for row in found[8][0][1]] == [(3,), (1,), (), (5,)]
 
 
+def test_a_base_with_dropout_has_the_losses_of_one_without(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    """As they are without a backward; and equal adapters have equal losses in one pass."""
+    copy = tmp_path / "base"
+    shutil.copytree(base, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    data = [datum(ids, weights=1.0) for ids in rows]
+    with serving(tmp_path / "run", copy) as service:
+        client = Client(service)
+        models = [client.model(seed=1), client.model(seed=1)]
+        alone = client.result(models[0].pass_data(data, forward_only=True))
+        expected = read_outputs(alone)[0]
+        for promise in [model.pass_data(data) for model in models]:
+            assert read_outputs(client.result(promise))[0] == pytest.approx(expected, rel=1e-6)
+
+
 def test_one_models_fault_is_not_that_of_those_beside_it(
     base: Path, rows: list[list[int]], tmp_path: Path
 ) -> None:
@@ -280,6 +302,7 @@ def test_one_models_fault_is_not_that_of_those_beside_it(
         done = watch_operations(service)
         promised = [model.pass_data(data) for model in models]
         first, damaged, last = (client.result(promise) for promise in promised)
+    done.remove("drop_gradients")
     assert done == ["forward_backward_together", *["forward_backward"] * 3]
     assert "is damaged; load another checkpoint" in damaged["error"]
     assert read_outputs(first)[0] == pytest.approx(read_outputs(last)[0], abs=1e-4)
@@ -307,6 +330,61 @@ def test_a_failed_batch_leaves_no_gradients_to_the_next_model(
             gradients = service._run.__self__._gradients[models[1].name]  # type: ignore[attr-defined]
             norms.append(sum(float(each.square().sum()) for each in gradients.tensors))
     assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("fault", ["full disk", "damaged checkpoint", "faulty pass"])
+def test_a_request_that_fails_leaves_no_gradients(
+    base: Path, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The ledger marks them as dropped: the next update would add those of twice the data."""
+    data = [datum(ids, weights=1.0) for ids in rows]
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a kernel has failed")
+
+    with serving(tmp_path, base, max_length=512) as service:
+        client = Client(service)
+        model, other = client.model(seed=1), client.model(seed=2)
+        path = client.result(model.send("save_weights", path="it"))["path"]
+        client.result(model.pass_data(data))
+        expected = client.result(model.step(0.0))["metrics"]["grad_norm:mean"]
+        client.result(model.pass_data(data))
+        with monkeypatch.context() as patch:
+            if fault == "full disk":
+                patch.setattr(service, "_most_disk_bytes", 0)
+                failed = model.step(0.0)
+            elif fault == "damaged checkpoint":
+                state = service.ledger.find("checkpoint", path)["state"]
+                (service._states / state / "state.json").write_text("{}")
+                service._run.__self__._adapters._shards.clear()  # type: ignore[attr-defined]
+                failed = model.send("load_weights", path=path, optimizer=False)
+            else:
+                patch.setattr(operations, "AdapterStack", fail)
+                failed = model.pass_data(data)
+                other.pass_data(data)
+            assert "error" in client.result(failed)
+        client.result(model.pass_data(data))
+        found = client.result(model.step(0.0))["metrics"]["grad_norm:mean"]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_finished_session_leaves_no_gradients_in_memory(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    with serving(tmp_path, base) as service:
+        clients = [Client(service), Client(service)]
+        models = [client.model() for client in clients]
+        held = []
+        for client, model in zip(clients, models, strict=True):
+            client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+            gradients = service._run.__self__._gradients[model.name]  # type: ignore[attr-defined]
+            held.append(weakref.ref(gradients.tensors[0]))
+        del gradients
+        clients[0].post("sessions/{id}/finish", {"id": clients[0].session})
+        service.work(0.0)
+        assert held[0]() is None
+        assert held[1]() is not None
+        assert "error" not in clients[1].result(models[1].step())
 
 
 def test_a_model_that_was_not_made_is_not_saved(
@@ -531,6 +609,135 @@ def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
         )
 
 
+@pytest.mark.parametrize("place", ["being written", "without a record"])
+def test_a_client_that_leaves_removes_no_state_of_an_update_in_hand(
+    base: Path, rows: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with serving(tmp_path, base) as service:
+        client, leaving = Client(service), Client(service)
+        model, left = client.model(), state_of(service, leaving.model())
+        client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+        changed, name = {
+            "being written": (adapters, "write_file"),
+            "without a record": (service, "_run"),
+        }[place]
+        act = getattr(changed, name)
+
+        def act_and_leave(*arguments: Any) -> Any:
+            result = act(*arguments)
+            with ThreadPoolExecutor(1) as http:
+                http.submit(leaving.post, "sessions/{id}/finish", {"id": leaving.session}).result()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(changed, name, act_and_leave)
+            assert "error" not in client.result(model.step())
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), state_of(service, model)
+        )
+        assert not left.exists()
+        path = client.result(model.send("save_weights", path="brief"))["path"]
+        client.result(model.pass_data([datum(rows[0], weights=1.0)]))
+        saved = state_of(service, model)
+        client.result(model.step())
+        assert saved.exists()
+        run, _, name = path.removeprefix("tinker://").partition("/weights/")
+        delete_checkpoint(service, {"id": run, "segment": "weights", "name": name})
+        assert saved.exists()
+        service.work(0.0)
+        assert not saved.exists()
+
+
+def test_a_server_that_goes_on_forgets_old_results_and_expired_checkpoints(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        model = client.model()
+        saved = model.send("save_weights", path="brief", ttl_seconds=60)
+        path = client.result(saved)["path"]
+        client.result(model.send("save_weights", path="other"))
+        with service.ledger.change("checkpoint", path) as record:
+            record["expires"] -= 61
+        later = time.time() + RESULTS_KEPT_SECONDS + 60
+        monkeypatch.setattr(time, "time", lambda: later)
+        service.work(0.0)
+        assert service.ledger.result(saved["request_id"]) is not None
+        hour_later = time.monotonic() + 3601
+        monkeypatch.setattr(time, "monotonic", lambda: hour_later)
+        service.work(0.0)
+        with pytest.raises(UserError, match="is not known here"):
+            service.ledger.result(saved["request_id"])
+        assert path not in service.ledger.records("checkpoint")
+
+
+def test_a_session_whose_client_is_gone_is_finished_after_an_hour(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with serving(tmp_path, base) as service:
+        gone, alive = Client(service), Client(service)
+        model = gone.model()
+        state = state_of(service, model)
+    now += 3600.0  # in which the server does not run
+    with serving(tmp_path, base) as service:
+        gone.service = alive.service = service
+        service.most_sessions = 2
+        now += 3500.0
+        alive.post("session_heartbeat", {"session_id": alive.session})
+        with pytest.raises(UserError, match="2 sessions are open"):
+            Client(service)
+        assert state.exists()
+        now += 110.0
+        Client(service)
+        service.work(0.0)
+        assert not state.exists()
+        with pytest.raises(UserError, match="is finished"):
+            model.step()
+        alive.model()
+
+
+def test_a_new_model_that_cannot_be_loaded_is_refused_with_the_reason(
+    base: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        model = client.model()
+        path = client.result(model.send("save_weights_for_sampler", path="it"))["path"]
+        new = {"session_id": client.session, "model_seq_id": 1, "optimizer": True}
+        for asked, reason in (
+            ({"path": path}, "holds no optimizer state"),
+            ({"path": f"{path}s"}, "is not known here"),
+            ({"path": path, "optimizer": False, "session_id": "x"}, "session 'x': is not known"),
+            ({"path": path, "model_id": None}, "holds no optimizer state"),
+        ):
+            with pytest.raises(UserError, match=reason):
+                client.post("load_weights", {**new, **asked})
+
+
+def test_a_checkpoint_that_was_promised_stays_if_the_client_leaves_before(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    data = [datum(ids, weights=1.0) for ids in rows]
+    norms = []
+    with serving(tmp_path, base) as service:
+        for leaves in (False, True):
+            client = Client(service)
+            model = client.model(seed=1)
+            client.result(model.pass_data(data))
+            model.pass_data(data)
+            stepped = model.step()
+            saved = model.send("save_weights", path="end")
+            if leaves:
+                client.post("sessions/{id}/finish", {"id": client.session})
+            norms.append(client.result(stepped)["metrics"]["grad_norm:mean"])
+            path = client.result(saved)["path"]
+            state = service._states / service.ledger.find("checkpoint", path)["state"]
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), state)
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
     client = Client(service)
@@ -719,6 +926,10 @@ def test_sessions_that_begin_at_once_are_counted(
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: others can reach it; set FINETUNE_API_KEY"),
         (["lora_dropout=0.1", "use_dora=true"], "serve-training: use_dora, lora_dropout: cannot be combined with it"),
+        (
+            ["attention_dropout=0.1", "neftune_noise_alpha=5", "quantization_aware_training=int8-int4"],
+            "serve-training: attention_dropout, neftune_noise_alpha, quantization_aware_training: cannot be combined with it",
+        ),
         (["use_peft=false"], "serve-training: clients train adapters; set use_peft: true"),
     ],
 )  # fmt: skip
@@ -770,3 +981,29 @@ def test_clients_that_join_a_sampler_at_once_get_different_numbers(
         numbers = sorted(pool.map(join, range(2)))
     ledger.close()
     assert numbers == [1, 2]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)], ids=str)
+def test_a_queue_goes_on_after_its_old_results_are_forgotten(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """The last that came is not the last that was done: it still waits, or came before its turn."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path, 10)
+    for seq in order:
+        ledger.accept(f"model:{seq}", "model", seq, "optim_step", {})
+    done = 2 if order == (0, 1, 2) else 3
+    for _ in range(done):
+        (request,) = ledger.take(0.0)
+        ledger.finish(request, Result("application/json", b"{}"), {})
+    ledger._database.execute("UPDATE request SET at = at - ?", [RESULTS_KEPT_SECONDS + 1])
+    ledger.close()
+    ledger = Ledger(path, 10)
+    ledger.accept("model:3", "model", 3, "optim_step", {})
+    with pytest.raises(UserError, match="is not known here"):
+        ledger.result("model:0")
+    for seq in range(done, 4):
+        (request,) = ledger.take(0.0)
+        assert request.seq == seq
+        ledger.finish(request, Result("application/json", b"{}"), {})
+    ledger.close()
