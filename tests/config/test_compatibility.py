@@ -526,6 +526,10 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                     "beta: the reference is read from files, which have neither random weights",
                 ),
                 (
+                    ["beta=0.1", LORA, "adapter_name_or_path=A"],
+                    "the base, without the adapter of adapter_name_or_path; merge the two (finetune export A --output",
+                ),
+                (
                     [
                         "method=on_policy_distill",
                         "teacher_model_name_or_path=T",
