@@ -11,7 +11,7 @@ from typing import Any, Literal
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
 from finetune.config.methods import MethodFacts
-from finetune.config.quantization import name_load_key, quantize_teacher
+from finetune.config.quantization import name_load_key
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.constants import Names
 
@@ -78,7 +78,7 @@ class Case:
         if stored:
             return stored
         if self.is_teacher:
-            return quantize_teacher(self.recipe.method)
+            return self.recipe.teacher_quantization
         return self.recipe.quantization
 
     @property
@@ -89,7 +89,8 @@ class Case:
     @property
     def load_key(self) -> str:
         """The recipe key that asks for `quantization`."""
-        return name_load_key(self.quantization, of_teacher=self.is_teacher)
+        of_teacher = self.is_teacher and self.method_facts.needs_teacher
+        return name_load_key(self.quantization, of_teacher=of_teacher)
 
     @property
     def global_batch_size(self) -> int:
