@@ -64,6 +64,8 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "text_config": ((dict,), "a mapping"),
     "vision_config": ((dict,), "a mapping"),
 }
+# The keys of config.json for the dropout of attention's weights; a class reads one of them.
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # The names that transformers' ACT2FN knows (tests/config/test_compatibility.py compares them).
 ACTIVATIONS = frozenset(
     """

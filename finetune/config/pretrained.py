@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.export_formats import find_format_of
-from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
+from finetune.config.facts import (
+    ATTENTION_DROPOUTS,
+    ModelFacts,
+    read_model_facts,
+    refuse_wrong_values,
+)
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import ORIGINAL_MODULE, is_adapter, peft_name
 from finetune.config.schema import Model, Recipe
@@ -120,9 +125,11 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
     else:
         assert model.model_name_or_path is not None  # the recipe reader requires one of the two
         config = _read_config(model.model_name_or_path, model)
-    if model.attention_dropout is not None:
-        config.attention_dropout = model.attention_dropout
     text_config = text_config_of(config)
+    if model.attention_dropout is not None:
+        for key in ATTENTION_DROPOUTS:
+            if hasattr(text_config, key):
+                setattr(text_config, key, model.attention_dropout)
     text_config.use_cache = config.use_cache = False
     quantization_config = getattr(config, "quantization_config", None)
     if quantization_config is not None:  # it stands in the whole config
