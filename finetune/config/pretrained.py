@@ -6,6 +6,7 @@ The module imports no torch. Functions that need transformers import it when the
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
 
     if model.model_config is not None:
         try:
-            config = AutoConfig.for_model(**model.model_config)
+            # transformers completes mappings in the config, such as rope_scaling, in place
+            config = AutoConfig.for_model(**deepcopy(model.model_config))
         except Exception as error:  # each family checks its config in its own way
             raise UserError(f"model_config: {on_one_line(error)}") from None
     else:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,3 +131,15 @@ def test_attention_dropout_is_the_recipes_under_any_name(tmp_path: Path) -> None
             built = auto_class_of(loaded).from_config(loaded)
             dropped = built.train()(input_ids=tokens).logits
             assert torch.equal(dropped, built.eval()(input_ids=tokens).logits) == (dropout == 0.0)
+
+
+def test_a_recipes_config_stays_as_it_was_written() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8}
+    written = {
+        "model_type": "llama",
+        **sizes,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    model = Model(model_config=deepcopy(written))
+    load_config(model)
+    assert model.model_config == written
