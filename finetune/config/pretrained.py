@@ -613,7 +613,7 @@ def _read_targets(config: Mapping[str, Any], folder: Path) -> str | Names:
         return ALL_LINEAR
     saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
-    if isinstance(targets, str) or excluded or config.get("layers_to_transform"):
+    if isinstance(targets, str) or excluded or config.get("layers_to_transform") is not None:
         marker = ROTATION if config["peft_type"] == "OFT" else ".lora_A."
         targets = _list_modules(folder, marker)
     # config_for_peft (models/lora.py) names some layers by their weights.
