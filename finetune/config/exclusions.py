@@ -159,6 +159,11 @@ FEATURES: Mapping[str, Feature] = {
     "recurrent layers": _model_feature(
         "recurrent layers", lambda c: c.model.family.recurrence is not None
     ),
+    "dropout of the model": _model_feature(
+        "{model.dropout} in the config of {name}",
+        lambda c: c.model.dropout and not c["attention_dropout"],
+        "set attention_dropout: 0, and other keys to 0 in a copy of its config.json",
+    ),
     "trained experts": _model_feature("trained experts", trains_experts),
     "an uneven vocabulary": _layout_feature(
         "an uneven vocabulary", is_uneven_vocabulary, needs=("layout", "model")
@@ -175,6 +180,9 @@ FEATURES: Mapping[str, Feature] = {
         KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"
     ),
     QAT: _recipe_feature(QAT, has_qat, f"remove {QAT}", None),
+    "attention_dropout": _recipe_feature(
+        "attention_dropout", lambda c: c["attention_dropout"], "set attention_dropout: 0", 0.0
+    ),
     "attn_implementation": _recipe_feature(
         "attn_implementation", is_set("attn_implementation"), off="auto"
     ),
@@ -348,6 +356,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "neftune_noise_alpha": OFF_POLICY,
         "lora_dropout": OFF_POLICY,
         "attention_dropout": OFF_POLICY,
+        "dropout of the model": OFF_POLICY,
         "streaming": "a step draws its prompts by number",
         "exact_match_samples": "held-out prompts are answered and rewarded at every evaluation "
         "anyway",

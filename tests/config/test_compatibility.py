@@ -93,6 +93,11 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (QAT, None, 1, LLAMA | {"quantization_config": NF4}, None, "a quantized base cannot be combined with quantization_aware_training"),
     ([*QAT, "qat_group_size=64"], None, 1, LLAMA, None,
      "qat_group_size: 64 does not divide 96, the inputs of linear layers of M; set it to a divisor of 32, or to null"),
+    # sampled completions
+    (GRPO, None, 1, LLAMA | {"attention_dropout": 0.1, "classifier_dropout": 0.1}, None,
+     "attention_dropout in the config of M cannot be combined with method: grpo: the model that learns would not be the one that was sampled"),
+    (PPO, None, 1, LLAMA | {"model_type": "gpt2", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0}, None,
+     "attn_pdrop, resid_pdrop in the config of M cannot be combined with method: ppo"),
     # tensor parallelism
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
@@ -487,7 +492,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["attention_dropout=0.1"],
-                    "dropout cannot be combined with method: grpo: the model that learns",
+                    "dropout: 0.1 cannot be combined with method: grpo: the model that learns",
                 ),
                 (
                     ["neftune_noise_alpha=5"],
