@@ -203,7 +203,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["method=distill", "teacher_model_name_or_path=T", "distill_top_k=4"], SP, 4, None, None, "distill_top_k cannot be combined with cp_size"),
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
-    ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
+    ([*GRPO, "beta=0.1"], TP, 4, None, None,
+     "beta: 0.1 cannot be combined with tp_size (some.yaml); set beta: 0, or train new adapters alone, or set tp_size: 1"),
     (PPO, TP, 4, None, None, "tp_size cannot be combined with method: ppo"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, mamba2 computes other states or positions than without one"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "bart"}, None, "method: grpo cannot sample M here: with a cache, bart computes other states or positions than without one"),
@@ -309,6 +310,8 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
         (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
+        ([*GRPO, "attention_dropout=0"], FSDP2, 2, LLAMA, CPU),
+        ([*GRPO, LORA, "beta=0.1"], TP, 4, LLAMA, CPU),
         (
             ["packing=false", "attn_implementation=eager"],
             FSDP2,
