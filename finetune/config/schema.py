@@ -893,6 +893,11 @@ class Recipe:
         )
 
     @property
+    def teacher_key(self) -> str:
+        """The key that asks for `teacher`."""
+        return "teacher_model_name_or_path" if self.method_facts.needs_teacher else "beta"
+
+    @property
     def teacher_quantization(self) -> Quantization:
         """How `teacher` is quantized in memory if its files are not; a reference is as the base."""
         if not self.method_facts.needs_teacher:

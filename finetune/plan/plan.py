@@ -279,7 +279,7 @@ def _read_teacher(model: Model, recipe: Recipe) -> TeacherSpec:
     try:
         config, where = find_config(model)
     except UserError as error:
-        raise UserError(f"teacher_model_name_or_path: {error}") from None
+        raise UserError(f"{recipe.teacher_key}: {error}") from None
     stored = read_stored_quantization(config.get("quantization_config"), where)
     return TeacherSpec(
         architecture=read_architecture(config, where),

@@ -696,6 +696,15 @@ def test_keys_without_effect_are_named(
     assert [problem.is_note for problem in found if said in str(problem)] == [True]
 
 
+def test_a_problem_of_a_reference_names_the_model_and_beta() -> None:
+    """No teacher is named in such a recipe."""
+    keys = ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *GRPO, "beta=0.1"]
+    facts = read_model_facts(LLAMA, "M", tokens=600)
+    found = find_problems(read_recipe(None, keys), FSDP2, facts, 2, teacher=facts)
+    said = "command line: beta: M: its embedding has 512 rows, but the tokenizer has 600 tokens"
+    assert any(str(problem).startswith(said) for problem in found), found
+
+
 def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:
     assert [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1] == []
     for rule in RULES:
