@@ -192,7 +192,7 @@ def refuse_damaged_model(recipe: Recipe) -> None:
 
     This is needed because loading does not compare checksums.
     """
-    models = [("model_name_or_path", recipe.model), ("teacher_model_name_or_path", recipe.teacher)]
+    models = [("model_name_or_path", recipe.model), (recipe.teacher_key, recipe.teacher)]
     models += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
     for key, model in models:
         if model is None or model.model_name_or_path is None:

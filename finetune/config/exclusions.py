@@ -92,10 +92,6 @@ def _samples_on_server(case: Case) -> bool:
     return samples(case) and case["vllm_server_base_url"] is not None
 
 
-def _has_teacher(case: Case) -> bool:
-    return case.method_facts.needs_teacher or case.recipe.teacher is not None
-
-
 HEAD_ADAPTER = "LoRA on the head"
 KEPT = "activation_checkpointing_keeps"
 KEPT_PRODUCTS = "attention_and_projections"
@@ -134,7 +130,14 @@ FEATURES: Mapping[str, Feature] = {
         {"pipeline_parallel_size": 1},
     ),
     # The method
-    "a teacher": _method_feature(_has_teacher),
+    "a teacher": _method_feature(lambda c: c.method_facts.needs_teacher),
+    "a reference": Feature(
+        name="beta: {beta}",
+        keys=("beta", "method"),
+        is_on=lambda c: c.recipe.has_reference and c.recipe.trains_base,
+        otherwise="set beta: 0, or train new adapters alone",
+        off={"beta": 0.0},
+    ),
     "sampled completions": _method_feature(samples),
     "sampling by the model itself": _method_feature(samples_itself, "set vllm_server_base_url"),
     "no text": _method_feature(lambda c: not c.method_facts.writes_text),
@@ -159,6 +162,11 @@ FEATURES: Mapping[str, Feature] = {
     "recurrent layers": _model_feature(
         "recurrent layers", lambda c: c.model.family.recurrence is not None
     ),
+    "dropout of the model": _model_feature(
+        "{model.dropout} in the config of {name}",
+        lambda c: c.model.dropout and not c["attention_dropout"],
+        "set attention_dropout: 0, and other keys to 0 in a copy of its config.json",
+    ),
     "trained experts": _model_feature("trained experts", trains_experts),
     "an uneven vocabulary": _layout_feature(
         "an uneven vocabulary", is_uneven_vocabulary, needs=("layout", "model")
@@ -175,6 +183,9 @@ FEATURES: Mapping[str, Feature] = {
         KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"
     ),
     QAT: _recipe_feature(QAT, has_qat, f"remove {QAT}", None),
+    "attention_dropout": _recipe_feature(
+        "attention_dropout", lambda c: c["attention_dropout"], "set attention_dropout: 0", 0.0
+    ),
     "attn_implementation": _recipe_feature(
         "attn_implementation", is_set("attn_implementation"), off="auto"
     ),
@@ -272,6 +283,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     # The layout
     "fsdp_version: 1": {
         "a teacher": "FSDP1 gathers no single unit, as the teacher's head needs it",
+        "a reference": "FSDP1 gathers no single unit, as the reference's head needs it",
         "a quantized base": "FSDP1 flattens and converts the parameters of a layer together, which "
         "corrupts quantized ones",
         "lora_target_parameters": "FSDP1 flattens the parameters of a layer together, so that none "
@@ -301,6 +313,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "would send each expert all of them",
         "a vision-language model": "",
         "a teacher": "",
+        "a reference": "",
         "a quantized base": "torch divides a layer by its weight, and a quantized layer has codes "
         "and scales instead",
         QAT: "a scale is that of a part of a row that one rank holds",
@@ -337,6 +350,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "mixed_precision: fp16": "",
         "mixed_precision: fp8": "",
         "a teacher": "a teacher's layers are not in the pipeline",
+        "a reference": "a reference's layers are not in the pipeline",
         "modules_to_save": BOTH_ENDS,
         "oft_block_size": "",
         "adapters of added_tokens": BOTH_ENDS,
@@ -348,6 +362,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "neftune_noise_alpha": OFF_POLICY,
         "lora_dropout": OFF_POLICY,
         "attention_dropout": OFF_POLICY,
+        "dropout of the model": OFF_POLICY,
         "streaming": "a step draws its prompts by number",
         "exact_match_samples": "held-out prompts are answered and rewarded at every evaluation "
         "anyway",

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,10 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "text_config": ((dict,), "a mapping"),
     "vision_config": ((dict,), "a mapping"),
 }
+# The keys of config.json for the dropout of attention's weights; a class reads one of them.
+ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+# Such as resid_pdrop, layerdrop and router_jitter_noise, but not dropout of other tasks' heads.
+RANDOM = re.compile(r"(?!classifier|summary|encoder).*(drop|jitter)")
 # The names that transformers' ACT2FN knows (tests/config/test_compatibility.py compares them).
 ACTIVATIONS = frozenset(
     """
@@ -102,6 +106,8 @@ class ModelFacts:
     # tokens of the tokenizer, added ones included; None: the tokenizer was not read
     tokens: int | None = None
     vision: bool = False  # whether it is the language model of a vision-language model
+    # keys of the config, with commas, by which a forward in training changes activations at random
+    dropout: str = ""
 
     @property
     def family(self) -> Family:
@@ -171,6 +177,7 @@ def read_model_facts(
         published=read_published_form(config.get("quantization_config")),
         tokens=tokens,
         vision=vision,
+        dropout=", ".join(filter(partial(_is_random, config), config)),
     )
 
 
@@ -251,6 +258,12 @@ def _find_window(config: Mapping[str, Any]) -> int | None:
     if has_layers and config.get("use_sliding_window", True):
         return _read_size(config, "sliding_window") or None
     return None
+
+
+def _is_random(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a key of the config makes the forward of a language model in training random."""
+    value = config[key]
+    return RANDOM.match(key) is not None and type(value) in (int, float) and value > 0
 
 
 def _read_size(config: Mapping[str, Any], *keys: str) -> int:

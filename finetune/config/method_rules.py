@@ -493,6 +493,20 @@ RULES: tuple[Rule, ...] = (
         advice="set beta: 0",
     ),
     recipe_rule(
+        "a reference with an adapter",
+        "adapter_name_or_path",
+        "beta",
+        when=lambda c: _has_reference(c) and c["use_peft"] and c["adapter_name_or_path"],
+        message=(
+            "beta: the reference is read from the files of the base, without the adapter of "
+            "adapter_name_or_path"
+        ),
+        advice=lambda c: (
+            f"merge the two (finetune export {c['adapter_name_or_path']} --output FOLDER), name "
+            "FOLDER in model_name_or_path and train a new adapter; or set beta: 0"
+        ),
+    ),
+    recipe_rule(
         "beta of sums",
         "beta",
         "loss_type",

@@ -7,12 +7,18 @@ The module imports no torch. Functions that need transformers import it when the
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.config.export_formats import find_format_of
-from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
+from finetune.config.facts import (
+    ATTENTION_DROPOUTS,
+    ModelFacts,
+    read_model_facts,
+    refuse_wrong_values,
+)
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import ORIGINAL_MODULE, is_adapter, peft_name
 from finetune.config.schema import Model, Recipe
@@ -115,15 +121,18 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
 
     if model.model_config is not None:
         try:
-            config = AutoConfig.for_model(**model.model_config)
+            # transformers completes mappings in the config, such as rope_scaling, in place
+            config = AutoConfig.for_model(**deepcopy(model.model_config))
         except Exception as error:  # each family checks its config in its own way
             raise UserError(f"model_config: {on_one_line(error)}") from None
     else:
         assert model.model_name_or_path is not None  # the recipe reader requires one of the two
         config = _read_config(model.model_name_or_path, model)
-    if model.attention_dropout is not None:
-        config.attention_dropout = model.attention_dropout
     text_config = text_config_of(config)
+    if model.attention_dropout is not None:
+        for key in ATTENTION_DROPOUTS:
+            if hasattr(text_config, key):
+                setattr(text_config, key, model.attention_dropout)
     text_config.use_cache = config.use_cache = False
     quantization_config = getattr(config, "quantization_config", None)
     if quantization_config is not None:  # it stands in the whole config
@@ -623,7 +632,7 @@ def _read_targets(config: Mapping[str, Any], folder: Path) -> str | Names:
         return ALL_LINEAR
     saved = config.get("modules_to_save") or ()
     excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
-    if isinstance(targets, str) or excluded or config.get("layers_to_transform"):
+    if isinstance(targets, str) or excluded or config.get("layers_to_transform") is not None:
         marker = ROTATION if config["peft_type"] == "OFT" else ".lora_A."
         targets = _list_modules(folder, marker)
     # config_for_peft (models/lora.py) names some layers by their weights.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 
 from finetune.config.keys import Positive, SameOnResume
-from finetune.config.methods import Method
 from finetune.constants import FP32
 from finetune.errors import UserError, name_page
 
@@ -273,22 +272,6 @@ def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
     if of_teacher:
         return "teacher_load_in_4bit"
     return f"load_in_{quantization.bits}bit"
-
-
-def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """Returns the quantization of a teacher in memory: that of the files, else the recipe's.
-
-    `settings`: `quantization_config` of the teacher's config.json; None if it has none.
-    """
-    stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
-    return stored or quantize_teacher(method)
-
-
-def quantize_teacher(method: Method) -> Quantization:
-    """Returns the quantization that the recipe asks for a teacher whose files have none."""
-    if method.teacher_load_in_4bit:
-        return quantize_to(4, double=True)
-    return Quantization()
 
 
 # Forms of quantized files that are dequantized when they are read -> their tensors in words. A form

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
 from finetune.config.methods import MethodFacts
-from finetune.config.quantization import name_load_key, quantize_teacher
+from finetune.config.quantization import name_load_key
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.constants import Names
 
@@ -59,7 +59,7 @@ class Case:
     @property
     def name(self) -> str:
         """The model's name, or the teacher's, for messages; "model_config" if it has none."""
-        if self.is_teacher:
+        if self.is_teacher and self.method_facts.needs_teacher:
             name = self.recipe.method.teacher_model_name_or_path
         else:
             name = self.recipe.model.model_name_or_path
@@ -78,7 +78,7 @@ class Case:
         if stored:
             return stored
         if self.is_teacher:
-            return quantize_teacher(self.recipe.method)
+            return self.recipe.teacher_quantization
         return self.recipe.quantization
 
     @property
@@ -89,7 +89,8 @@ class Case:
     @property
     def load_key(self) -> str:
         """The recipe key that asks for `quantization`."""
-        return name_load_key(self.quantization, of_teacher=self.is_teacher)
+        of_teacher = self.is_teacher and self.method_facts.needs_teacher
+        return name_load_key(self.quantization, of_teacher=of_teacher)
 
     @property
     def global_batch_size(self) -> int:
@@ -158,7 +159,7 @@ class Rule:
                 f"{key}: {_format_yaml(value)}" for key, value in self.fix.items()
             )
         end = f"; {advice}" if advice else ""
-        start = "teacher_model_name_or_path: " if case.is_teacher else ""
+        start = f"{case.recipe.teacher_key}: " if case.is_teacher else ""
         place = _find_place(self.keys, case)
         make_problem = partial(
             Problem, rule=self.name, place=place, fix=self.fix, is_note=self.is_note
@@ -174,7 +175,7 @@ def _find_place(keys: Names, case: Case) -> str:
     """
     recipe = case.recipe
     layout = case.layout
-    looked_up = ("teacher_model_name_or_path", *keys) if case.is_teacher else keys
+    looked_up = (recipe.teacher_key, *keys) if case.is_teacher else keys
     for key in looked_up:
         if key in recipe.places:
             return recipe.places[key]

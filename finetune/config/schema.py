@@ -44,7 +44,7 @@ from finetune.config.methods import Method as Method
 from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
 from finetune.config.quantization import QuantizationAware as QuantizationAware
-from finetune.config.quantization import SchemeName
+from finetune.config.quantization import SchemeName, quantize_to
 from finetune.constants import ALL_LINEAR, HEADS, count_steps
 
 
@@ -916,6 +916,20 @@ class Recipe:
             torch_compile=student.torch_compile,
             tf32=student.tf32,
         )
+
+    @property
+    def teacher_key(self) -> str:
+        """The key that asks for `teacher`."""
+        return "teacher_model_name_or_path" if self.method_facts.needs_teacher else "beta"
+
+    @property
+    def teacher_quantization(self) -> Quantization:
+        """How `teacher` is quantized in memory if its files are not; a reference is as the base."""
+        if not self.method_facts.needs_teacher:
+            return self.quantization
+        if self.method.teacher_load_in_4bit:
+            return quantize_to(4, double=True)
+        return Quantization()
 
     @property
     def score_names(self) -> tuple[str, ...]:

@@ -175,22 +175,33 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
 
 
 def refuse_unnamed_tokens(recipe: Recipe) -> None:
-    """Raises `UserError` if adapters would train new rows that only `special_tokens` asks for.
+    """Raises `UserError` for new rows that only `special_tokens` asks for, where the plan and the
+    rules must know of them.
 
-    Embedding and head are then trained whole. The plan and the rules read no tokenizer: they count
-    on it if `added_tokens` names the token.
+    Beside adapters, embedding and head would be trained whole. A reference lacks such rows. The
+    plan and the rules read no tokenizer: they count on new rows if `added_tokens` names the token.
     """
-    special = recipe.model.special_tokens or {}
-    if not (special and recipe.lora.use_peft):
+    special = recipe.model.special_tokens
+    if not special:
+        return
+    if recipe.lora.use_peft:
+        reason = (
+            "so that embedding and head would be trained whole beside the adapters; choose a token "
+            "that the tokenizer has, or name this one in added_tokens too"
+        )
+    elif recipe.has_reference:
+        reason = (
+            "and so does the reference of beta, which is read from files; choose a token that the "
+            "tokenizer has, or set beta: 0"
+        )
+    else:
         return
     unchanged = _load_unchanged(recipe.model)
     for name, token in special.items():
         if find_id(unchanged, token) is None and token not in recipe.model.added_tokens:
             raise UserError(
                 f"{recipe.place_of('special_tokens')}: special_tokens: {name}: {token}: the "
-                "tokenizer lacks it, so that embedding and head would be trained whole beside the "
-                "adapters; choose a token that the tokenizer has, or name this one in "
-                "added_tokens too"
+                f"tokenizer lacks it, {reason}"
             )
 
 

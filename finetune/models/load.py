@@ -24,7 +24,7 @@ from finetune.config.pretrained import (
     text_config_of,
     trained_config,
 )
-from finetune.config.quantization import read_teacher_quantization
+from finetune.config.quantization import read_stored_quantization
 from finetune.config.schema import (
     Lora,
     Model,
@@ -86,7 +86,13 @@ from finetune.models.log_probabilities import (
     find_top,
     head_divergence,
 )
-from finetune.models.lora import add_adapters, names_of_parameters, read_adapter, with_adapters
+from finetune.models.lora import (
+    add_adapters,
+    find_saved_whole,
+    names_of_parameters,
+    read_adapter,
+    with_adapters,
+)
 from finetune.models.loss_chunks import TokenWeights
 from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
 from finetune.models.quantized_weights import StoredQuantized, dequantized_values, split_quantized
@@ -720,10 +726,10 @@ def build_teacher(
     keys = recipe.teacher
     dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
-    config = load_config(keys)
-    quantization = read_teacher_quantization(
-        getattr(config, "quantization_config", None), recipe.method
-    )
+    config = trained_config(load_config(keys), keys)
+    settings = getattr(config, "quantization_config", None)
+    stored_quantization = read_stored_quantization(settings, str(keys.model_name_or_path))
+    quantization = stored_quantization or recipe.teacher_quantization
     forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
     return model, dtype, quantization, *read_base_values(model, config, keys)
@@ -754,9 +760,15 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     install_loss(model)
     install_experts(model, world, dtype, keys.torch_compile)
     size = count_parameters(model)
+    if (
+        recipe.has_reference
+    ):  # what the recipe trains whole is not quantized in its reference either
+        for parameter in find_saved_whole(model, recipe.lora):
+            parameter.requires_grad_()
     quantized_names = frozenset[str]()
     if quantization.bits:
         quantized_names = _quantize(model, quantization, dtype, stored)
+    model.requires_grad_(False)
     # The Accelerate file names the student's layers, which a teacher may not have.
     teacher_world = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, teacher_world, unfilled=quantized_names)

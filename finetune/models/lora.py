@@ -91,7 +91,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     cast_frozen(model, base_dtype)
     model.requires_grad_(False)
-    saved_whole = _find_saved_whole(model, lora)
+    saved_whole = find_saved_whole(model, lora)
     with warnings.catch_warnings():  # what peft warns of is refused below
         warnings.filterwarnings(
             "ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning
@@ -346,7 +346,7 @@ def _is_moved_by_peft(model: nn.Module, config: Any, target: str) -> bool:
     return set(single.target_modules) != {target}
 
 
-def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
+def find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
     """Maps each parameter that `modules_to_save` names to all its names.
 
     Only parameters of the language model count. Raises `UserError` if a pattern names none.

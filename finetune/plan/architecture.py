@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.facts import (
+    ATTENTION_DROPOUTS,
     LARGEST_COUNTS,
     LARGEST_SIZES,
     ModelFacts,
@@ -534,12 +535,24 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     Raises `UserError` if there is none.
 
     Returns:
-        The config as `split_config` returns it, and how errors name its place.
+        The config as `split_config` returns it, with the recipe's attention dropout, and how errors
+        name its place.
     """
     if model.model_config is not None:
-        return split_config(model.model_config, model.drop_vision), "model_config"
-    path = find_config_file(str(model.model_name_or_path), model.model_revision)
-    return split_config(load_json(path), model.drop_vision), str(path)
+        config: Any = model.model_config
+        where = "model_config"
+    else:
+        path = find_config_file(str(model.model_name_or_path), model.model_revision)
+        config = load_json(path)
+        where = str(path)
+    if model.attention_dropout is not None:
+        dropout = dict.fromkeys(ATTENTION_DROPOUTS, model.attention_dropout)
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            config = config | {"text_config": text | dropout}
+        else:
+            config = config | dropout
+    return split_config(config, model.drop_vision), where
 
 
 WHOLE = "vision_language_config"  # the key under which `split_config` keeps the complete config

@@ -20,9 +20,9 @@ from finetune.config.facts import adopt_quantization, with_recipe_keys
 from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
-from finetune.config.quantization import read_teacher_quantization
+from finetune.config.quantization import read_stored_quantization
 from finetune.config.reader import read_recipe, split_adapters
-from finetune.config.schema import Method, Model, Recipe
+from finetune.config.schema import Model, Recipe
 from finetune.constants import ITEMSIZE, find_positions, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
@@ -128,7 +128,7 @@ def make_plan(
         ranks=ranks,
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
-        teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
+        teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe),
         reward_models=tuple(map(read_reward_model, recipe.rollout.reward_models)),
         base_dtype=stored_dtype if stored_dtype in ITEMSIZE else "bfloat16",
         images=images,
@@ -274,14 +274,17 @@ def _describe_sending(speed: Speed) -> str:
     )
 
 
-def _read_teacher(model: Model, method: Method) -> TeacherSpec:
-    """Reads the teacher's architecture and quantization from its config.json."""
+def _read_teacher(model: Model, recipe: Recipe) -> TeacherSpec:
+    """Reads the architecture and quantization of the recipe's teacher, `model`."""
     try:
         config, where = find_config(model)
     except UserError as error:
-        raise UserError(f"teacher_model_name_or_path: {error}") from None
-    quantization = read_teacher_quantization(config.get("quantization_config"), method)
-    return TeacherSpec(architecture=read_architecture(config, where), quantization=quantization)
+        raise UserError(f"{recipe.teacher_key}: {error}") from None
+    stored = read_stored_quantization(config.get("quantization_config"), where)
+    return TeacherSpec(
+        architecture=read_architecture(config, where),
+        quantization=stored or recipe.teacher_quantization,
+    )
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:

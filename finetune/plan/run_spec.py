@@ -243,8 +243,12 @@ class RunSpec:
         """Every parameter of the teacher, frozen in the compute dtype; empty without a teacher."""
         if self.teacher is None:
             return ()
+        recipe = self.recipe
         return list_frozen_tensors(
-            self.teacher.architecture, ITEMSIZE[self.compute_dtype], self.teacher.quantization
+            self.teacher.architecture,
+            ITEMSIZE[self.compute_dtype],
+            self.teacher.quantization,
+            recipe.lora.modules_to_save if recipe.has_reference else (),
         )
 
     @cached_property

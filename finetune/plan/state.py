@@ -18,6 +18,7 @@ from finetune.config.module_names import (
     gives_head_adapter,
     is_parameter_named,
     is_saved_whole,
+    is_within,
     refuse_other_parameters,
     refuse_unadapted,
     refuse_undivided,
@@ -31,7 +32,16 @@ from finetune.config.optimization import (
 )
 from finetune.config.quantization import divide_quantization, quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE, ROTATION, Shape, ceil_div, round_up
+from finetune.constants import (
+    COMPUTE_DTYPE,
+    FP32,
+    ITEMSIZE,
+    ROTATION,
+    Names,
+    Shape,
+    ceil_div,
+    round_up,
+)
 from finetune.plan.architecture import Architecture, TensorShape
 
 _P = ParamSpec("_P")
@@ -265,17 +275,21 @@ def _list_adapters(
 
 
 def list_frozen_tensors(
-    architecture: Architecture, itemsize: int, quantization: Quantization
+    architecture: Architecture, itemsize: int, quantization: Quantization, plain: Names
 ) -> tuple[StateTensor, ...]:
     """Lists every parameter of a frozen model, such as a teacher.
 
-    `itemsize`: bytes of one element of the parameters that are not quantized.
+    Args:
+        architecture: The model.
+        itemsize: Bytes of one element of the parameters that are not quantized.
+        quantization: How weights of the layers are quantized.
+        plain: Patterns of `modules_to_save`, whose weights are not quantized.
     """
     frozen: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
         quantizable = _list_quantizable(architecture, unit, quantization)
         for tensor in tensors:
-            if tensor in quantizable:
+            if tensor in quantizable and not is_within(tensor.name, plain):
                 frozen += _list_quantized(tensor, unit, itemsize, quantization)
             else:
                 frozen.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))

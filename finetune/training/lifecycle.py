@@ -243,7 +243,7 @@ def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
         teacher = load_teacher(recipe, world)
         check_training_forward(teacher.model, keys, recipe.data, world)
     except UserError as error:
-        raise UserError(f"teacher_model_name_or_path: {error}") from error
+        raise UserError(f"{recipe.teacher_key}: {error}") from error
     return teacher
 
 

@@ -93,6 +93,11 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (QAT, None, 1, LLAMA | {"quantization_config": NF4}, None, "a quantized base cannot be combined with quantization_aware_training"),
     ([*QAT, "qat_group_size=64"], None, 1, LLAMA, None,
      "qat_group_size: 64 does not divide 96, the inputs of linear layers of M; set it to a divisor of 32, or to null"),
+    # sampled completions
+    (GRPO, None, 1, LLAMA | {"attention_dropout": 0.1, "classifier_dropout": 0.1}, None,
+     "attention_dropout in the config of M cannot be combined with method: grpo: the model that learns would not be the one that was sampled"),
+    (PPO, None, 1, LLAMA | {"model_type": "gpt2", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0}, None,
+     "attn_pdrop, resid_pdrop in the config of M cannot be combined with method: ppo"),
     # tensor parallelism
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
@@ -198,7 +203,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["method=distill", "teacher_model_name_or_path=T", "distill_top_k=4"], SP, 4, None, None, "distill_top_k cannot be combined with cp_size"),
     (GRPO, EP, 2, None, None, "expert_parallel_size cannot be combined with method: grpo: ranks sample completions of different"),
     (GRPO, replace(FSDP2, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with method: grpo"),
-    ([*GRPO, "beta=0.1"], TP, 4, None, None, "method: grpo cannot be combined with tp_size"),
+    ([*GRPO, "beta=0.1"], TP, 4, None, None,
+     "beta: 0.1 cannot be combined with tp_size (some.yaml); set beta: 0, or train new adapters alone, or set tp_size: 1"),
     (PPO, TP, 4, None, None, "tp_size cannot be combined with method: ppo"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "mamba2"}, None, "method: grpo cannot sample M here: with a cache, mamba2 computes other states or positions than without one"),
     (GRPO, FSDP2, 2, LLAMA | {"model_type": "bart"}, None, "method: grpo cannot sample M here: with a cache, bart computes other states or positions than without one"),
@@ -304,6 +310,8 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
         (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
+        ([*GRPO, "attention_dropout=0"], FSDP2, 2, LLAMA, CPU),
+        ([*GRPO, LORA, "beta=0.1"], TP, 4, LLAMA, CPU),
         (
             ["packing=false", "attn_implementation=eager"],
             FSDP2,
@@ -487,7 +495,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["attention_dropout=0.1"],
-                    "dropout cannot be combined with method: grpo: the model that learns",
+                    "dropout: 0.1 cannot be combined with method: grpo: the model that learns",
                 ),
                 (
                     ["neftune_noise_alpha=5"],
@@ -524,6 +532,10 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 (
                     ["beta=0.1", "added_tokens=[x]"],
                     "beta: the reference is read from files, which have neither random weights",
+                ),
+                (
+                    ["beta=0.1", LORA, "adapter_name_or_path=A"],
+                    "the base, without the adapter of adapter_name_or_path; merge the two (finetune export A --output",
                 ),
                 (
                     [
@@ -682,6 +694,15 @@ def test_keys_without_effect_are_named(
         return
     found = find_problems(read_recipe(None, asked), layout, machine=machine)
     assert [problem.is_note for problem in found if said in str(problem)] == [True]
+
+
+def test_a_problem_of_a_reference_names_the_model_and_beta() -> None:
+    """No teacher is named in such a recipe."""
+    keys = ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *GRPO, "beta=0.1"]
+    facts = read_model_facts(LLAMA, "M", tokens=600)
+    found = find_problems(read_recipe(None, keys), FSDP2, facts, 2, teacher=facts)
+    said = "command line: beta: M: its embedding has 512 rows, but the tokenizer has 600 tokens"
+    assert any(str(problem).startswith(said) for problem in found), found
 
 
 def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:

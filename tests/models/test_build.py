@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from finetune.config.schema import Lora, Model
 from finetune.distributed.join import join, leave
 from finetune.distributed.parallelize import find_wrap_classes
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.models.load import build_model, build_on_meta, load_model
+from finetune.models.load import auto_class_of, build_model, build_on_meta, load_model
 from tests.models.sweep import save_small, save_tiny
 from tests.ranks import run_python
+from tests.vision import make_vision_model
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -111,3 +114,32 @@ def test_a_projector_of_one_linear_layer_makes_no_unit_of_the_others(tmp_path: P
     model = build_on_meta(load_config(Model(model_name_or_path=str(tmp_path))), torch.float32)
     units = find_wrap_classes(model, Sharding(layout="fsdp2"))
     assert units == ("HyperCLOVAXDecoderLayer", "Qwen2_5_VisionTransformerPretrainedModel")
+
+
+def test_attention_dropout_is_the_recipes_under_any_name(tmp_path: Path) -> None:
+    """GPT-2 has another key for it, and a vision-language model has it in its text_config."""
+    folder = make_vision_model(tmp_path / "vision", "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = 0.3
+    (folder / "config.json").write_text(json.dumps(config))
+    gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4, "vocab_size": 64}
+    gpt2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    tokens = torch.arange(16)[None]
+    for model in (Model(model_config=gpt2), Model(model_name_or_path=str(folder))):
+        for dropout in (0.0, 0.5):
+            loaded = load_config(replace(model, attention_dropout=dropout))
+            built = auto_class_of(loaded).from_config(loaded)
+            dropped = built.train()(input_ids=tokens).logits
+            assert torch.equal(dropped, built.eval()(input_ids=tokens).logits) == (dropout == 0.0)
+
+
+def test_a_recipes_config_stays_as_it_was_written() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 8}
+    written = {
+        "model_type": "llama",
+        **sizes,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    model = Model(model_config=deepcopy(written))
+    load_config(model)
+    assert model.model_config == written

@@ -343,3 +343,14 @@ def test_a_damaged_config_of_a_built_model_is_planned_or_refused_in_sentences() 
             assert str(error).startswith(("M: ", "qwen3_5")), (part, key, value)
         else:
             assert architecture.parameters > 0, (part, key, value)
+
+
+def test_the_recipes_attention_dropout_is_counted_as_the_configs(tmp_path: Path) -> None:
+    """On a CPU, where the class keeps all weights of attention for it."""
+    sizes = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 8, "vocab_size": 64}
+    peaks = []
+    for of_config, of_recipe in ((0.1, "null"), (0.0, "0.1"), (0.1, "0")):
+        keys = keys_of(tmp_path, sizes | {"attn_pdrop": of_config})
+        recipe = read_recipe("quickstart", [*keys, f"attention_dropout={of_recipe}"])
+        peaks.append(make_plan(recipe, Sharding(layout="single"), 1, on_cpu=True).peak_bytes)
+    assert peaks[0] == peaks[1] > peaks[2]

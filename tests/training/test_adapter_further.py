@@ -367,6 +367,14 @@ def list_trained(model: torch.nn.Module) -> set[str]:
     return {peft_name(name) for name, each in model.named_parameters() if each.requires_grad}
 
 
+def test_an_adapter_of_one_layer_may_have_its_number(folder: Path, tmp_path: Path) -> None:
+    """As peft takes it: a number or a list of them."""
+    adapter = make_adapter(tmp_path / "adapter", folder / "model", layers_to_transform=0)
+    recipe = read_recipe(str(folder / "lora.yaml"), [f"adapter_name_or_path={adapter}"])
+    assert all("layers.0" in target for target in complete_lora(recipe).lora.lora_target_modules)
+    read_values(recipe, adapter)
+
+
 def test_a_frozen_embedding_that_peft_saved_is_the_bases(folder: Path, tmp_path: Path) -> None:
     """peft saves it with save_embedding_layers, also beside modules that it trains whole."""
     adapter = make_adapter(

@@ -298,7 +298,11 @@ def test_a_new_special_token_for_which_adapters_would_train_both_ends_is_named_i
     message = "special_tokens: pad_token: <fill>: the tokenizer lacks it"
     with pytest.raises(UserError, match=message):
         refuse()
+    grpo = ("use_peft=false", "method=grpo", "rewards=[length]", "max_completion_length=8")
+    with pytest.raises(UserError, match=f"{message}, and so does the reference of beta"):
+        refuse(*grpo, "beta=0.1")
     for keys in (
+        grpo,
         ("added_tokens=[<fill>]",),
         ("use_peft=false",),
         ('special_tokens={"pad_token": "<|end|>"}',),

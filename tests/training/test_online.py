@@ -20,9 +20,12 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.constants import RATIO_BORDERS, RATIO_SHARES
 from finetune.errors import UserError
+from finetune.models.load import load_teacher
+from finetune.plan.plan import make_plan
 from finetune.report.page import render_page
 from finetune.report.run_data import read_run
 from finetune.run import fine_tune
+from finetune.session import Session
 from finetune.training.screens import last_screen
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks
@@ -252,6 +255,22 @@ def test_the_ratio_between_sampler_and_trainer_is_one(
             and line["clip_ratio"] == 0
         )
         assert line["ratio/share/0.999-1.001"] == 1 and line["ratio/outside"] == 0
+
+
+def test_the_reference_of_a_quantized_base_is_quantized_as_the_base_is(
+    recipes: dict[str, Path],
+) -> None:
+    """All but what is trained whole: before the first step the two compute the same. The plan counts its bytes."""
+    keys = ["load_in_4bit=true", "modules_to_save=[norm, layers.0.mlp.down_proj]"]
+    recipe = read_recipe(str(recipes["adapters"]), keys)
+    sharding = read_sharding("single", None, {})
+    with Session(recipe, sharding, saves=False) as session, torch.no_grad():
+        reference = load_teacher(session.recipe, session.world).model
+        tokens = torch.arange(60)[None]
+        mine, theirs = session.model.eval()(input_ids=tokens), reference(input_ids=tokens)
+    assert torch.equal(mine.logits, theirs.logits)
+    planned = make_plan(recipe, sharding, 1, on_cpu=True).spec.teacher_bytes
+    assert planned == sum(parameter.nbytes for parameter in reference.parameters())
 
 
 @pytest.mark.parametrize("mode", ["packed", "padded"])

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch
 import yaml
 from transformers import AutoModelForImageTextToText
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
+from finetune.models.load import build_teacher
+from finetune.plan.plan import make_plan
 from finetune.rollout.completion_rows import RowOptions, make_step_batch
 from finetune.rollout.engine import Ended, Rollout, Sampled
 from tests.conftest import slow_but
@@ -255,6 +259,15 @@ def test_images_that_cross_attention_reads_are_refused(tmp_path: Path) -> None:
     recipe = read_recipe(write_recipe(tmp_path / "r.yaml", model, data, **keys))
     with pytest.raises(UserError, match="rows hold images, which mllama reads by cross attention"):
         prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
+
+
+def test_the_reference_has_no_tower_either_under_drop_vision(recipes: Callable[..., Path]) -> None:
+    """It is built as the model is, with the files' names of the language model, and the plan counts as much."""
+    recipe = read_recipe(str(recipes("gemma3", "reference")), ["drop_vision=true"])
+    world: Any = SimpleNamespace(sharding=read_sharding("single", None, {}))
+    model, *_ = build_teacher(recipe, world)
+    planned = make_plan(recipe, world.sharding, 1, on_cpu=True).spec.teacher_bytes
+    assert planned == sum(parameter.nbytes for parameter in model.parameters())
 
 
 def process_prompt(file: Path, row: int, processor: Any) -> dict[str, Any]:

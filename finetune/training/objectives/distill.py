@@ -352,5 +352,5 @@ def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
         if Path(name).is_dir():
             read_folder(name)  # headers only, before the data is read
     except UserError as error:
-        raise UserError(f"teacher_model_name_or_path: {error}") from None
+        raise UserError(f"{recipe.teacher_key}: {error}") from None
     return facts
