@@ -59,6 +59,7 @@ MASKED = ["method=masked_diffusion"]
 EXITS = ["method=early_exit"]
 PPO = ["method=ppo", "rewards=[length]", "max_completion_length=16", "beta=0"]
 QAT = ["quantization_aware_training=int8-int4"]
+ROWS = ["per_device_train_batch_size=2", "gradient_accumulation_steps=3"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
 # What is asked of the recipe, the layout, its ranks, config.json, the machine -> a part of the sentence.
@@ -178,6 +179,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activation_checkpointing"),
     (["activation_offload=true"], TP, 4, None, None, "activation_offload cannot be combined with tp_size"),
     (["activation_offload=true"], EP, 2, None, None, "activation_offload cannot be combined with expert_parallel_size"),
+    (["global_batch_size=12", "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None,
+     "gradient_accumulation_steps: 3: global_batch_size: 12 takes 12 with per_device_train_batch_size: 1 on 1 rank; remove one of the two"),
     (BACKWARD, Sharding(layout="ddp"), 2, None, None, "DDP keeps every gradient in its buckets"),
     (BACKWARD, Sharding(layout="fsdp1"), 2, None, None, "FSDP1 flattens parameters together"),
     (BACKWARD, replace(FSDP2, cpu_offload=True), 2, None, None, "gradients are in host memory already"),
@@ -188,7 +191,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([*BACKWARD, "global_batch_size=16", "per_device_train_batch_size=2"], FSDP2, 2, None, None,
      "16 rows is 4 micro-batches of 2 on 2 ranks, but a gradient that is freed in the backward cannot wait for the next micro-batch; "
      "set global_batch_size: 4, or per_device_train_batch_size: 8"),
-    ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "3 micro-batches of 1 on 1 rank,"),
+    ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "of 1 on 1 rank, but a gradient that is freed in the backward cannot wait for "
+     "the next micro-batch; remove gradient_accumulation_steps, and set global_batch_size: 1, or"),
     (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2"),
     (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
@@ -286,6 +290,8 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
     ("overrides", "layout", "ranks", "config", "machine"),
     [
         (["optim=adafactor"], FSDP2, 2, LLAMA, CPU),
+        ([*ROWS, "global_batch_size=12"], FSDP2, 2, LLAMA, CPU),
+        ([*ROWS, "global_batch_size=9"], FSDP2, 2, LLAMA, CPU),  # the last micro-batch is short
         (["optim=adafactor", "trainable_modules=[lm_head]"], FSDP2, 2, MIXTURE, CPU),
         (["optim=muon", LORA], FSDP2, 2, MIXTURE, CPU),
         ([], TP, 4, LLAMA | {"vocab_size": 509}, CPU),
