@@ -11,8 +11,10 @@ from string import Formatter
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
+from finetune.config.exclusions import EXCLUSIONS, NOT_FOR_ALL_OPTIMIZERS, find_feature
 from finetune.config.facts import (
     ACTIVATIONS,
     KINDS,
@@ -344,6 +346,36 @@ def test_what_works_is_not_refused(
     assert (
         judge(overrides, layout, ranks, config, replace(machine, has_package=lambda _: True)) == []
     )
+
+
+def _list_values_for_off() -> list[tuple[str, str, Any]]:
+    """(feature, recipe key, value) for each value that turns the key off, of the features that exclude others."""
+    excluding = {*EXCLUSIONS, *NOT_FOR_ALL_OPTIMIZERS}.union(*EXCLUSIONS.values())
+    found = []
+    for name in sorted(excluding):
+        for key in find_feature(name).keys:
+            # false is what the first two ask for; an empty value of the others is refused by itself
+            if key not in recipe_keys() or key in (
+                *("assistant_only_loss", "train_on_reasoning"),
+                *("vllm_server_base_url", "model_config", "export_formats", "model_name_or_path"),
+            ):
+                continue
+            validator = TypeAdapter[Any](recipe_keys()[key].annotation)
+            for value in (None, False, 0, 0.0, (), {}):
+                with suppress(ValidationError):
+                    found.append((name, key, validator.validate_python(value, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "key", "value"), _list_values_for_off())
+def test_a_key_that_is_off_excludes_nothing(name: str, key: str, value: Any) -> None:
+    model: Any = read_model_facts(LLAMA, "M")
+    recipe = read_recipe(None, ["model_name_or_path=M", "datasets=[{path: D}]", *GRPO, LORA])
+    section = recipe_keys()[key].section
+    changed = replace(getattr(recipe, section), **{key: value})
+    changes: Any = {section: changed}
+    case = Case(recipe=replace(recipe, **changes), layout=FSDP2, model=model, machine=CPU)
+    assert not find_feature(name).is_on(case)
 
 
 def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -> None:
