@@ -681,11 +681,18 @@ def _find_strategy(layout: Layout, replicas: int | None, reader: "_SettingsReade
                 "fsdp_reshard_after_forward (true: FULL_SHARD, false: SHARD_GRAD_OP) and "
                 "parallelism_config for hybrid sharding",
             )
-        if (replicas or 1) > 1:
+        reshards = reader.read_boolean("reshard_after_forward", default=True)
+        is_hybrid = (replicas or 1) > 1
+        if is_hybrid and not reshards:
+            reader.add_problem(
+                "reshard_after_forward",
+                "fsdp_reshard_after_forward: hybrid sharding (dp_replicate_size above 1) frees the "
+                "parameters of a layer after its forward; set it to true (under DeepSpeed, "
+                "zero_stage: 3), or dp_replicate_size: 1",
+            )
+        if is_hybrid:
             return "HYBRID_SHARD"
-        if reader.read_boolean("reshard_after_forward", default=True):
-            return "FULL_SHARD"
-        return "SHARD_GRAD_OP"
+        return "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
     return "FULL_SHARD"
 
 

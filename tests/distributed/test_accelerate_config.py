@@ -143,6 +143,21 @@ def test_hybrid_sharding_on_one_rank(write: Write) -> None:
     assert "needs at least 2 ranks" in refusal(config, {"WORLD_SIZE": "1"})
 
 
+def test_hybrid_sharding_that_keeps_parameters(write: Write) -> None:
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    keeps = FSDP2 | {"fsdp_reshard_after_forward": False}
+    path = write(fsdp_config=keeps, parallelism_config=mesh)
+    said = refusal(path, FOUR)
+    assert (
+        ".yaml:4: fsdp_reshard_after_forward: hybrid sharding (dp_replicate_size above 1)" in said
+    )
+    of_deepspeed = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert "zero_stage: 3" in refusal(write(**of_deepspeed, parallelism_config=mesh), FOUR)
+    of_deepspeed["deepspeed_config"] = {"zero_stage": 3}
+    path = write(**of_deepspeed, parallelism_config=mesh)
+    assert read_sharding(path, None, FOUR).strategy == "HYBRID_SHARD"
+
+
 def test_single_under_two_processes() -> None:
     assert "this layout is for one process, but 2 were launched" in refusal("single")
 
