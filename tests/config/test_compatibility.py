@@ -296,6 +296,7 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         ([*ROWS, "global_batch_size=9"], FSDP2, 2, LLAMA, CPU),  # the last micro-batch is short
         (["optim=adafactor", "trainable_modules=[lm_head]"], FSDP2, 2, MIXTURE, CPU),
         (["optim=muon", LORA], FSDP2, 2, MIXTURE, CPU),
+        ([*GRPO, "loss_type=reinforce++", "num_generations=1"], FSDP2, 2, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"vocab_size": 509}, CPU),
         (["optim=adamw_bf16_moments"], TP, 4, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"model_type": "phi3", "num_key_value_heads": 2}, CPU),
