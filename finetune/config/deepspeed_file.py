@@ -120,6 +120,7 @@ def translate_deepspeed(
     reader.read_section(
         {key: value for key, value in section.items() if key != "deepspeed_config_file"}
     )
+    reader.refuse_offload_without_shards()
     if reader.problems:
         raise UserError.of(reader.problems)
     return reader.make_translation()
@@ -166,6 +167,16 @@ class _DeepspeedReader:
             lines=tuple(lines),
             asked=tuple(self._recipe_numbers.items()),
         )
+
+    def refuse_offload_without_shards(self) -> None:
+        """Adds a problem for each offload key beside stage 0, under which nothing is offloaded."""
+        if self._stage > 0:
+            return
+        for key in self._offload_keys:
+            self._add_problem(
+                key,
+                "cpu: stage 0 is DDP, which offloads nothing; set another stage, or this to none",
+            )
 
     def read_section(self, section: Mapping[str, Any]) -> None:
         """Reads the deepspeed_config section without the JSON file that it names.
@@ -217,7 +228,8 @@ class _DeepspeedReader:
             self.problems += problems
             return
         content = {entry.key: entry.value for entry in entries}
-        if "zero_optimization" not in content:
+        zero = content.get("zero_optimization")
+        if not isinstance(zero, dict) or "stage" not in zero:
             self._stage = 0  # DeepSpeed's own default
         outer_source = self._source
         self._source = str(path)

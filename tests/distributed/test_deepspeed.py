@@ -80,6 +80,23 @@ def test_without_a_stage_it_is_accelerates_default(write: Write) -> None:
     assert read(write(zero3_init_flag=False)).strategy == "SHARD_GRAD_OP"
 
 
+def test_a_file_without_a_stage_is_deepspeeds_default(write: Write) -> None:
+    """ZeRO's stage 0, whatever else the section has; auto is filled in by Accelerate."""
+    assert read(write({"zero_optimization": {"overlap_comm": True}})).layout == "ddp"
+    assert read(write({"zero_optimization": {"stage": "auto"}})).strategy == "SHARD_GRAD_OP"
+
+
+def test_stage_0_offloads_nothing(write: Write) -> None:
+    said = refusal(write(zero_stage=0, offload_optimizer_device="cpu"))
+    assert said.endswith(
+        "accelerate.yaml: offload_optimizer: cpu: stage 0 is DDP, which offloads nothing; set another stage, or this to none"
+    )
+    assert not read(write(zero_stage=0, offload_optimizer_device="none")).cpu_offload
+    engine = {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}}
+    assert "offload_param: cpu: stage 0 is DDP" in refusal(write(engine))
+    assert read(write(engine, zero_stage=3)).cpu_offload, "the section's stage replaces the file's"
+
+
 def test_offload_and_activation_checkpointing(write: Write) -> None:
     fsdp = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
     of_section = read(
