@@ -255,7 +255,7 @@ class _DeepspeedReader:
                     )
             elif key in WITHOUT_EFFECT:
                 self._ignored_keys.append(key)
-            elif not key.startswith("_"):  # such a key is a comment
+            elif not key.startswith("_") and not _is_off(value):  # _: such a key is a comment
                 self._add_problem(key, ADVICE.get(key, NO_COUNTERPART))
 
     def _read_zero(self, section: Any) -> None:
@@ -273,7 +273,7 @@ class _DeepspeedReader:
                 self._read_offload(key, "cpu" if value is True else None)
             elif key.removeprefix("stage3_") in ZERO_WITHOUT_EFFECT:
                 self._ignored_keys.append(key)
-            else:
+            elif not _is_off(value):
                 self._add_problem(f"zero_optimization.{key}", NO_COUNTERPART)
 
     def _read_stage(self, key: str, value: Any) -> None:
@@ -318,7 +318,7 @@ class _DeepspeedReader:
         Both on, or one that contradicts mixed_precision of the Accelerate file, is a problem.
         """
         if isinstance(section, dict):
-            enabled = section.get("enabled", True)
+            enabled = section.get("enabled", False)  # DeepSpeed's own default
         else:
             enabled = section
         if str(enabled).lower() in ("true", "false"):  # in quotes too
@@ -376,6 +376,13 @@ def _iterate_parameters(section: Any) -> Iterator[tuple[str, Any]]:
     parameters = section.get("params") if isinstance(section, dict) else None
     if isinstance(parameters, dict):
         yield from parameters.items()
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a part of DeepSpeed is turned off: false, or a section with enabled: false."""
+    if isinstance(value, dict):
+        value = value.get("enabled")
+    return value is False
 
 
 def _is_auto(value: Any) -> bool:

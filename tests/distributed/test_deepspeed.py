@@ -239,6 +239,16 @@ def test_what_has_no_counterpart_is_refused(
     assert said in found and "\n" not in found
 
 
+def test_what_is_off_asks_for_nothing(write: Write) -> None:
+    """DeepSpeed's fp16 and bf16 are off without `enabled`."""
+    zero = {"stage": 2, "zero_quantized_weights": False}
+    off = {"fp16": {"loss_scale": 0}, "amp": {"enabled": False}, "compile": {"enabled": False}}
+    on = read(write(off | {"zero_optimization": zero, "bf16": {"enabled": True}}))
+    assert (on.strategy, on.mixed_precision) == ("SHARD_GRAD_OP", "bf16")
+    assert read(write(off | {"zero_optimization": zero})).mixed_precision == "no"
+    assert "compile: set torch_compile" in refusal(write({"compile": {"deepcompile": True}}))
+
+
 def test_mistakes_in_the_section(write: Write, tmp_path: Path) -> None:
     found = refusal(
         write(zero_stag=3, deepspeed_hostfile="hosts", deepspeed_config_file="absent.json")
