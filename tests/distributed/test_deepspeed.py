@@ -296,6 +296,14 @@ def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
     assert "lr: 1e-05, but learning_rate is 0.003 by the command line; set" in said
 
 
+@pytest.mark.parametrize(("max_grad_norm", "clipping"), [("null", 0), ("0.5", 0.5)])
+def test_zero_clips_no_gradients(write: Write, max_grad_norm: str, clipping: float) -> None:
+    recipe = read_recipe("quickstart", [f"max_grad_norm={max_grad_norm}"])
+    for value in (0, 0.5):
+        layout = read(write(zero_stage=2, gradient_clipping=value))
+        assert (find_problems(recipe, layout, ranks=2) == []) is (value == clipping)
+
+
 def test_launch_refuses_them_before_anything_is_loaded(write: Write) -> None:
     path = write(zero_stage=2, gradient_clipping=0.5)
     ended = run_command(
