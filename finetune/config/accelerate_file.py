@@ -469,8 +469,8 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=fp8)
         return _add_translation(settings, translate_deepspeed(section, source, precision))
     if not uses("FSDP"):
-        has_groups = any(str(mesh.get(key, "1")) != "1" for key in GROUP_KEYS)
-        if has_groups:  # see `Settings.has_sizes_alone`
+        has_sizes = any(str(size) != "1" for size in mesh.values())
+        if has_sizes:  # see `Settings.has_sizes_alone`
             return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh)
         return None
     fsdp = _read_variables(FSDP_KEYS, environ)
@@ -635,20 +635,16 @@ def _find_layout(reader: "_SettingsReader") -> Layout:
 
 
 def _check_mesh(reader: "_SettingsReader", layout: Layout, sizes: Mapping[str, int | None]) -> None:
-    """Adds a problem for each size above 1 that needs FSDP2, and for cp_size with sp_size.
+    """Adds a problem for each size above 1 without FSDP2, and for cp_size with sp_size.
 
     `sizes`: the sizes of MESH_KEYS; None: not set.
     """
-    group_sizes = {}
-    for key in GROUP_KEYS:
-        size = sizes[key] or 1
-        if size > 1:
-            group_sizes[key] = size
+    sizes_above_1 = {key: size for key, size in sizes.items() if size is not None and size > 1}
     if layout != "fsdp2":
         advice = "set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
-        for key, size in group_sizes.items():
+        for key, size in sizes_above_1.items():
             reader.add_problem(key, f"{key}: {size} needs FSDP2; {advice}")
-    elif {"cp_size", "sp_size"} <= group_sizes.keys():
+    elif {"cp_size", "sp_size"} <= sizes_above_1.keys():
         both = f"cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']}"
         text = f"{both} both divide the tokens of a row; set one of them to 1"
         reader.add_problem("sp_size", text)
@@ -685,11 +681,18 @@ def _find_strategy(layout: Layout, replicas: int | None, reader: "_SettingsReade
                 "fsdp_reshard_after_forward (true: FULL_SHARD, false: SHARD_GRAD_OP) and "
                 "parallelism_config for hybrid sharding",
             )
-        if (replicas or 1) > 1:
+        reshards = reader.read_boolean("reshard_after_forward", default=True)
+        is_hybrid = (replicas or 1) > 1
+        if is_hybrid and not reshards:
+            reader.add_problem(
+                "reshard_after_forward",
+                "fsdp_reshard_after_forward: hybrid sharding (dp_replicate_size above 1) frees the "
+                "parameters of a layer after its forward; set it to true (under DeepSpeed, "
+                "zero_stage: 3), or dp_replicate_size: 1",
+            )
+        if is_hybrid:
             return "HYBRID_SHARD"
-        if reader.read_boolean("reshard_after_forward", default=True):
-            return "FULL_SHARD"
-        return "SHARD_GRAD_OP"
+        return "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
     return "FULL_SHARD"
 
 

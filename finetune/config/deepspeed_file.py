@@ -120,6 +120,7 @@ def translate_deepspeed(
     reader.read_section(
         {key: value for key, value in section.items() if key != "deepspeed_config_file"}
     )
+    reader.refuse_offload_without_shards()
     if reader.problems:
         raise UserError.of(reader.problems)
     return reader.make_translation()
@@ -169,6 +170,16 @@ class _DeepspeedReader:
             lines=tuple(lines),
             asked=tuple(self._recipe_numbers.items()),
         )
+
+    def refuse_offload_without_shards(self) -> None:
+        """Adds a problem for each offload key beside stage 0, under which nothing is offloaded."""
+        if self._stage > 0:
+            return
+        for key in self._offload_keys:
+            self._add_problem(
+                key,
+                "cpu: stage 0 is DDP, which offloads nothing; set another stage, or this to none",
+            )
 
     def read_section(self, section: Mapping[str, Any]) -> None:
         """Reads the deepspeed_config section without the JSON file that it names.
@@ -220,7 +231,8 @@ class _DeepspeedReader:
             self.problems += problems
             return
         content = {entry.key: entry.value for entry in entries}
-        if "zero_optimization" not in content:
+        zero = content.get("zero_optimization")
+        if not isinstance(zero, dict) or "stage" not in zero:
             self._stage = 0  # DeepSpeed's own default
         outer_source = self._source
         self._source = str(path)
@@ -246,7 +258,7 @@ class _DeepspeedReader:
                     )
             elif key in WITHOUT_EFFECT:
                 self._ignored_keys.append(key)
-            elif not key.startswith("_"):  # such a key is a comment
+            elif not key.startswith("_") and not _is_off(value):  # _: such a key is a comment
                 self._add_problem(key, ADVICE.get(key, NO_COUNTERPART))
 
     def _read_zero(self, section: Any) -> None:
@@ -264,7 +276,7 @@ class _DeepspeedReader:
                 self._read_offload(key, "cpu" if value is True else None)
             elif key.removeprefix("stage3_") in ZERO_WITHOUT_EFFECT:
                 self._ignored_keys.append(key)
-            else:
+            elif not _is_off(value):
                 self._add_problem(f"zero_optimization.{key}", NO_COUNTERPART)
 
     def _read_stage(self, key: str, value: Any) -> None:
@@ -309,7 +321,7 @@ class _DeepspeedReader:
         Both on, or one that contradicts mixed_precision of the Accelerate file, is a problem.
         """
         if isinstance(section, dict):
-            enabled = section.get("enabled", True)
+            enabled = section.get("enabled", False)  # DeepSpeed's own default
         else:
             enabled = section
         if str(enabled).lower() in ("true", "false"):  # in quotes too
@@ -367,6 +379,13 @@ def _iterate_parameters(section: Any) -> Iterator[tuple[str, Any]]:
     parameters = section.get("params") if isinstance(section, dict) else None
     if isinstance(parameters, dict):
         yield from parameters.items()
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a part of DeepSpeed is turned off: false, or a section with enabled: false."""
+    if isinstance(value, dict):
+        value = value.get("enabled")
+    return value is False
 
 
 def _is_auto(value: Any) -> bool:

@@ -43,6 +43,16 @@ class Feature:
     of_teacher: bool = False  # whether the teacher may do it too
 
 
+def _asks(key: str) -> Condition:
+    """Makes the condition that a recipe key asks for something.
+
+    A key that is off by default (null, false, 0 or empty) is off with each of these values.
+    """
+    if recipe_keys()[key].default:
+        return is_set(key)
+    return lambda case: case[key]
+
+
 def _layout_feature(
     name: str,
     is_on: Condition,
@@ -97,7 +107,7 @@ KEPT = "activation_checkpointing_keeps"
 KEPT_PRODUCTS = "attention_and_projections"
 
 # A name in EXCLUSIONS -> the feature. A name in EXCLUSIONS that is not here is a key of the recipe,
-# and the feature is that the key is set.
+# and the feature is what the key asks for (`_asks`).
 FEATURES: Mapping[str, Feature] = {
     # The layout
     "fsdp_version: 1": _layout_feature("fsdp_version: 1", is_fsdp1, "set fsdp_version: 2"),
@@ -535,11 +545,11 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
 
 
 def find_feature(name: str) -> Feature:
-    """Returns the feature that EXCLUSIONS names: one of FEATURES, or a recipe key that is set."""
+    """Returns the feature that EXCLUSIONS names: one of FEATURES, or what a recipe key asks for."""
     if name in FEATURES:
         return FEATURES[name]
     default = recipe_keys()[name].default
-    return _recipe_feature(name, is_set(name), off=default, name=name)
+    return _recipe_feature(name, _asks(name), off=default, name=name)
 
 
 def _exclude(name: str, other_name: str, why: str) -> Rule:

@@ -48,6 +48,17 @@ def _count_micro_batches(case: Case) -> int:
     return ceil_div(case.global_batch_size, rows)
 
 
+def _advise_one_micro_batch(case: Case) -> str:
+    """Says which rows of a step, or of a micro-batch, make a step of one micro-batch."""
+    advice = (
+        f"set global_batch_size: {case['per_device_train_batch_size'] * case.ranks}, or "
+        f"per_device_train_batch_size: {ceil_div(case.global_batch_size, case.ranks)}"
+    )
+    if case["gradient_accumulation_steps"] is None:
+        return advice
+    return f"remove gradient_accumulation_steps, and {advice}"
+
+
 def _describe_unequal_numbers(case: Case) -> list[str]:
     """Returns a message for each number of a DeepSpeed file that differs from the recipe's."""
     recipe = case.recipe
@@ -64,7 +75,8 @@ def _describe_unequal_numbers(case: Case) -> list[str]:
     messages = []
     for key, value in case.layout.asked:
         recipe_number = recipe_numbers[key]
-        if recipe_number == value:
+        # DeepSpeed's gradient_clipping: 0 is max_grad_norm: null
+        if recipe_number == value or (recipe_number is None and value == 0):
             continue
         place = recipe.place_of(key)
         source = place if place in (COMMAND_LINE, LOAD_RECIPE) else "recipe"
@@ -257,6 +269,25 @@ RULES: tuple[Rule, ...] = (
     _require_checkpointing(
         "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True
     ),
+    # The rows of a step
+    layout_rule(
+        "two numbers of micro-batches",
+        "gradient_accumulation_steps",
+        "global_batch_size",
+        "per_device_train_batch_size",
+        when=lambda c: (
+            None not in (c["gradient_accumulation_steps"], c["global_batch_size"])
+            and c["gradient_accumulation_steps"] != _count_micro_batches(c)
+        ),
+        message=lambda c: (
+            f"gradient_accumulation_steps: {c['gradient_accumulation_steps']}: global_batch_size: "
+            f"{c.global_batch_size} takes {_count_micro_batches(c)} with "
+            f"per_device_train_batch_size: {c['per_device_train_batch_size']} on "
+            f"{counted(c.ranks, 'rank')}"
+        ),
+        advice="remove one of the two",
+        fix={"gradient_accumulation_steps": None},
+    ),
     # The update in the backward
     layout_rule(
         "micro-batches with optim_in_backward",
@@ -269,10 +300,7 @@ RULES: tuple[Rule, ...] = (
             f"micro-batches of {c['per_device_train_batch_size']} on {counted(c.ranks, 'rank')}, "
             "but a gradient that is freed in the backward cannot wait for the next micro-batch"
         ),
-        advice=lambda c: (
-            f"set global_batch_size: {c['per_device_train_batch_size'] * c.ranks}, or "
-            f"per_device_train_batch_size: {ceil_div(c.global_batch_size, c.ranks)}"
-        ),
+        advice=_advise_one_micro_batch,
     ),
     layout_rule(
         "state in files without FSDP2",

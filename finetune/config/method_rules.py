@@ -470,6 +470,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: (
             samples(c)
             and c["num_generations"] == 1
+            and _find_baseline(c) != "step"
             and not c.method_facts.needs_teacher
             and not c.method_facts.has_critic
         ),

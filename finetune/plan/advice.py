@@ -164,18 +164,13 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
     if spec.rows > 1:
-        rows_per_step = spec.global_batch_size
-        if recipe.batch.global_batch_size:
-            keep_rows = ""
-        else:
-            keep_rows = f" global_batch_size={rows_per_step}"
         batch = {
             "per_device_train_batch_size": 1,
-            "global_batch_size": rows_per_step,
+            "global_batch_size": spec.global_batch_size,
             "gradient_accumulation_steps": None,
         }
         yield Change(
-            f"per_device_train_batch_size=1{keep_rows}",
+            f"per_device_train_batch_size=1 {_name_rows(spec)}".rstrip(),
             "more micro-batches, the same step",
             _set_keys("batch", **batch),
         )
@@ -295,6 +290,17 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
     return key == "cp_size" and size == spec.ranks == SHIPPED_CP_SIZE
 
 
+def _name_rows(spec: RunSpec) -> str:
+    """Returns what a user sets to keep the rows of a step; empty if the recipe keeps them."""
+    batch = spec.recipe.batch
+    settings = []
+    if not batch.global_batch_size:
+        settings.append(f"global_batch_size={spec.global_batch_size}")
+    if batch.gradient_accumulation_steps:
+        settings.append("gradient_accumulation_steps=null")
+    return " ".join(settings)
+
+
 def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
     """Makes the change that sets `key` (cp_size or tp_size) of an Accelerate file to `size`.
 
@@ -302,9 +308,7 @@ def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
     """
     rows = spec.global_batch_size
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
-    row_key = ""  # what a user sets to keep the rows, if the recipe does not set it already
-    if not spec.recipe.batch.global_batch_size:
-        row_key = f"global_batch_size={rows}"
+    settings = _name_rows(spec)
     field, what_is_divided = DIVISIONS[key]
     group_sizes = spec.sharding.group_sizes | {key: size}
     ranks_of_group = prod(group_sizes.values())
@@ -314,10 +318,10 @@ def _enlarge_group(spec: RunSpec, key: str, size: int) -> Change:
     if spec.ranks_per_node % ranks_of_group != 0:
         cost += ", between nodes too"
     if _is_shipped(key, size, spec):
-        text = f"accelerate_config=fsdp_sequence_parallel {row_key}".rstrip()
+        text = f"accelerate_config=fsdp_sequence_parallel {settings}".rstrip()
         return Change(text, cost, _apply_both(keep_rows, partial(_shard_fully, **sharding_keys)))
-    if row_key:
-        cost += f"; {row_key} keeps the step"
+    if settings:
+        cost += f"; {settings} keeps the step"
     mesh_sizes = {name: ranks for name, ranks in group_sizes.items() if ranks > 1}
     mesh_sizes["dp_shard_size"] = shards
     entries = ", ".join(f"parallelism_config_{name}: {n}" for name, n in mesh_sizes.items())

@@ -11,8 +11,10 @@ from string import Formatter
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
+from finetune.config.exclusions import EXCLUSIONS, NOT_FOR_ALL_OPTIMIZERS, find_feature
 from finetune.config.facts import (
     ACTIVATIONS,
     KINDS,
@@ -59,6 +61,7 @@ MASKED = ["method=masked_diffusion"]
 EXITS = ["method=early_exit"]
 PPO = ["method=ppo", "rewards=[length]", "max_completion_length=16", "beta=0"]
 QAT = ["quantization_aware_training=int8-int4"]
+ROWS = ["per_device_train_batch_size=2", "gradient_accumulation_steps=3"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
 # What is asked of the recipe, the layout, its ranks, config.json, the machine -> a part of the sentence.
@@ -183,6 +186,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activation_checkpointing"),
     (["activation_offload=true"], TP, 4, None, None, "activation_offload cannot be combined with tp_size"),
     (["activation_offload=true"], EP, 2, None, None, "activation_offload cannot be combined with expert_parallel_size"),
+    (["global_batch_size=12", "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None,
+     "gradient_accumulation_steps: 3: global_batch_size: 12 takes 12 with per_device_train_batch_size: 1 on 1 rank; remove one of the two"),
     (BACKWARD, Sharding(layout="ddp"), 2, None, None, "DDP keeps every gradient in its buckets"),
     (BACKWARD, Sharding(layout="fsdp1"), 2, None, None, "FSDP1 flattens parameters together"),
     (BACKWARD, replace(FSDP2, cpu_offload=True), 2, None, None, "gradients are in host memory already"),
@@ -193,7 +198,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([*BACKWARD, "global_batch_size=16", "per_device_train_batch_size=2"], FSDP2, 2, None, None,
      "16 rows is 4 micro-batches of 2 on 2 ranks, but a gradient that is freed in the backward cannot wait for the next micro-batch; "
      "set global_batch_size: 4, or per_device_train_batch_size: 8"),
-    ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "3 micro-batches of 1 on 1 rank,"),
+    ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "of 1 on 1 rank, but a gradient that is freed in the backward cannot wait for "
+     "the next micro-batch; remove gradient_accumulation_steps, and set global_batch_size: 1, or"),
     (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2"),
     (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
@@ -292,8 +298,11 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
     ("overrides", "layout", "ranks", "config", "machine"),
     [
         (["optim=adafactor"], FSDP2, 2, LLAMA, CPU),
+        ([*ROWS, "global_batch_size=12"], FSDP2, 2, LLAMA, CPU),
+        ([*ROWS, "global_batch_size=9"], FSDP2, 2, LLAMA, CPU),  # the last micro-batch is short
         (["optim=adafactor", "trainable_modules=[lm_head]"], FSDP2, 2, MIXTURE, CPU),
         (["optim=muon", LORA], FSDP2, 2, MIXTURE, CPU),
+        ([*GRPO, "loss_type=reinforce++", "num_generations=1"], FSDP2, 2, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"vocab_size": 509}, CPU),
         (["optim=adamw_bf16_moments"], TP, 4, LLAMA, CPU),
         ([], TP, 4, LLAMA | {"model_type": "phi3", "num_key_value_heads": 2}, CPU),
@@ -346,6 +355,36 @@ def test_what_works_is_not_refused(
     assert (
         judge(overrides, layout, ranks, config, replace(machine, has_package=lambda _: True)) == []
     )
+
+
+def _list_values_for_off() -> list[tuple[str, str, Any]]:
+    """(feature, recipe key, value) for each value that turns the key off, of the features that exclude others."""
+    excluding = {*EXCLUSIONS, *NOT_FOR_ALL_OPTIMIZERS}.union(*EXCLUSIONS.values())
+    found = []
+    for name in sorted(excluding):
+        for key in find_feature(name).keys:
+            # false is what the first two ask for; an empty value of the others is refused by itself
+            if key not in recipe_keys() or key in (
+                *("assistant_only_loss", "train_on_reasoning"),
+                *("vllm_server_base_url", "model_config", "export_formats", "model_name_or_path"),
+            ):
+                continue
+            validator = TypeAdapter[Any](recipe_keys()[key].annotation)
+            for value in (None, False, 0, 0.0, (), {}):
+                with suppress(ValidationError):
+                    found.append((name, key, validator.validate_python(value, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("name", "key", "value"), _list_values_for_off())
+def test_a_key_that_is_off_excludes_nothing(name: str, key: str, value: Any) -> None:
+    model: Any = read_model_facts(LLAMA, "M")
+    recipe = read_recipe(None, ["model_name_or_path=M", "datasets=[{path: D}]", *GRPO, LORA])
+    section = recipe_keys()[key].section
+    changed = replace(getattr(recipe, section), **{key: value})
+    changes: Any = {section: changed}
+    case = Case(recipe=replace(recipe, **changes), layout=FSDP2, model=model, machine=CPU)
+    assert not find_feature(name).is_on(case)
 
 
 def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -> None:

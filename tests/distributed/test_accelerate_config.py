@@ -116,9 +116,46 @@ def test_mesh_whose_product_is_not_the_world(write: Write) -> None:
     assert ".yaml:5: dp_replicate_size 2 x dp_shard_size 4 = 8, but 2 ranks were launched" in said
 
 
+@pytest.mark.parametrize("key", ["dp_replicate_size", "dp_shard_size"])
+@pytest.mark.parametrize(
+    "file", [{"distributed_type": "MULTI_GPU"}, {"fsdp_config": {"fsdp_version": 1}}]
+)
+def test_sizes_of_a_mesh_need_fsdp2(write: Write, file: dict[str, Any], key: str) -> None:
+    name = f"parallelism_config_{key}"
+    said = refusal(write(**file, parallelism_config={name: 2}))
+    assert f"{key}: 2 needs FSDP2; set distributed_type: FSDP and fsdp_version: 2, or the" in said
+    read_sharding(write(**file, parallelism_config={name: 1}), None, FOUR)
+
+
+def test_sizes_of_a_mesh_by_the_environment_alone(write: Write) -> None:
+    sizes = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
+    assert "dp_shard_size: 4 needs FSDP2" in refusal(None, FOUR | sizes)
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=mesh), FOUR | sizes)
+    assert (
+        "dp_replicate_size 2 x dp_shard_size 2, but the launcher's settings say dp_shard_size 4"
+        in said
+    )
+
+
 def test_hybrid_sharding_on_one_rank(write: Write) -> None:
     config = write(fsdp_config={"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"})
     assert "needs at least 2 ranks" in refusal(config, {"WORLD_SIZE": "1"})
+
+
+def test_hybrid_sharding_that_keeps_parameters(write: Write) -> None:
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    keeps = FSDP2 | {"fsdp_reshard_after_forward": False}
+    path = write(fsdp_config=keeps, parallelism_config=mesh)
+    said = refusal(path, FOUR)
+    assert (
+        ".yaml:4: fsdp_reshard_after_forward: hybrid sharding (dp_replicate_size above 1)" in said
+    )
+    of_deepspeed = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    assert "zero_stage: 3" in refusal(write(**of_deepspeed, parallelism_config=mesh), FOUR)
+    of_deepspeed["deepspeed_config"] = {"zero_stage": 3}
+    path = write(**of_deepspeed, parallelism_config=mesh)
+    assert read_sharding(path, None, FOUR).strategy == "HYBRID_SHARD"
 
 
 def test_single_under_two_processes() -> None:

@@ -80,6 +80,23 @@ def test_without_a_stage_it_is_accelerates_default(write: Write) -> None:
     assert read(write(zero3_init_flag=False)).strategy == "SHARD_GRAD_OP"
 
 
+def test_a_file_without_a_stage_is_deepspeeds_default(write: Write) -> None:
+    """ZeRO's stage 0, whatever else the section has; auto is filled in by Accelerate."""
+    assert read(write({"zero_optimization": {"overlap_comm": True}})).layout == "ddp"
+    assert read(write({"zero_optimization": {"stage": "auto"}})).strategy == "SHARD_GRAD_OP"
+
+
+def test_stage_0_offloads_nothing(write: Write) -> None:
+    said = refusal(write(zero_stage=0, offload_optimizer_device="cpu"))
+    assert said.endswith(
+        "accelerate.yaml: offload_optimizer: cpu: stage 0 is DDP, which offloads nothing; set another stage, or this to none"
+    )
+    assert not read(write(zero_stage=0, offload_optimizer_device="none")).cpu_offload
+    engine = {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}}
+    assert "offload_param: cpu: stage 0 is DDP" in refusal(write(engine))
+    assert read(write(engine, zero_stage=3)).cpu_offload, "the section's stage replaces the file's"
+
+
 def test_offload_and_activation_checkpointing(write: Write) -> None:
     fsdp = {"fsdp_config": {"fsdp_activation_checkpointing": True}}
     of_section = read(
@@ -225,6 +242,16 @@ def test_what_has_no_counterpart_is_refused(
     assert said in found and "\n" not in found
 
 
+def test_what_is_off_asks_for_nothing(write: Write) -> None:
+    """DeepSpeed's fp16 and bf16 are off without `enabled`."""
+    zero = {"stage": 2, "zero_quantized_weights": False}
+    off = {"fp16": {"loss_scale": 0}, "amp": {"enabled": False}, "compile": {"enabled": False}}
+    on = read(write(off | {"zero_optimization": zero, "bf16": {"enabled": True}}))
+    assert (on.strategy, on.mixed_precision) == ("SHARD_GRAD_OP", "bf16")
+    assert read(write(off | {"zero_optimization": zero})).mixed_precision == "no"
+    assert "compile: set torch_compile" in refusal(write({"compile": {"deepcompile": True}}))
+
+
 def test_mistakes_in_the_section(write: Write, tmp_path: Path) -> None:
     found = refusal(
         write(zero_stag=3, deepspeed_hostfile="hosts", deepspeed_config_file="absent.json")
@@ -270,6 +297,14 @@ def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
     )
     assert "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe; set" in said
     assert "lr: 1e-05, but learning_rate is 0.003 by the command line; set" in said
+
+
+@pytest.mark.parametrize(("max_grad_norm", "clipping"), [("null", 0), ("0.5", 0.5)])
+def test_zero_clips_no_gradients(write: Write, max_grad_norm: str, clipping: float) -> None:
+    recipe = read_recipe("quickstart", [f"max_grad_norm={max_grad_norm}"])
+    for value in (0, 0.5):
+        layout = read(write(zero_stage=2, gradient_clipping=value))
+        assert (find_problems(recipe, layout, ranks=2) == []) is (value == clipping)
 
 
 def test_launch_refuses_them_before_anything_is_loaded(write: Write) -> None:

@@ -5,10 +5,14 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+import pytest
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems
 from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import compute_global_batch_size
 from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import plan_host
@@ -312,6 +316,21 @@ def test_a_shipped_file_is_planned_as_it_reads() -> None:
             # the decoder layer's class, which a plan does not ask for
             named = replace(changed, source=read.source, wrap_classes=read.wrap_classes)
             assert named == read, change
+
+
+@pytest.mark.parametrize("rows", [None, 64])
+def test_what_keeps_the_rows_of_a_step_is_taken_and_keeps_them(rows: int | None) -> None:
+    """Beside gradient_accumulation_steps too, which then no longer fits."""
+    planned = make_spec(
+        LLAMA_31_8B, ranks=8, rows=4, gradient_accumulation_steps=2, global_batch_size=rows
+    )
+    texts = [change.text for change in list_changes(planned)]
+    text = next(text for text in texts if text.startswith("per_device_train_batch_size=1"))
+    written = ["per_device_train_batch_size=4", "gradient_accumulation_steps=2"]
+    written.append(f"global_batch_size={rows or 'null'}")
+    recipe = read_recipe("quickstart", [*written, *text.split()])
+    assert find_problems(recipe, FULL_SHARD, ranks=8) == []
+    assert compute_global_batch_size(recipe.batch, 8) == 64
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:
