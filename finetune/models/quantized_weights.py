@@ -187,23 +187,39 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
     return magnitudes_less_mean + mean
 
 
+# The values of codes are computed here: `finetune export` checks them while another thread imports
+# modules that bitsandbytes imports too.
+
+
 @cache
 def nested_values(device: torch.device) -> Tensor:
     """Returns the value of each 8-bit code of double-quantized scales, fp32[256] (the dynamic tree
     of Dettmers 2016).
     """
-    from bitsandbytes import functional
-
-    values: Tensor = functional.create_dynamic_map().to(device)
-    return values
+    parts = [torch.tensor([0.0, 1.0])]
+    for exponent in range(-6, 1):
+        boundaries = torch.linspace(0.1, 1, 2 ** (exponent + 6) + 1)
+        means = (boundaries[:-1] + boundaries[1:]) / 2 * 10.0**exponent
+        parts += [means, -means]
+    return torch.cat(parts).sort().values.to(device)
 
 
 def four_bit_values(quant_type: str) -> Tensor:
     """Returns the value of each code of `nf4` or `fp4`, fp32[16]."""
-    from bitsandbytes import functional
+    if quant_type == "fp4":
+        magnitudes = torch.tensor([0, 1 / 16, 8, 12, 4, 6, 2, 3]) / 12
+        return torch.cat([magnitudes, -magnitudes])
+    values = torch.cat([-_normal_quantiles(7), torch.zeros(1), _normal_quantiles(8)])
+    return values.sort().values / values.max()
 
-    values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
-    return values
+
+def _normal_quantiles(count: int) -> Tensor:
+    """Returns quantiles of the normal distribution above 0, whose probabilities lie between a half
+    and that of the largest code of NF4 at equal distances, fp32[count].
+    """
+    probabilities = torch.linspace(0.9677083, 0.5, count + 1, dtype=torch.float64)
+    quantiles: Tensor = torch.special.ndtri(probabilities[:-1])
+    return quantiles.float()
 
 
 def _bitsandbytes_ops() -> Any:

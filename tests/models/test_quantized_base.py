@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
 
 from finetune.config.facts import adopt_quantization
@@ -22,10 +24,11 @@ from finetune.errors import UserError
 from finetune.files.tensors import read_folder
 from finetune.models.load import load_model
 from finetune.models.quantized_layers import quantize_layers
-from finetune.models.quantized_weights import split_quantized
+from finetune.models.quantized_weights import four_bit_values, nested_values, split_quantized
 from finetune.models.weights import refuse_mismatch
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
+from tests.ranks import run_command
 
 SIZES = {
     "vocab_size": 64,
@@ -161,6 +164,28 @@ def test_a_stored_weight_that_bitsandbytes_did_not_write_is_refused(
         match=rf"^folder: {re.escape(Q_PROJ)}.*{CHANGES[change][1]}.*; save the model again",
     ):
         split_quantized(read_folder(tmp_path), "folder")
+
+
+def test_the_values_of_codes_are_those_of_bitsandbytes() -> None:
+    assert torch.equal(nested_values(torch.device("cpu")), functional.create_dynamic_map())
+    for name in ("nf4", "fp4"):
+        expected = functional.get_4bit_type(name, device="cpu")
+        torch.testing.assert_close(four_bit_values(name), expected, rtol=0, atol=2e-7)
+
+
+def test_a_stored_base_is_opened_without_imports(stored: Path) -> None:
+    """`finetune export` opens the base while another thread imports: two at once can break a module."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "import finetune.export.cli\n"
+        "from finetune.export.source import find_base, read_folder, split_quantized\n"
+        "before = set(sys.modules)\n"
+        f"folder = find_base({str(stored)!r}, with_weights=True)\n"
+        "assert len(split_quantized(read_folder(folder), str(folder))[1]) == 14\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    assert run_command([sys.executable, "-c", code]).stdout.strip() == "[]"
 
 
 def test_numbers_without_their_scales_are_never_loaded(tmp_path: Path) -> None:
