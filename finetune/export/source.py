@@ -29,15 +29,13 @@ from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, TOKENIZER_FILE, VALU
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
 from finetune.files.json_files import load_json
-from finetune.files.network import download_file, download_folder, find_local_folder
+from finetune.files.network import DESCRIPTIONS, download_file, download_folder, find_local_folder
 from finetune.files.run_files import refuse_several_runs
 from finetune.files.tensors import StoredTensor, hash_weights, read_files, read_folder
 from finetune.models.quantized_weights import StoredQuantized, dequantize_published, split_quantized
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # accelerator.save_state writes it for a sharded state dict
 FSDP_FILE = "pytorch_model_fsdp.bin"  # and this file for a full one
-# the files of a hub repository that describe a model, beside its weights
-DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]
 # A tokenizer has at least one of these files.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "vocab.txt")
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
@@ -178,7 +176,7 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
         patterns = [*DESCRIPTIONS, "*.safetensors"]
     else:
         patterns = DESCRIPTIONS
-    return download_folder(name, patterns, "its files", revision)
+    return download_folder(name, patterns, "its model", revision)
 
 
 def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:

@@ -20,6 +20,9 @@ from finetune.constants import ADAPTER_CONFIG, EXPORT
 from finetune.errors import UserError, first_line, printable
 from finetune.files.json_files import read_json_object
 
+# the files of a hub repository that describe a model, beside its weights
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]
+
 
 def find_cache(name: str) -> Path:
     """Returns the path of the folder `name` in our part of the Hugging Face cache.

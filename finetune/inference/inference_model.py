@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from finetune.checkpoint.manifest import find_checkpoint_of
+from finetune.checkpoint.manifest import MODEL, find_checkpoint_of
 from finetune.config.module_names import peft_name
 from finetune.config.pretrained import check_adapter_config
 from finetune.config.quantization import describe_quantization, read_published_form
@@ -116,6 +116,7 @@ def load_inference_model(
                 model = _load_source(source, folder, options)
         elif has_adapter:
             model = _load_adapter(Path(location.name), options)
+            folder = _find_tokenizer(Path(location.name), options)
         else:
             model = _load_pretrained(location.name, location.revision, options)
         tokenizer = _load_tokenizer(folder, location, options)
@@ -147,7 +148,7 @@ def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]
     from transformers import AutoModel
 
     keys = {"trust_remote_code": options.trust_remote_code, **_choose_placement()}
-    with _as_user_error(location.name, "its weights"):
+    with _as_user_error(location.name, "its model"):
         model: Any = AutoModel.from_pretrained(location.name, **keys)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     return model.eval(), _load_tokenizer(location.name, location, options)
@@ -255,7 +256,7 @@ def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> A
     keys: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if revision:
         keys["revision"] = revision
-    with _as_user_error(name, "its weights", revision):
+    with _as_user_error(name, "its model", revision):
         config: Any = AutoConfig.from_pretrained(name, **keys)
         form = read_published_form(getattr(config, "quantization_config", None))
         if form in DEQUANTIZED_BY_TRANSFORMERS:
@@ -287,23 +288,40 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     from peft import PeftModel
 
     config = load_json(folder / ADAPTER_CONFIG)
-    name = options.base_model or config.get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise UserError(
-            f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model"
-        )
     check_adapter_config(config, str(folder / ADAPTER_CONFIG))
     if SCORES in (config.get("modules_to_save") or ()):
         raise UserError(
             f"{folder}: an adapter of a reward model or classifier; name the run's export/, which "
             "is merged"
         )
-    model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
+    model = _load_base(_find_base(folder, options), options)
     _grow_vocabulary(model, folder)
     with _as_user_error(str(folder), "its adapter"), warnings.catch_warnings():
         # peft reads an attribute that transformers is about to rename
         warnings.simplefilter("ignore", FutureWarning)
         return PeftModel.from_pretrained(model, folder)
+
+
+def _find_base(folder: Path, options: LoadOptions) -> Path:
+    """Finds the folder of the base of the adapter in `folder`, downloading it if it is missing."""
+    config = load_json(folder / ADAPTER_CONFIG)
+    trained_base = config.get("base_model_name_or_path")
+    name = options.base_model or trained_base
+    if not isinstance(name, str) or not name:
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model"
+        )
+    revision = config.get("revision") if name == trained_base else None
+    return find_base(name, revision, with_weights=True)
+
+
+def _find_tokenizer(folder: Path, options: LoadOptions) -> Path:
+    """Returns the folder with the tokenizer of the adapter in `folder`: its own, or its base's."""
+    if has_tokenizer(folder):
+        return folder
+    base = _find_base(folder, options)
+    checkpoint = find_checkpoint_of(base)
+    return base if checkpoint is None else checkpoint / MODEL
 
 
 def _load_base(folder: Path, options: LoadOptions) -> Any:
@@ -356,7 +374,7 @@ def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
     for shard in weights.model:
         state |= {value.name: _read_value(value) for value in shard.values}
     config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    with _as_user_error(str(source.path), "its weights"):
+    with _as_user_error(str(source.path), "its model"):
         model_class: Any = type(target.model)
         placement = _choose_placement()
         model = model_class.from_pretrained(None, config=config, state_dict=state, **placement)
@@ -397,7 +415,7 @@ def _as_user_error(name: str, loaded_part: str, revision: str | None = None) -> 
 
     Args:
         name: The model's folder or hub name.
-        loaded_part: "its weights", "its tokenizer" or "its adapter".
+        loaded_part: "its model", "its tokenizer" or "its adapter".
         revision: The revision on the hub.
     """
     try:

@@ -5,7 +5,6 @@ Imports no torch.
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +40,7 @@ from finetune.errors import UserError
 from finetune.export.sentence_transformer import MODULES, is_embedder
 from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.json_files import read_json_object
-from finetune.files.network import download_file
+from finetune.files.network import DESCRIPTIONS, download_file, download_folder
 from finetune.files.run_files import refuse_several_runs
 
 Kind = Literal["model", "adapter", "checkpoint"]
@@ -90,8 +89,7 @@ def find_model(name: str, revision: str | None = None) -> ModelLocation:
         raise UserError(f"{name}: a file; give the folder that holds it")
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):
-            _find_on_hub(name, revision)
-            return ModelLocation(name=name, kind="model", revision=revision)
+            return _find_on_hub(name, revision)
         raise UserError(
             f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a "
             "hub name"
@@ -108,12 +106,18 @@ def find_model(name: str, revision: str | None = None) -> ModelLocation:
     return _describe(path, "checkpoint", None)
 
 
-def _find_on_hub(name: str, revision: str | None) -> None:
-    """Raises `UserError` unless the hub, or the cache, has an adapter or a model of this name."""
-    with suppress(UserError):
+def _find_on_hub(name: str, revision: str | None) -> ModelLocation:
+    """Finds the adapter or the model of this name on the hub, or in the cache.
+
+    An adapter is downloaded. Raises `UserError` if there is neither.
+    """
+    try:
         download_file(name, ADAPTER_CONFIG, revision)
-        return
-    download_file(name, CONFIG_FILE, revision)
+    except UserError:
+        download_file(name, CONFIG_FILE, revision)
+        return ModelLocation(name=name, kind="model", revision=revision)
+    folder = download_folder(name, [*DESCRIPTIONS, "adapter_*"], "its adapter", revision)
+    return _describe(folder, "adapter", None)
 
 
 def locate_base(model: ModelLocation) -> ModelLocation:

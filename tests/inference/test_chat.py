@@ -182,6 +182,34 @@ def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path:
     assert loaded.has_adapter
 
 
+def test_an_adapter_of_the_hub_as_peft_saves_it(
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    chat: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tokenizer is the base's, and its revision not one of another base, which the command names."""
+    from huggingface_hub import constants
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    places = []
+    for name in ("base", "adapter"):
+        cached = tmp_path / f"models--me--{name}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0" * 40)
+        places.append(cached / "snapshots" / ("0" * 40))
+    base, adapter = places
+    shutil.copytree(tiny_llama(), base)
+    config = LoraConfig(target_modules=["q_proj"], revision="v1", init_lora_weights=False)
+    trained = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    trained.peft_config["default"].base_model_name_or_path = "me/another"
+    trained.save_pretrained(adapter)
+    answer = chat("me/adapter", "--base-model", "me/base", "--prompt", QUESTION)
+    assert answer == f"{own_answer(trained.eval(), base)}\n"
+
+
 def test_prompts_of_a_file_and_of_a_pipe(
     tiny_llama: Callable[..., Path],
     tmp_path: Path,
