@@ -276,7 +276,8 @@ def _describe_training(source: Source) -> str:
 
     Metrics count up to the exported checkpoint only, since the run may have continued after it.
     """
-    lines = read_metrics(source.run)
+    # of a run's adapter the step is not known
+    lines = read_metrics(source.run) if "step" in source.state else []
     rows = [*_make_count_rows(source), *_make_metric_rows(lines, source.state.get("step"))]
     return "\n\n".join([*_find_warnings(source, lines), _make_table(("", ""), rows)])
 

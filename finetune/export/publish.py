@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 from finetune.checkpoint.manifest import STATE
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, check_formats, list_keys
 from finetune.config.quantization import read_recipe_quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES, Names
+from finetune.config.yaml_file import find_yaml
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES, Names
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.json_files import read_json_object
@@ -74,13 +75,27 @@ def is_alone(name: str, options: "ExportOptions") -> bool:
     return options.formats == (name,)
 
 
+def find_run_of_adapter(folder: Path) -> Path | None:
+    """Returns the folder of the run whose exported adapter is `folder`; None if it is no such one.
+
+    >>> find_run_of_adapter(Path("downloads/adapter"))
+    """
+    folder = folder.absolute()
+    run = folder.parent
+    is_of_run = folder.name == ADAPTER and (run / "metrics.jsonl").is_file()
+    return run if is_of_run else None
+
+
 def _was_quantized(source: Path) -> bool:
     """Whether a checkpoint in `source` was trained on a quantized base, by the recipe in its state.
 
-    `source` is a checkpoint, a folder of checkpoints, or a run's folder.
+    `source` is a checkpoint, a folder of checkpoints, a run's folder, or its adapter.
     """
     states = [source / STATE, *source.glob(f"*/{STATE}"), *source.glob(f"checkpoints/*/{STATE}")]
-    recipes = (read_json_object(state).get("recipe") for state in states)
+    recipes = [read_json_object(state).get("recipe") for state in states]
+    run = find_run_of_adapter(source)
+    if run is not None:
+        recipes.append(find_yaml(run / "recipe.yaml"))
     return any(
         isinstance(recipe, dict) and read_recipe_quantization(recipe).bits is not None
         for recipe in recipes

@@ -25,9 +25,18 @@ from finetune.config.module_names import ORIGINAL_MODULE, peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, TOKENIZER_FILE, VALUE_WEIGHT, Shape
+from finetune.config.yaml_file import find_yaml
+from finetune.constants import (
+    ADAPTER_CONFIG,
+    COMPUTE_DTYPE,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    VALUE_WEIGHT,
+    Shape,
+)
 from finetune.errors import UserError, progress_bar
 from finetune.export import torch_files
+from finetune.export.publish import find_run_of_adapter
 from finetune.files.json_files import load_json
 from finetune.files.network import DESCRIPTIONS, download_file, download_folder, find_local_folder
 from finetune.files.run_files import refuse_several_runs
@@ -69,7 +78,8 @@ class Source:
     adapter_tokenizer: Path | None = None
     base_is_named: bool = False  # --base-model named the base of a checkpoint of this project
     base_differs: bool = False  # known not to have the weights that the adapter was trained on
-    # content of state.json of a checkpoint of this project; empty for other sources
+    # content of state.json of a checkpoint of this project; of a run's adapter, the part that is
+    # the same for the whole run; empty for other sources
     state: Mapping[str, Any] = field(default_factory=dict)
     run: Path | None = None  # the run's folder; None: the source belongs to none
     has_critic: bool = False  # the source also has a critic, which is left out of the tensors
@@ -89,7 +99,7 @@ class Source:
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """The run's recipe as key -> value; empty if the source is no checkpoint of ours."""
+        """The run's recipe as key -> value; empty if the source is of no run of ours."""
         recipe = self.state.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
 
@@ -279,10 +289,26 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
         raise UserError(f"{path / ADAPTER_CONFIG}: names no base model; name it with --base-model")
     revision = config.get("revision") if name == trained_base else None
     brings_tokenizer = any((path / file).is_file() for file in VOCABULARIES)
+    run = find_run_of_adapter(path)
     source = Source(
-        path, path, tensors, base_model=name, adapter_tokenizer=path if brings_tokenizer else None
+        path,
+        path,
+        tensors,
+        base_model=name,
+        adapter_tokenizer=path if brings_tokenizer else None,
+        state=_read_settings(run) if run is not None else {},
+        run=run,
     )
     return _add_base(source, config, revision)
+
+
+def _read_settings(run: Path) -> dict[str, Any]:
+    """Reads what the state.json of a checkpoint of `run` says of the whole run."""
+    precision = find_yaml(run / "accelerate.yaml").get("mixed_precision")
+    return {
+        "recipe": find_yaml(run / "recipe.yaml"),
+        "compute_dtype": COMPUTE_DTYPE.get(str(precision)),
+    }
 
 
 def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:

@@ -216,6 +216,14 @@ def test_without_rows_it_is_the_base_that_was_trained(
     assert "| Model |" not in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_runs_adapter_is_merged_as_the_run_is(run: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    export(run / "adapter", tmp_path / "out", log=lines.append)
+    assert lines[0].startswith("merge   on ") and "exported: onto the " in lines[4]
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert weights == (run / "export" / "model.safetensors").read_bytes()
+
+
 def test_rounding_to_bfloat16_is_part_of_what_is_measured(run: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     export(run, tmp_path / "out", dtype="bfloat16", verify=True, log=lines.append)
@@ -264,7 +272,8 @@ def test_merge_onto_is_refused_where_it_means_nothing(
 ) -> None:
     out = str(tmp_path / "out")
     monkeypatch.delattr("finetune.export.source.open_source")  # at once: nothing is opened
-    assert main(["export", str(run / "adapter"), "--output", out, "--merge-onto", "original"]) == 2
+    copied = str(shutil.copytree(run / "adapter", tmp_path / "adapter"))  # no longer in its run
+    assert main(["export", copied, "--output", out, "--merge-onto", "original"]) == 2
     assert (
         "--merge-onto: not known to be trained on a quantized base; omit it"
         in capsys.readouterr().err
