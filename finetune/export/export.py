@@ -176,6 +176,7 @@ def export_source(
         source.description,
         trust_remote_code=options.trust_remote_code,
         adapter=source.adapter_shapes,
+        is_quantized=bool(source.quantized),
     )
     _refuse_other_formats(source, target, options)
     if source.adapter is not None and options.verify:

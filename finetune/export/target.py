@@ -130,6 +130,7 @@ def describe_target(
     *,
     trust_remote_code: bool = False,
     adapter: Mapping[str, Shape] = MappingProxyType({}),
+    is_quantized: bool = False,
 ) -> TargetModel:
     """Describes the model of the config.json in `folder`.
 
@@ -139,6 +140,7 @@ def describe_target(
         adapter: The shapes of an adapter's tensors by name. If a tied head has an adapter the model
             is untied, since the merged head is no longer the embedding. If the adapter has the
             embedding, of more or fewer tokens, the model has as many.
+        is_quantized: Whether the weights are stored by bitsandbytes, and read dequantized.
 
     Raises:
         UserError: The config is missing, describes no causal language model or a quantized one, or
@@ -159,8 +161,9 @@ def describe_target(
             f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); "
             "read it, then allow it with --trust-remote-code"
         )
-    # A base in a published quantized form is read dequantized: the model here is a plain one.
-    if read_published_form(config_json.get("quantization_config")) is not None:
+    # A base in a quantized form that is read dequantized: the model here is a plain one.
+    form = read_published_form(config_json.get("quantization_config"))
+    if "quantization_config" in config_json and (is_quantized or form is not None):
         del config_json["quantization_config"]
     if "quantization_config" in config_json:
         raise UserError(

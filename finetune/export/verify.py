@@ -273,7 +273,7 @@ def start_logits(
     if is_dequantized:
         quantized = find_quantized(source, target)
     else:
-        quantized = frozenset()
+        quantized = frozenset(source.quantized)
     read_dequantized = make_dequantizer(source)
     model = target.model
     adapter = source.adapter
@@ -285,7 +285,10 @@ def start_logits(
             name: shape for name, shape in source.adapter_shapes.items() if ".lora_" not in name
         }
         base_target = describe_target(
-            source.description, trust_remote_code=trust_remote_code, adapter=whole_shapes
+            source.description,
+            trust_remote_code=trust_remote_code,
+            adapter=whole_shapes,
+            is_quantized=bool(source.quantized),
         )
         parameter_updates = find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(base_target.model, adapter.config)

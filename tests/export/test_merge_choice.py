@@ -267,6 +267,22 @@ def test_a_base_that_is_stored_in_four_bits_is_merged_onto_as_it_is(
     )
 
 
+def test_a_foreign_adapter_on_a_base_that_is_stored_in_four_bits(
+    run: Path, references: dict[str, Scored], tmp_path: Path
+) -> None:
+    quantized_base(run).save_pretrained(tmp_path / "base")
+    copied = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    export(copied, tmp_path / "out", base_model=str(tmp_path / "base"), dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    # It dequantizes to bfloat16, since a foreign adapter does not say in which dtype it was trained.
+    torch.testing.assert_close(
+        scored(model, run)[1], references["dequantized"][1], atol=0.05, rtol=0.05
+    )
+    alone = tmp_path / "alone"
+    export(copied, alone, base_model=str(tmp_path / "base"), adapter_only=True)
+    assert (alone / "adapter_model.safetensors").is_file()
+
+
 def test_merge_onto_is_refused_where_it_means_nothing(
     run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
