@@ -24,6 +24,7 @@ from finetune.config.served import list_server_options, serve_adapter
 from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.formats import Conversation
+from finetune.data.messages import Message
 from finetune.errors import UserError
 from finetune.export.export import export_for_vllm
 from finetune.files.json_files import read_json_object
@@ -68,9 +69,15 @@ class Server:
         is_complete = all(isinstance(each, float) for each in prompt_scores)
         return prompt_scores if is_complete else None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
+    def chat(self, conversation: Conversation, max_tokens: int) -> str:
         """Answers a conversation greedily. The server renders it by its chat template."""
-        choice = self._ask("chat/completions", {"messages": list(messages)}, max_tokens)
+        body: dict[str, Any] = {"messages": [_send_calls(each) for each in conversation.messages]}
+        if conversation.tools:
+            # The server shows them to the model, but leaves calls in the text of the answer.
+            body |= {"tools": list(conversation.tools), "tool_choice": "none"}
+        if conversation.variables:
+            body["chat_template_kwargs"] = dict(conversation.variables)
+        choice = self._ask("chat/completions", body, max_tokens)
         return str(choice["message"]["content"] or "")
 
     def _ask(self, path: str, body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
@@ -91,6 +98,15 @@ class Server:
             raise UserError(
                 f"{self.url}: not an answer of the OpenAI protocol: {json.dumps(answer)[:120]}"
             ) from None
+
+
+def _send_calls(message: Message) -> Message:
+    """Returns a message with the arguments of its tool calls as JSON text, as the protocol asks."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"].get("arguments") or {})
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 @contextmanager
@@ -312,6 +328,11 @@ def serve_check_command(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"{arguments.prompts or location.name}: holds no prompt; give some by --prompts FILE"
         )
+    if any(prompt.images for prompt in prompts):
+        raise UserError(
+            f"{arguments.prompts or location.name}: a prompt has images, about which no server is "
+            "asked; give prompts of text with --prompts FILE"
+        )
     folder = Path(location.name)
     file = find_file(arguments, folder)
     with open_server(arguments.server, location, file, arguments.served_model, print) as server:
@@ -423,7 +444,7 @@ def compare(
     else:
         line, is_same = _describe_difference(model, expected, text, first_different)
     if model.template is not None:
-        chat_text = server.chat(conversation.messages, max_tokens)
+        chat_text = server.chat(conversation, max_tokens)
         if chat_text.strip() != text.strip():
             line += (
                 f"; as a conversation it answers {chat_text[:40]!r}: the server renders another "

@@ -138,6 +138,7 @@ class StandIn(BaseHTTPRequestHandler):
     """Says what `answers` holds for the path, whatever is asked. A mock: what it says is no model's."""
 
     answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+    asked: ClassVar[dict[str, Any]] = {}  # path -> the last body sent there
 
     def do_GET(self) -> None:
         status, body = self.answers.get(self.path, (404, {"error": "no such page"}))
@@ -149,6 +150,7 @@ class StandIn(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked[self.path] = body
         if body.get("echo") and "echo" in self.answers:
             self.path = "echo"
         self.do_GET()
@@ -398,6 +400,58 @@ def test_prompts_must_be_named_where_there_is_no_run(
         "its run's rows are not in a file here; give prompts with --prompts FILE"
         in capsys.readouterr().err
     )
+
+
+def test_the_server_can_render_the_tools_and_variables_of_a_row(
+    stand_in: str, tiny_llama: MakeModel, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny_llama()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ tools | tojson }} {{ tone }} {{ messages | tojson }}"
+    tokenizer.save_pretrained(folder)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "2 + 2?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "4"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "description": "Adds."}}],
+        "chat_template_kwargs": {"tone": "kind"},
+    }
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(row))
+    choice = {"text": "", "logprobs": None, "message": {"content": ""}}
+    paths = ("/v1/completions", "/v1/chat/completions")
+    answers = {path: (200, {"choices": [choice]}) for path in paths}
+    monkeypatch.setattr(StandIn, "answers", {"/v1/models": MODELS, **answers})
+    main(["serve-check", str(folder), "--server", stand_in, "--prompts", str(prompts)])
+    prompt, sent = (StandIn.asked[path] for path in paths)
+    function = sent["messages"][1]["tool_calls"][0]["function"]
+    function["arguments"] = json.loads(function["arguments"])  # JSON text in the protocol
+    keys = sent["chat_template_kwargs"]
+    assert prompt["prompt"] == tokenizer.apply_chat_template(
+        sent["messages"], tools=sent["tools"], tokenize=False, **keys
+    )
+
+
+def test_a_prompt_with_an_image_is_refused(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (8, 8)).save(tmp_path / "dot.png")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "<image>What?"}], "images": ["dot.png"]}
+        )
+    )
+    command = ["serve-check", str(tiny_llama()), "--server", "ollama", "--prompts", str(prompts)]
+    assert main(command) == 2
+    assert "a prompt has images, about which no server is asked" in capsys.readouterr().err
 
 
 def test_an_empty_answer_of_transformers_differs_from_a_text(
