@@ -121,6 +121,7 @@ def load_inference_model(
             model = _load_pretrained(location.name, location.revision, options)
         tokenizer = _load_tokenizer(folder, location, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
+    _avoid_narrow_kernel(model)
     base = model.get_base_model() if has_adapter else model
     # transformers' dynamic RoPE would remember the longest conversation
     with suppress(UserError):  # a model with code of its own keeps its rotary embedding
@@ -138,6 +139,19 @@ def load_inference_model(
         tokenizer.chat_template = template
     variables = options.chat_template_kwargs
     return InferenceModel(location.name, model.eval(), tokenizer, template, variables, has_adapter)
+
+
+def _avoid_narrow_kernel(model: Any) -> None:
+    """Keeps bitsandbytes' 4-bit layers from a kernel that does not take their width.
+
+    The kernel, which bitsandbytes uses outside of training on some CPUs, takes multiples of 32
+    outputs, and rows of whole blocks.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            block = module.weight.quant_state.blocksize
+            if module.out_features % 32 or module.in_features % block:
+                module.support_avx512bf16_for_cpu = False
 
 
 def load_trunk(location: ModelLocation, options: LoadOptions) -> tuple[Any, Any]:

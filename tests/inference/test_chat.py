@@ -210,6 +210,22 @@ def test_an_adapter_of_the_hub_as_peft_saves_it(
     assert answer == f"{own_answer(trained.eval(), base)}\n"
 
 
+def test_a_base_in_four_bits_of_any_width(
+    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str]
+) -> None:
+    """On CPUs with bf16 instructions, bitsandbytes has a kernel that takes only some widths."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    plain, folder = tiny_llama(intermediate_size=172), tmp_path / "stored"
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=settings)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
+    answer = chat(folder, "--prompt", QUESTION)
+    assert answer == f"{own_answer(model.train(), folder)}\n"  # the kernel is not used in training
+
+
 def test_prompts_of_a_file_and_of_a_pipe(
     tiny_llama: Callable[..., Path],
     tmp_path: Path,
