@@ -1,7 +1,7 @@
 """A transformers model in a script's memory as the model of a recipe.
 
 The model is written to a folder, and the recipe then names the folder. The folder's name is a hash
-of the weights and the config; `config.given` does the same for rows.
+of the weights and the configs; `config.given` does the same for rows.
 """
 
 import hashlib
@@ -56,8 +56,10 @@ def name_model(model: Any, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hash_model(model: Any) -> str:
-    """Hashes the config and every tensor (name, dtype, shape, bytes) to hexadecimal digits."""
+    """Hashes the configs and every tensor (name, dtype, shape, bytes) to hexadecimal digits."""
     digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())
+    if model.can_generate():
+        digest.update(model.generation_config.to_json_string(use_diff=False).encode())
     for name, tensor in sorted(model.state_dict().items()):
         values = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

@@ -67,8 +67,12 @@ def test_a_folder_is_written_once_for_a_content(model: Any, cache: Path, tmp_pat
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
     changed = finetune.load_recipe(model=model, output_dir=tmp_path)
-    names = [each.model.model_name_or_path for each in (first, again, changed)]
-    assert names[0] == names[1] != names[2]
+    model.generation_config.max_new_tokens = 7
+    sampled = finetune.load_recipe(model=model, output_dir=tmp_path)
+    names = [each.model.model_name_or_path for each in (first, again, changed, sampled)]
+    assert names[0] == names[1] and len(set(names)) == 3
+    written = json.loads((Path(str(names[3])) / "generation_config.json").read_text())
+    assert written["max_new_tokens"] == 7
     assert sorted(map(str, cache.iterdir())) == sorted({*map(str, names)})
 
 
