@@ -234,14 +234,14 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
         if sharding.is_fsdp:
             yield Change("fsdp_activation_checkpointing: true", cost, checkpoint, is_in_file=True)
         elif sharding.layout == "ddp":
-            checkpoint = _set_sharding(activation_checkpointing=True, **SHIPPED_PRECISION)
+            checkpoint = _set_sharding(activation_checkpointing=True, **SHIPPED)
             yield Change("accelerate_config=ddp_checkpointing", cost, checkpoint)
         else:
-            yield Change("accelerate_config=fsdp_full_shard", cost, _shard_fully)
+            yield Change("accelerate_config=fsdp_full_shard_auto", cost, _shard_fully)
     if sharding.ranks_per_batch == 1 and (
         spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"
     ):
-        yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
+        yield Change("accelerate_config=fsdp_full_shard_auto", "more communication", _shard_fully)
     if architecture.mixture is not None:
         size = gcd(architecture.mixture.experts, spec.shards, spec.ranks_per_node)
         if size > sharding.expert_parallel_size:
@@ -370,14 +370,14 @@ def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
     return apply
 
 
-# the precision that every file in accelerate_configs/ sets
-SHIPPED_PRECISION: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None}
+# what the files in accelerate_configs/ that are suggested have in common
+SHIPPED: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None, "wrap_classes": ()}
 
 
 def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
-    """Sets a run's layout to that of the shipped fsdp_full_shard.yaml, changed by `keys`."""
+    """Sets a run's layout to that of the shipped fsdp_full_shard_auto.yaml, changed by `keys`."""
     shipped: dict[str, Any] = {
-        **SHIPPED_PRECISION,
+        **SHIPPED,
         "layout": "fsdp2",
         "strategy": "FULL_SHARD",
         "wrapping": "TRANSFORMER_BASED_WRAP",
