@@ -23,7 +23,7 @@ from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import Method, Model, Recipe
-from finetune.constants import ITEMSIZE, find_positions, grow_rows
+from finetune.constants import ITEMSIZE, find_positions, grow_rows, round_up
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import (
@@ -556,10 +556,12 @@ def _read_size(flag: str, text: str) -> int:
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
     """Assumes a number of ranks, for a plan without --num-processes.
 
-    It is the size of the mesh in the Accelerate file. Without a mesh it is 1 for a single process,
-    else 8, the GPUs of a usual node.
+    It is the size of the mesh in the Accelerate file, times the stages of a pipeline. Without a
+    mesh it is 1 for a single process, else 8, the GPUs of a usual node, or as many more as the
+    recipe's groups of ranks require.
     """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
+    sharding = with_recipe_keys(sharding, recipe)
     if sharding.mesh_sizes is not None:
-        return prod(sharding.mesh_sizes.values())
-    return 1 if sharding.layout == "single" else 8
+        return prod(sharding.mesh_sizes.values()) * sharding.pipeline_parallel_size
+    return 1 if sharding.layout == "single" else round_up(8, sharding.smallest_world)

@@ -12,9 +12,11 @@ import pytest
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.facts import with_recipe_keys
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
-from finetune.plan.plan import make_plan
+from finetune.plan.plan import _assume_ranks, make_plan
 from finetune.plan.run_spec import CPU_PROCESS_BYTES
 from finetune.plan.speed import estimate_epoch_tokens
 from tests.ranks import run_command
@@ -208,6 +210,32 @@ def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(
     )
     assert (code, errors) == (0, "")
     assert "ranks      64 assumed" in shown
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys", "ranks"),
+    [
+        ({"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}, {}, 8),
+        (None, {}, 8),
+        (None, {"expert_parallel_size": 3}, 12),
+    ],
+)
+def test_the_assumed_ranks_are_those_of_all_stages(
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+    mesh: dict[str, int] | None,
+    keys: dict[str, int],
+    ranks: int,
+) -> None:
+    """The rules of the layout itself find nothing wrong with the assumed number."""
+    config = tmp_path / "staged.yaml"
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    config.write_text(json.dumps(file | ({"parallelism_config": mesh} if mesh else {})))
+    recipe = read_recipe(str(tiny_recipe(pipeline_parallel_size=2, **keys)))
+    assumed = _assume_ranks(recipe, str(config))
+    sharding = with_recipe_keys(read_sharding(str(config), None, {}), recipe)
+    assert assumed == ranks
+    assert refuse_problems(find_problems(recipe, sharding, ranks=assumed)) == []
 
 
 def test_the_table_has_a_row_for_ranks_that_divide_more_than_the_state(
