@@ -461,7 +461,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     heaviest = max(plans, key=lambda plan: plan.peak_bytes)
     if len(plans) > 1 and not arguments.json:
         print(_describe_adapters(plans, heaviest))
-    return _show(heaviest, room, arguments)
+    others = sum(plan.disk.total for plan in plans) - heaviest.disk.total
+    spec = replace(heaviest.spec, other_adapters_bytes=others)
+    return _show(replace(heaviest, spec=spec, disk=plan_disk(spec)), room, arguments)
 
 
 def _describe_adapters(plans: Sequence[Plan], heaviest: Plan) -> str:

@@ -84,6 +84,7 @@ class RunSpec:
     base_dtype: str = "bfloat16"  # the dtype of the base's files
     # the model_type of the whole model if rows hold images; None if they do not
     images: str | None = None
+    other_adapters_bytes: int = 0  # what the recipe's other adapters write to the disk
 
     def find_problems(self) -> list[Problem]:
         """Finds the problems that keep the run from starting, as far as a plan knows, and notes."""
@@ -573,12 +574,14 @@ class Disk:
     # of the weights for a server that samples: the ranks' shards, the exported weights, and the
     # exported weights of the step before
     rollouts: int = 0
+    other_adapters: int = 0  # of all that the recipe's other adapters write
     # more checkpoints are kept than are counted: their number depends on the unknown last step
     keeps_more: bool = False
 
     @property
     def total(self) -> int:
-        return self.checkpoints + self.export + self.adapter + self.rollouts
+        own = self.checkpoints + self.export + self.adapter + self.rollouts
+        return own + self.other_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -628,6 +631,7 @@ def plan_disk(spec: RunSpec) -> Disk:
         checkpoint=checkpoint,
         checkpoints_kept=kept,
         checkpoints=checkpoint * counted,
+        other_adapters=spec.other_adapters_bytes,
         keeps_more=keys.keep_every_steps is not None and steps is None,
     )
     if keys.export_at_end:

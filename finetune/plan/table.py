@@ -427,6 +427,7 @@ def format_storage(disk: Disk, host: Host) -> str:
         kept = f"{at_least}{disk.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(disk.adapter)}" if disk.adapter else ""
     adapter += f", weights for the server {gib(disk.rollouts)}" if disk.rollouts else ""
+    adapter += f", other adapters {gib(disk.other_adapters)}" if disk.other_adapters else ""
     lines = [
         f"disk       {gib(disk.total)} GiB: checkpoints {gib(disk.checkpoint)} each ({kept}), "
         f"export {gib(disk.export)}{adapter}"

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
@@ -75,6 +76,25 @@ def test_it_fits_only_where_host_and_disk_were_compared(tiny_recipe: Callable[..
         for flags in ((), ("--host-memory", "64GiB", "--disk", "1TB"))
     ]
     assert answers == [None, True]
+
+
+def test_the_disk_is_compared_with_what_all_adapters_write(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    recipe = tiny_recipe(use_peft=True, lora_r=512)  # more than the least --disk, 1 MiB
+    names = ("a", "b", "c")
+    each = yaml.safe_load(recipe.read_text())["datasets"]
+    several = f"adapters={json.dumps([{'name': name, 'datasets': each} for name in names])}"
+    arguments = ("--recipe", str(recipe), "--num-processes", "1", "--gpu-memory", "80GiB")
+    arguments += ("--host-memory", "64GiB", "--json")
+    alone = json.loads(_plan(*arguments)[1])["disk_bytes"]["total"]
+    answers = {}
+    for share in (2, 4):
+        code, shown, _ = _plan(*arguments, several, "--disk", f"{share * alone / 2**20}MiB")
+        plan = json.loads(shown)
+        assert plan["disk_bytes"]["total"] == len(names) * alone
+        answers[share] = (code, plan["fits"])
+    assert answers == {2: (1, False), 4: (0, True)}
 
 
 def test_what_does_not_fit_is_answered_with_settings_that_do(
