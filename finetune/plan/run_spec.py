@@ -703,10 +703,6 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         gradients = _count_bytes(trained)
         teacher = _count_bytes(spec.teacher_tensors)
         offloaded = int((state + frozen + gradients + teacher) * share)
-    saving = 0
-    if optimizer_file is None and not on_cpu:
-        saved = state if spec.recipe.lora.use_peft else state + frozen
-        saving = int(saved * min(share, 1))
     buffers = 0
     if optimizer_file is not None and not on_cpu:
         buffers = 2 * optimizer_file.buffer * ranks
@@ -718,10 +714,32 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         processes=ranks * process,
         offloaded=offloaded,
         activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
-        saving=saving,
+        saving=int(_count_copied(spec, trained, state, frozen) * min(share, 1)),
         export=exported,
         buffers=buffers,
     )
+
+
+def _count_copied(spec: RunSpec, trained: Sequence[StateTensor], state: int, frozen: int) -> int:
+    """Bytes that all ranks copy to host memory at once while a checkpoint is written.
+
+    An async save copies all that the checkpoint holds. Any other save copies one tensor of the
+    model and one of the optimizer at a time, in fp32 at most. On a CPU, or if the optimizer's state
+    is in files, it writes them from where they are.
+
+    Args:
+        spec: The run.
+        trained: The trained parameters.
+        state: Bytes of the trained parameters and their optimizer state.
+        frozen: Bytes of the frozen parameters.
+    """
+    has_adapters = spec.recipe.lora.use_peft
+    if spec.recipe.saves_async(spec.device):
+        return state if has_adapters else state + frozen
+    if spec.device == "cpu" or spec.optimizer_file() is not None:
+        return 0
+    saved = trained if has_adapters else spec.tensors
+    return 2 * FP32 * max(tensor.numel for tensor in saved)
 
 
 def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:

@@ -1,14 +1,14 @@
 """The plan of an optimizer whose state lies in files. tests/plan/test_state.py holds its bytes against the real ones."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.checkpoint.shards import allocate_on_host
-from finetune.config.schema import Optimization
+from finetune.config.schema import Checkpoint, Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
 from finetune.plan.advice import list_changes
 from finetune.plan.peaks import plan_phases
@@ -142,3 +142,22 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(
     assert found == [56.7, 56.7, 107.9], (
         "planned; in whole pages; as torch's own pinned memory would be"
     )
+
+
+def test_memory_for_a_save_is_that_of_the_savers_own_choice() -> None:
+    """All that an async save copies; else two tensors at a time on a GPU, and none on a CPU."""
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    copied = 12 * PARAMETERS + 4 * len(spec.tensors)  # with a step counter each
+    embedding = 4 * 128256 * 4096
+    cases: list[tuple[Literal["cpu", "cuda"], bool | None, int]] = [
+        ("cuda", None, copied),
+        ("cuda", True, copied),
+        ("cuda", False, 2 * embedding),
+        ("cpu", None, 0),
+        ("cpu", True, copied),
+        ("cpu", False, 0),
+    ]
+    for device, async_save, expected in cases:
+        recipe = replace(spec.recipe, checkpoint=Checkpoint(async_save=async_save))
+        saver = replace(spec, recipe=recipe, device=device)
+        assert plan_host(saver, 0).saving == expected, (device, async_save)
